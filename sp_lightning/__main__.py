@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser, separate
-from sp_lightning.cli.check_command import run_check
-from sp_lightning.cli.commands import run_convert, run_lightning, run_plan
+from sp_lightning.cli.commands import run_check, run_convert, run_lightning, run_plan
 
 
 def main(argv: Sequence[str] | None = None) -> None:

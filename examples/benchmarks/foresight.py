@@ -22,7 +22,7 @@ from examples.benchmarks.workloads import PRECISIONS, WARM_UP, Task, Workload, b
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.timeline import Interval
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
-from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import measured
 
 
@@ -84,7 +84,7 @@ def measure(workload: Workload, windows: Sequence[tuple[int, int]], seconds: flo
         yield {
             "kind": "foresight", "status": "ok", "workload": vars(workload), "k": k, "k_prime": k_prime,
             "measured": statistics.median(watch.clock.step_seconds()),
-            "predicted": predict(strategy.plan, visits, rates).seconds + update,
+            "predicted": Walk(strategy.plan, visits, rates).predict().seconds + update,
         }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from sp_lightning.model.find import find_layers
 
 
 def add_adapters(module: nn.Module, rank: int, *, layers: list[str] | None) -> None:
-    """Freezes a module, and adds adapters to all linear layers of its blocks: by PEFT if it is installed, else the same two.
+    """Freezes a module, and adds to all linear layers of its blocks what PEFT's adapters add.
 
     Args:
         module: it keeps the names of its modules, so that ``layers`` finds the same blocks afterwards.
@@ -27,14 +27,13 @@ def add_adapters(module: nn.Module, rank: int, *, layers: list[str] | None) -> N
             f"--lora: the blocks of {type(module).__name__} have no linear layers (nn.Linear). Name a factory that adds "
             "adapters as you do."
         )
-    try:
-        import peft
-    except ImportError:
-        module.requires_grad_(False)
-        for name in linear:
-            _adapt(module.get_submodule(name), rank)
-        return
-    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=linear), module)
+    module.requires_grad_(False)
+    for name in linear:
+        adapted: Any = module.get_submodule(name)
+        # A product with rank × inputs numbers, and one of that with outputs × rank.
+        adapted.lora_A = nn.Linear(adapted.in_features, rank, bias=False)
+        adapted.lora_B = nn.Linear(rank, adapted.out_features, bias=False)
+        adapted.register_forward_hook(partial(_adapted, adapted.lora_A, adapted.lora_B))
 
 
 def _linear_layers(module: nn.Module, layers: list[str] | None) -> list[str]:
@@ -49,13 +48,6 @@ def _linear_layers(module: nn.Module, layers: list[str] | None) -> list[str]:
             if name != layer.name and isinstance(inner, nn.Linear) and not isinstance(around, nn.MultiheadAttention):
                 found[name] = None
     return list(found)
-
-
-def _adapt(linear: Any, rank: int) -> None:
-    """Adds what PEFT's adapter adds: a product with rank × inputs numbers, and one of that with outputs × rank."""
-    linear.lora_A = nn.Linear(linear.in_features, rank, bias=False)
-    linear.lora_B = nn.Linear(rank, linear.out_features, bias=False)
-    linear.register_forward_hook(partial(_adapted, linear.lora_A, linear.lora_B))
 
 
 def _adapted(down: nn.Module, up: nn.Module, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import math
 import re
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import torch
 
-from sp_lightning.cli.check_command import add_check
+from sp_lightning.comparison.subject import OPTIONS
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.units import exact_bytes, parse_bytes
 
@@ -244,7 +245,7 @@ def make_parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
     )
-    add_check(commands)
+    _add_check(commands)
     plan = commands.add_parser(
         "plan",
         help="does a model fit, with which k, and how fast?",
@@ -255,3 +256,38 @@ def make_parser() -> argparse.ArgumentParser:
     for name, how in _arguments():
         plan.add_argument(name if name == "model" else f"--{name.replace('_', '-')}", **how)
     return parser
+
+
+# ---------------------------------------------------------------------- check: the options of the strategy, too
+
+TRAINER = ("accelerator", "precision")
+"""Arguments of ``check`` that are those of a trainer."""
+_LISTS = ("layers", "resident")
+_ALL_MODES = {"activations": '; "all" tries every mode', "optimizer_overlap": '; "all" tries every mode'}
+
+
+def _value(text: str) -> Any:
+    """A Python value, or the text itself where it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _add_check(commands: Any) -> None:
+    """Adds the command to those of a parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "check", help="is your own model bitwise that of plain Lightning? (exit status 1: it differs, 2: not compared)"
+    )
+    parser.add_argument("factory", nargs="?", help="package.module:Factory, which makes the LightningModule")
+    parser.add_argument("--data", help="package.module:Name, which makes a LightningDataModule or training batches")
+    parser.add_argument("--config", type=Path, help="a config of Lightning's CLI, in place of both")
+    parser.add_argument("--steps", type=int, default=4, help="how many batches are trained (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="what randomness begins with (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    for name in TRAINER:
+        parser.add_argument(f"--{name}", type=_value, help=f"as Trainer({name}=…)")
+    for name in OPTIONS:
+        flags = [f"--{name.replace('_', '-')}", *(["--overlap"] if name == "optimizer_overlap" else [])]
+        meaning = f"as SuperpipelineStrategy({name}=…){_ALL_MODES.get(name, '')}"
+        parser.add_argument(*flags, dest=name, type=_value, nargs="+" if name in _LISTS else None, help=meaning)

@@ -1,21 +1,25 @@
-"""The commands: ``plan``, ``convert``, and those of Lightning's CLI, which finds this strategy registered."""
+"""The commands: ``plan``, ``convert``, ``check``, and those of Lightning's CLI, which finds this strategy registered."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import pickle
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from sp_lightning.cli.answer import Answer, answer
-from sp_lightning.cli.arguments import Question
+from sp_lightning.cli.arguments import TRAINER, Question
 from sp_lightning.cli.estimate import estimate_model
 from sp_lightning.cli.remedies import remedies
 from sp_lightning.cli.report import as_json, as_table, as_text
+from sp_lightning.comparison.check import check
+from sp_lightning.comparison.subject import OPTIONS
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
 from sp_lightning.trainer.checkpoint_folder import write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -125,3 +129,35 @@ def run_convert(source: Path, target: Path, *, trust: bool) -> None:
         io.save_checkpoint(checkpoint, target)
     else:
         write(checkpoint, target, {})
+
+
+def run_check(arguments: argparse.Namespace) -> None:
+    """Checks, and prints the report on the standard output.
+
+    Raises:
+        ValueError, TypeError: an option cannot be.
+        SystemExit: with status 1 if something differs, with status 2 if nothing was compared.
+    """
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    trainer = {name: given[name] for name in TRAINER if name in given}
+    options = {name: given[name] for name in OPTIONS if name in given}
+    try:
+        report = check(
+            arguments.factory,
+            arguments.data,
+            config=arguments.config,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            trainer=trainer,
+            **options,
+        )
+    except (ValueError, TypeError, ImportError, OSError):
+        raise
+    except BaseException as error:  # Lightning makes SystemExit(1) of Ctrl-C, and SystemExit(0) of SIGTERM
+        if isinstance(error, Exception):
+            traceback.print_exc()
+        print(f"Nothing was compared. {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    print(report.as_json() if arguments.json else report, flush=True)
+    if report.status:
+        raise SystemExit(report.status)

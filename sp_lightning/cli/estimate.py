@@ -30,9 +30,9 @@ from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Balance
 from sp_lightning.tune.dry_run import Cost, Work, estimate
-from sp_lightning.tune.host_time import host_seconds
 from sp_lightning.tune.known_values import answered
-from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.machine import host_seconds
+from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import Prediction, Rates
 
 _DRY_RUN = (
@@ -199,14 +199,11 @@ class Estimate:
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
         """One batch, with an update or without, and with what that reads and writes on the disk or without."""
         update, each = self._traffic
-        return predict(
-            plan,
-            self._balance(plan, rates).visited(modes),
-            rates if updates else replace(rates, update=math.inf),
-            overlap=self.question.overlap if self.step is None else self.step.overlap,
-            host_traffic=each + update * updates,
-            on_disk=self.host.moved(plan, self.question.accumulate) if moves else {},
-        )
+        overlap = self.question.overlap if self.step is None else self.step.overlap
+        on_disk = self.host.moved(plan, self.question.accumulate) if moves else {}
+        with_updates = rates if updates else replace(rates, update=math.inf)
+        walk = Walk(plan, self._balance(plan, rates).visited(modes), with_updates, overlap=overlap, on_disk=on_disk)
+        return walk.predict(host_traffic=each + update * updates)
 
 
 def _plan(question: Question, found: Found, k: int, k_prime: int) -> Plan:
@@ -302,7 +299,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         if _NO_LOSS in told and "token" in batch:
             told.append(_LOSS_OF_TOKENS)
         if source.images and failed and "image" not in batch:
-            told.append(_uncounted(failed[items]))
+            told.append(_UNCOUNTED.format(_in_one_line(failed[items])))
         return batch, work, " ".join(dict.fromkeys(told))
     if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
         fraction, *_, whole = map(_in_one_line, failed.values())
@@ -319,13 +316,10 @@ _NO_LOSS = (
     "module whose forward returns the loss to have it counted."
 )
 _LOSS_OF_TOKENS = "A cross entropy over a vocabulary saves about three times the bytes of its logits in float32."
-
-
-def _uncounted(error: Exception) -> str:
-    return (
-        "The images are not counted, and so neither are the activations of the vision tower: a batch with images could not be "
-        f"run without values ({_in_one_line(error)}). Leave device memory for them."
-    )
+_UNCOUNTED = (
+    "The images are not counted, and so neither are the activations of the vision tower: a batch with images could not be run "
+    "without values ({}). Leave device memory for them."
+)
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sp_lightning.cli.arguments import Question
 from sp_lightning.plan.host_memory import kept_for_processes
-from sp_lightning.plan.ledger import Ledger, make_ledger
+from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
 
@@ -203,9 +203,7 @@ def _early(question: Question, step: HostStep) -> bool:
 
 def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = True) -> Ledger:
     fused = step.overlap != "off" and step.seconds is None
-    return make_ledger(
-        plan,
-        step.optimizers,
+    steps = Steps(
         early=_early(question, step),
         accumulate=question.accumulate,
         clips=question.clip,
@@ -214,3 +212,4 @@ def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = Tr
         narrow=fused and narrow,
         sliced=question.transfer == "sliced",
     )
+    return make_ledger(plan, step.optimizers, steps)

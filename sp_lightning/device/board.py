@@ -26,7 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import PAGE
-from sp_lightning.device.shared_memory import SharedMemory, fence
+from sp_lightning.device.shared_memory import SharedMemory, publish
 
 _WORDS, _KEPT, _ENTRY = 64, 32, 256  # of each rank: words of 8 bytes, meetings that are kept, and bytes of each of them
 _TEXT = _ENTRY - 16
@@ -100,17 +100,12 @@ class Board:
                 self._descriptors[descriptor := os.pidfd_open(pid)] = other
                 self._processes.register(descriptor, select.POLLIN)
 
-    def publish(self, words: Any, index: int, number: int) -> None:
-        """Writes a number for the others, who see whatever was written before once they see it."""
-        fence()
-        words[index] = number
-
     def _word(self, rank: int, of: int) -> int:
         number: int = self._words[rank * _PAGES // 8 + of]
         return number
 
     def _write(self, of: int, number: int) -> None:
-        self.publish(self._words, self.rank * _PAGES // 8 + of, number)
+        publish(self._words, self.rank * _PAGES // 8 + of, number)
 
     # ------------------------------------------------------------------ meetings
 

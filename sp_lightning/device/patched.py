@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -74,29 +74,13 @@ _OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents
 # accelerator a thread of autograd's own does so, while user code that has caught the error may be in the next forward already.
 
 
-class Watcher(Protocol):
-    """Follows graph tasks.
-
-    Attributes:
-        tasks: the numbers of those that are under way.
-    """
-
-    tasks: list[int]
-
-    def failed(self, before: Sequence[int]) -> None:
-        """A call has raised. Called in the thread that made it.
-
-        Args:
-            before: the graph tasks that were under way when the call began. They still are, if they were not of that call.
-        """
-
-
-_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 _theirs: Any = getattr(*ENGINE_CALL)
 
 
-def watch(watcher: Watcher) -> None:
-    """Tells a watcher of each call that fails: by ``backward``, ``autograd.grad``, a checkpoint, other threads."""
+def watch(watcher: Any) -> None:
+    """Tells a :class:`~sp_lightning.engine.backward.Backward` of each call that fails: by ``backward``, ``autograd.grad``, a
+    checkpoint, other threads. It is told in the thread of the call, with the graph tasks that were under way when that began."""
     global _theirs
     if getattr(*ENGINE_CALL) is not _watched:
         _theirs = getattr(*ENGINE_CALL)
@@ -104,7 +88,7 @@ def watch(watcher: Watcher) -> None:
     _watchers.add(watcher)
 
 
-def unwatch(watcher: Watcher) -> None:
+def unwatch(watcher: Any) -> None:
     """Ends :func:`watch`. Does nothing if it has ended already."""
     _watchers.discard(watcher)
     if not _watchers and getattr(*ENGINE_CALL) is _watched:

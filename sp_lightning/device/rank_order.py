@@ -6,7 +6,7 @@ on several nodes first the ranks of each node, then the nodes.
 """
 
 # Annotations are evaluated in this file, because DistributedDataParallel checks those of a hook.
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,14 +30,6 @@ def sum_in_order(parts: Iterable[Tensor], out: Tensor) -> None:
         total += each
     if total is not out:
         out.copy_(total)
-
-
-def _sum_by_node(parts: Sequence[Tensor], per_node: int, out: Tensor) -> None:
-    """Writes the sum of the nodes' sums."""
-    sums = [torch.empty_like(out, dtype=added_in(out.dtype)) for _ in range(len(parts) // per_node)]
-    for node, total in enumerate(sums):
-        sum_in_order(parts[node * per_node : (node + 1) * per_node], total)
-    sum_in_order(sums, out)
 
 
 def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -74,7 +66,10 @@ def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBuck
     received = torch.empty_like(sent)
     dist.all_to_all_single(_bytes(received), _bytes(sent), group=group)
     own = flat.new_empty(step)
-    _sum_by_node(received.view(size, step).unbind(), per_node, own)
+    sums = [torch.empty_like(own, dtype=added_in(own.dtype)) for _ in range(size // per_node)]
+    for node, total in zip(received.view(-1, per_node, step).unbind(), sums, strict=True):
+        sum_in_order(node.unbind(), total)
+    sum_in_order(sums, own)
     dist.all_gather_into_tensor(_bytes(sent), _bytes(own), group=group)
     flat.copy_(sent[: flat.numel()])
     future: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -180,10 +180,6 @@ class Ranks(Collectives):
 
     # ------------------------------------------------------------------ waits
 
-    def publish(self, words: Any, index: int, number: int) -> None:
-        """As :meth:`sp_lightning.device.board.Board.publish`."""
-        self.board.publish(words, index, number)
-
     @property
     def failure(self) -> str:
         """This rank's own error, in words."""

@@ -14,8 +14,9 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 from zlib import crc32
@@ -143,40 +144,30 @@ class OwnView:
         end = self.bytes.nbytes if end is None else end
         return [(first - base, last - base) for first, last in _written_pages(base + begin, base + end)]
 
-    def commit(self, *parts: Page) -> int:
-        """Copies what this process has written in these parts (or anywhere) to everybody, and drops it. Returns the bytes."""
-        pages = self._written_in(parts)
-        for first, last in pages:
-            self._common[first:last].copy_(self.bytes[first:last])
-        return self._drop(pages)
+    def drop(self, *parts: Page, commit: bool = False) -> int:
+        """Forgets what this process has written in these parts, which do not overlap, or anywhere: it sees common values again.
 
-    def drop(self, *parts: Page) -> int:
-        """Forgets what this process has written there: it sees the common values again. Returns the bytes."""
-        return self._drop(self._written_in(parts))
+        With ``commit`` all processes get it first. Neighbours cost one look. Returns the bytes.
+        """
+        areas: list[Page] = [] if parts else [(0, self.bytes.nbytes)]
+        for begin, end in sorted(parts):
+            neighbour = bool(areas) and areas[-1][1] == begin
+            areas.append((areas.pop()[0] if neighbour else begin, end))
+        pages = [run for area in areas for run in self.written(*area)]
+        for begin, end in pages:
+            if commit:
+                self._common[begin:end].copy_(self.bytes[begin:end])
+            self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        return sum(end - begin for begin, end in pages)
 
     def checksum(self, begin: int, nbytes: int, before: int = 0) -> int:
         """Returns a checksum of these bytes, and of what has the checksum ``before``."""
         return crc32(memoryview(self._memory)[begin : begin + nbytes], before)
 
-    def _written_in(self, parts: Sequence[Page]) -> list[Page]:
-        """The runs of written pages within parts that do not overlap, by one look at neighbours."""
-        if not parts:
-            return self.written()
-        areas: list[Page] = []
-        for begin, end in sorted(parts):
-            neighbour = bool(areas) and areas[-1][1] == begin
-            areas.append((areas.pop()[0] if neighbour else begin, end))
-        return [run for area in areas for run in self.written(*area)]
-
     def keep(self, begin: int, end: int) -> None:
         """Makes all pages of a part this process's own: tensors in it keep their values, whatever other processes write later."""
         held = self.bytes[begin:end]
         held.copy_(held.clone())
-
-    def _drop(self, pages: Sequence[Page]) -> int:
-        for begin, end in pages:
-            self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-        return sum(end - begin for begin, end in pages)
 
 
 def commit_or_drop(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> int:
@@ -184,7 +175,7 @@ def commit_or_drop(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> in
     by_view: dict[OwnView, list[Page]] = {}
     for view, part in parts:
         by_view.setdefault(view, []).append(part)
-    return sum(view.commit(*each) if commit else view.drop(*each) for view, each in by_view.items())
+    return sum(view.drop(*each, commit=commit) for view, each in by_view.items())
 
 
 def was_written(tensor: Tensor) -> bool:
@@ -338,13 +329,14 @@ def _peer(connection: socket.socket) -> tuple[int, int, int]:
 _lock = threading.Lock()
 
 
-def fence() -> None:
-    """Orders what this thread has read and written before what it reads and writes next, on any processor.
+def publish(words: Any, index: int, number: int) -> None:
+    """Writes a number for other processes, who see whatever was written before once they see it, on any processor.
 
-    x86 does so by itself, ARM does not. Python has no word for it, but a lock has: what comes before its release is not done
-    after it, what follows its acquisition is not done before it, and a release and an acquisition behind it keep their order.
+    x86 keeps that order by itself, ARM does not. Python has no word for it, but a lock has: what comes before its release is not
+    done after it, what follows its acquisition not before it, and a release and an acquisition behind it keep their order.
     """
     with _lock:
         pass
     with _lock:
         pass
+    words[index] = number

@@ -6,20 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal[
-    "fetch",
-    "forward",
-    "backward",
-    "between",
-    "reduce",
-    "gather",
-    "network",
-    "drain",
-    "update",
-    "store",
-    "return",
-    "read",
+    "fetch", "forward", "backward", "between", "reduce", "gather", "network", "drain", "update", "store", "return", "read",
     "write",
-]
+]  # fmt: skip
 
 
 class Interval(NamedTuple):

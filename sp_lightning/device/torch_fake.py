@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +27,9 @@ VALUES_NEEDED = (
 """What a computation on such tensors raises where it reads their values."""
 
 
-@contextmanager
-def truncated_normal_without_values() -> Iterator[None]:
+def truncated_normal_without_values() -> AbstractContextManager[Any]:
     """``nn.init.trunc_normal_`` leaves tensors as they are. torch's looks at values, which fake tensors do not have."""
-    theirs: Any = nn.init._no_grad_trunc_normal_
-    nn.init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = theirs
+    return mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor)
 
 
 @contextmanager
@@ -48,7 +43,7 @@ def grouped_products_without_values() -> Iterator[None]:
         with mode:
             return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
-    implementations: Any = fake_impls.op_implementations_dict
+    implementations: Any = fake_impls.op_implementations_dict  # others may be added meanwhile, which stay
     theirs = implementations.get(grouped_mm_operator.default)
     implementations[grouped_mm_operator.default] = shape_only
     try:
@@ -59,10 +54,8 @@ def grouped_products_without_values() -> Iterator[None]:
             implementations[grouped_mm_operator.default] = theirs
 
 
-@contextmanager
-def modules_converted_without_swaps() -> Iterator[None]:
+def modules_converted_without_swaps() -> AbstractContextManager[Any]:
     """``module.to(…)`` makes new parameters. torch's swaps fake ones, which fails while there is a weak reference to one."""
-    theirs = nn.Module._apply
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
 
     def convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> nn.Parameter:
@@ -81,12 +74,7 @@ def modules_converted_without_swaps() -> Iterator[None]:
             buffers.update({name: fn(value) for name, value in buffers.items() if value is not None})
         return self
 
-    patched: Any = nn.Module
-    patched._apply = apply
-    try:
-        yield
-    finally:
-        patched._apply = theirs
+    return mock.patch.object(nn.Module, "_apply", apply)
 
 
 @contextmanager

@@ -322,6 +322,15 @@ def unscales_by_itself(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def part_of_file(stream: Any, offset: int, nbytes: int) -> Any:
+    """A part of a file, as a file: torch.distributed.checkpoint writes one for each tensor. Its public readers load all of it."""
+    from torch.distributed.checkpoint.utils import (
+        _create_file_view,  # who reads no such checkpoint need not import this
+    )
+
+    return _create_file_view(stream, offset, nbytes)
+
+
 def save_by_way_of(value: Callable[[Any], Any], content: Any, stream: Any) -> None:
     """``torch.save``, which writes ``value(storage)`` for each storage. It asks for one after the other; torch has all."""
     with serialization._open_zipfile_writer_buffer(stream) as file:

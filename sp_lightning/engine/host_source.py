@@ -15,7 +15,7 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.plan.succession import Succession
+from sp_lightning.plan.state_placement import Succession
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.direct_file import Transfer
 from sp_lightning.store.weights_in_files import FileBlock

@@ -22,6 +22,7 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import UNCHANGED_BY_UPDATES
 from sp_lightning.device.ranks import Ranks
+from sp_lightning.device.shared_memory import publish
 from sp_lightning.store.block_memory import merge
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
@@ -268,7 +269,7 @@ class SharedUpdates(BackgroundUpdates):
         landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # where each rank says so
         if landing is not None:
             landing()
-            ranks.publish(self._landed, landed[ranks.rank], number)
+            publish(self._landed, landed[ranks.rank], number)
         if not ranks.primary:
             ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
             return
@@ -277,7 +278,7 @@ class SharedUpdates(BackgroundUpdates):
             # What this rank's user code has written counts. What others' has, they drop in the step's turn.
             merge(member.block.memory for member in layer.family)
         work()
-        ranks.publish(self._done, layer.index, number)
+        publish(self._done, layer.index, number)
 
     def bound(self, most: int) -> None:
         """Waits for as many updates as leave a slot for the next layer's gradients. Those of all others may be on their way."""

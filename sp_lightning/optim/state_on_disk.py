@@ -21,11 +21,9 @@ from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.state_transfers import StateTransfers, Stored
-from sp_lightning.plan.succession import Succession
-from sp_lightning.store.away import Away, can_go_away, give, memory_for, return_to, send_away
-from sp_lightning.store.direct_file import aligned_memory
-from sp_lightning.store.host_ring import StagingRing
-from sp_lightning.store.scratch import ScratchFile
+from sp_lightning.plan.state_placement import StatePlacement, Succession
+from sp_lightning.store.away import Away, can_go_away, give, return_to, send_away
+from sp_lightning.store.direct_file import ScratchFile, aligned_memory
 from sp_lightning.weights.layer import StreamedLayer
 
 LEAST = 2**16
@@ -39,28 +37,25 @@ Key = tuple[StreamedLayer, Optimizer]
 class StateOnDisk:
     """The state of a run's optimizers, that of some layers on a disk.
 
-    A layer's state in one optimizer has one extent of the file. It is read to a buffer of the ring, of which the optimizer's
+    A layer's state in one optimizer has one extent of the file. It is read to a buffer, of which the optimizer's
     tensors are views during the update, and written from there. The layers that were updated next in the last step are read
-    ahead, as far as the ring has memory: in forward, when nothing is updated, too. Writes are waited for when buffers are needed.
+    ahead, as far as there are buffers: in forward, when nothing is updated, too. Writes are waited for when buffers are needed.
 
     Args:
         file: where state is written.
-        ring: the memory that state passes through.
-        stay: the names of the layers whose state stays in memory.
+        placement: which layers' state stays in memory, and how much memory the others' passes through.
         still: a context in which no update is under way, for user code that looks at state, in any thread.
     """
 
     def __init__(
-        self,
-        file: ScratchFile,
-        ring: StagingRing,
-        stay: Collection[str],
-        still: Callable[[], AbstractContextManager[None]],
+        self, file: ScratchFile, placement: StatePlacement, still: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._transfers = StateTransfers(file, ring, self._coming)
-        self._stay = frozenset(stay)
+        self._transfers = StateTransfers(file, placement.staging, self._coming)
+        self._stay = frozenset(placement.in_memory)
         self._still = still
-        self._lock = ring.lock  # several threads of users' may look at state, and the disk's go on by themselves
+        self._lock = (
+            self._transfers.lock
+        )  # several threads of users' may look at state, and the disk's go on by themselves
         self._stored: dict[Key, Stored] = {}
         self._updates = Succession[Key](1)
         self._roomy: set[Key] = set()  # those for whose new state there was room, whether it came or not
@@ -85,7 +80,9 @@ class StateOnDisk:
         give([tensor for tensor in away if tensor.owner is not self or key[0].name in self._stay])
         away = [tensor for tensor in away if type(tensor) is Away]
         with self._lock:
-            if not tensors and key[0].name not in self._stay and key not in self._roomy and _trains(part_of):
+            none_yet = not tensors and key[0].name not in self._stay and key not in self._roomy
+            # A step may make state for parameters that have a gradient.
+            if none_yet and any(p.grad is not None for group in part_of.param_groups for p in group["params"]):
                 self._transfers.make_room()
                 self._roomy.add(key)
             for stored in _places(away):
@@ -191,12 +188,14 @@ class StateOnDisk:
         return all((each.daemon and each.ident not in self._looking) or each.name.startswith(ours) for each in others)
 
     def give(self, tensor: Away) -> None:
-        memory, span = memory_for(tensor.span), replace(tensor.span, offset=0)
+        span = replace(tensor.span, offset=0)
+        with no_inference_mode():
+            memory = torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="cpu")
         memory.copy_(part(self._read(tensor), span))
         return_to(tensor, memory)
 
     def _make_room(self, nbytes: int, beside: Collection[int]) -> None:
-        """Writes tensors that were looked at, the first ones first, so that no more are in memory than the ring has.
+        """Writes tensors that were looked at, the first ones first, so that no more are in memory than buffers may be.
 
         Args:
             nbytes: of those that come.
@@ -204,7 +203,7 @@ class StateOnDisk:
         """
         nbytes += sum(span.nbytes for _, _, span in self._seen)
         for seen in [each for each in self._seen if id(each[0]) not in beside]:
-            if nbytes <= self._transfers.ring.limit:
+            if nbytes <= self._transfers.limit:
                 return
             tensor, stored, span = seen
             nbytes -= span.nbytes
@@ -245,11 +244,6 @@ def _tensors(optimizer: Any) -> list[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     leaves = (leaf for p in parameters if p in state for leaf in tree_leaves(state[p]) if isinstance(leaf, Tensor))
     return list({id(leaf): leaf for leaf in leaves}.values())
-
-
-def _trains(optimizer: Any) -> bool:
-    """Whether any of an optimizer's parameters has a gradient, so that a step may make state for it."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _others(stored: Stored, tensors: Sequence[Tensor]) -> bool:

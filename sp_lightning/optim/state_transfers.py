@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -9,10 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sp_lightning.device.layout import Span
-from sp_lightning.store.direct_file import Transfer
-from sp_lightning.store.host_ring import StagingRing
-from sp_lightning.store.scratch import Extent, ScratchFile
+from sp_lightning.device.layout import Span, whole_pages
+from sp_lightning.store.direct_file import Extent, ScratchFile, Transfer, aligned_memory
 
 
 @dataclass(eq=False)
@@ -35,24 +34,30 @@ class Stored:
 
 
 class StateTransfers:
-    """The transfers of optimizers' state, through the memory of a ring.
+    """The transfers of optimizers' state, through buffers of whole pages that are used again and again.
 
-    The caller of a method has the ring's lock. A disk's thread has it, too, when it goes on by itself.
+    The caller of a method has the lock. A disk's thread has it, too, when it goes on by itself.
 
     Args:
         file: where state is written.
-        ring: the memory that state passes through.
+        limit: the most bytes of all buffers together. One larger buffer is lent if nothing else is.
         coming: returns what updates will probably ask for next, in that order.
 
     Attributes:
-        file, ring: as given.
+        file, limit: as given.
+        lock: the lock of all who use this.
         ahead: what was read ahead, or is being read.
         behind: what is being written.
+        nbytes: bytes of all buffers now.
+        peak_bytes: the most bytes that they were.
     """
 
-    def __init__(self, file: ScratchFile, ring: StagingRing, coming: Callable[[], Iterable[Stored]]) -> None:
+    def __init__(self, file: ScratchFile, limit: int, coming: Callable[[], Iterable[Stored]]) -> None:
         self.file = file
-        self.ring = ring
+        self.limit = limit
+        self.lock = threading.RLock()
+        self._idle: list[Tensor] = []
+        self.nbytes = self.peak_bytes = 0
         self._coming = coming
         self.ahead: list[Stored] = []
         self.behind: list[Stored] = []
@@ -87,7 +92,7 @@ class StateTransfers:
         stored.transfer.then(self._go_on)
 
     def read_ahead(self) -> None:
-        """Reads what is coming, as far as the ring has memory for it.
+        """Reads what is coming, as far as the limit leaves memory for it.
 
         Raises:
             OSError: a write that has ended failed.
@@ -95,7 +100,7 @@ class StateTransfers:
         self._collect()
         for stored in self._coming():
             if stored.buffer is None:
-                buffer = self.ring.take(stored.extent.nbytes)
+                buffer = self.lend(stored.extent.nbytes)
                 if buffer is None:
                     return
                 self._read(stored, buffer)
@@ -110,16 +115,16 @@ class StateTransfers:
 
         It never waits: the thread that has the lock may wait for this one, and goes on by itself.
         """
-        if self.ring.lock.acquire(blocking=False):
+        if self.lock.acquire(blocking=False):
             try:
                 # The thread that needs the memory gets the error of a write. There is another one if the process ends.
                 with suppress(OSError, RuntimeError):
                     self.read_ahead()
             finally:
-                self.ring.lock.release()
+                self.lock.release()
 
     def make_room(self) -> None:
-        """Leaves all memory of the ring to state that an optimizer is about to make, in memory of its own.
+        """Leaves the memory of all buffers to state that an optimizer is about to make, in memory of its own.
 
         Raises:
             OSError: a write failed.
@@ -128,22 +133,47 @@ class StateTransfers:
             self.written(self.behind[0])
         while self.ahead:
             self.release(self.ahead[-1])
-        self.ring.free()
+        while self._idle:
+            self.nbytes -= self._idle.pop().nbytes
+
+    def lend(self, nbytes: int) -> Tensor | None:
+        """Returns a buffer of at least so many bytes, in whole pages; None if the limit leaves no memory for it now."""
+        nbytes = whole_pages(nbytes)
+        for index, buffer in enumerate(self._idle):
+            if buffer.nbytes == nbytes:
+                return self._idle.pop(index)
+        while self._idle and self.nbytes + nbytes > self.limit:
+            self.nbytes -= self._idle.pop(0).nbytes
+        return None if self.nbytes and self.nbytes + nbytes > self.limit else self.lend_more(nbytes)
+
+    def lend_more(self, nbytes: int) -> Tensor:
+        """Returns a new buffer, whatever the limit is. It is freed once it is given back."""
+        memory = aligned_memory(nbytes)
+        self.nbytes += memory.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+        return memory
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Takes a buffer back that is neither read nor written any more."""
+        if self.nbytes > self.limit:
+            self.nbytes -= buffer.nbytes
+        else:
+            self._idle.append(buffer)
 
     def take(self, nbytes: int) -> Tensor:
-        """Takes memory of the ring. If there is none, it waits for what is written, or drops what was read ahead last.
+        """Takes a buffer. If there is none, it waits for what is written, or drops what was read ahead last.
 
         Raises:
             OSError: a write failed.
         """
         self._collect()
-        while (buffer := self.ring.take(nbytes)) is None:
+        while (buffer := self.lend(nbytes)) is None:
             if self.behind:
                 self.written(self.behind[0])
             elif self.ahead:
                 self.release(self.ahead[-1])
             else:  # one update has all of it: users have exchanged tensors of several layers
-                return self.ring.take_more(nbytes)
+                return self.lend_more(nbytes)
         return buffer
 
     def _collect(self) -> None:
@@ -169,5 +199,5 @@ class StateTransfers:
         if stored.transfer is not None:
             stored.transfer.finish()
         if stored.buffer is not None:
-            self.ring.give_back(stored.buffer)
+            self.give_back(stored.buffer)
         stored.buffer = stored.transfer = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,23 +115,11 @@ class Ledger:
         )
 
 
-def make_ledger(
-    plan: Plan,
-    optimizers: Iterable[torch.optim.Optimizer],
-    *,
-    early: bool,
-    accumulate: int,
-    clips: str | None,
-    scales: bool,
-    pieces: bool = False,
-    narrow: bool = False,
-    sliced: bool = False,
-) -> Ledger:
-    """Counts host memory and its traffic for a run.
+@dataclass(frozen=True)
+class Steps:
+    """How the steps of a run go.
 
-    Args:
-        plan: the layers and the residents.
-        optimizers: the optimizers, whose state is counted.
+    Attributes:
         early: whether a layer is updated in backward, after which its gradients are freed.
         accumulate: how many micro-batches a step has.
         clips: how gradients are clipped: ``"norm"``, ``"value"``, or None if they are not.
@@ -140,52 +128,54 @@ def make_ledger(
         narrow: whether gradients that leave as casts stay so until the update.
         sliced: whether the devices of a node upload layers together.
     """
-    narrow = narrow and accumulate == 1 and plan.alone  # sums are float32
+
+    early: bool
+    accumulate: int
+    clips: str | None
+    scales: bool
+    pieces: bool = False
+    narrow: bool = False
+    sliced: bool = False
+
+
+def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: Steps) -> Ledger:
+    """Counts host memory and its traffic for a run with these layers, and with the state of these optimizers."""
+    once = steps.accumulate == 1
+    steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)  # sums are float32
     state = _state_bytes(optimizers)
-    passes = _passes(
-        plan, state or 0, accumulate, clips=clips, scales=scales, pieces=pieces, narrow=narrow, sliced=sliced
-    )
+    passes = _passes(plan, state or 0, steps)
     return Ledger(
         parameters=sum(math.prod(span.shape) for layer in (*plan.trained, *plan.masters) for span in layer.spans),
         weights=sum(layer.nbytes for layer in (*plan.trained, *plan.masters)),
-        gradients=_gradient_bytes(plan, early=early and accumulate == 1, sums=accumulate > 1, narrow=narrow),
+        gradients=_gradient_bytes(plan, steps),
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),
         ranks=plan.ranks,
     )
 
 
-def _gradient_bytes(plan: Plan, *, early: bool, sums: bool, narrow: bool) -> int:
+def _gradient_bytes(plan: Plan, steps: Steps) -> int:
     """Host memory of gradients, those on their way included."""
-    layers = plan.trained
+    layers, sums, narrow = plan.trained, steps.accumulate > 1, steps.narrow
     # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
     staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
     # Those of several devices are added up before they leave, in the parameters' dtypes.
     staged = (plan.k_prime + 2) * max(staging) * plan.alone
     kept = [layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers]  # as they wait for the update
-    if not early:
+    if not steps.early:
         return sum(kept) + staged
     # Those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
     return min(sum(kept), plan.residents.gradient_bytes + (plan.k_prime + 3) * max(kept)) + staged
 
 
-def _passes(
-    plan: Plan,
-    state: int,
-    accumulate: int,
-    *,
-    clips: str | None,
-    scales: bool,
-    pieces: bool,
-    narrow: bool,
-    sliced: bool,
-) -> list[Pass]:
-    """All passes of a step; ``state`` in bytes, the others as in :func:`make_ledger`."""
-    layers, more = plan.trained, accumulate - 1
+def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
+    """All passes of a step; ``state`` in bytes."""
+    layers, accumulate, more = plan.trained, steps.accumulate, steps.accumulate - 1
+    clips, scales, pieces, narrow = steps.clips, steps.scales, steps.pieces, steps.narrow
     masters = sum(each.nbytes for each in plan.masters)
     casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
     # What all devices of the node together copy in a forward. Of a table some rows travel.
-    together = sum(layer.nbytes for layer in plan.layers if sliced and layer.ring == plan.main_ring)
+    together = sum(layer.nbytes for layer in plan.layers if steps.sliced and layer.ring == plan.main_ring)
     whole = sum(layer.nbytes for layer in (*plan.layers, plan.residents)) - together
     gradients = sum(layer.gradient_bytes for layer in layers)
     # What leaves as casts is half as large as its masters' gradients.

@@ -99,18 +99,11 @@ def checked_fused(value: Any) -> Fused:
     return cast(Fused, value)
 
 
-def checked_overlap(mode: Any) -> Overlap:
-    """When the host updates weights."""
-    if mode not in get_args(Overlap):
-        raise ValueError(f"optimizer_overlap must be one of {get_args(Overlap)}, found {mode!r}.")
-    return cast(Overlap, mode)
-
-
-def checked_transfer(how: Any) -> Transfer:
-    """How several devices upload layers."""
-    if how not in get_args(Transfer):
-        raise ValueError(f"transfer must be one of {get_args(Transfer)}, found {how!r}.")
-    return cast(Transfer, how)
+def checked_choice(option: str, choices: tuple[str, ...], value: Any) -> Any:
+    """One of some words."""
+    if value not in choices:
+        raise ValueError(f"{option} must be one of {choices}, found {value!r}.")
+    return value
 
 
 def checked_activations(choice: Any) -> Activations:

@@ -218,11 +218,13 @@ class Plan:
         slots = " + ".join(f"{r.slots} × {human_bytes(r.nbytes)}" for r in self.rings if r.slots) or "none"
         peak, host = self.taken(training=training)
         what = "weights and gradients" if training else "weights"
-        plain = self._plain(training, state)
+        plain, stay, kept = self._plain(training, state), self.staying[0], self.cache_bytes
+        moved_whole = f"of them {human_bytes(stay)} of buffers and modules that are moved whole" if stay else ""
+        of_stacks = f"{kept / self.stack_bytes:.0%} of {human_bytes(self.stack_bytes)}" if kept else ""
         totals = {
             "slots": (self.slot_bytes, slots),
-            "resident": (self.resident_bytes, self._staying()),
-            **({"experts kept": (self.cache_bytes, self._kept())} if self.cache_bytes else {}),
+            "resident": (self.resident_bytes, moved_whole),
+            **({"experts kept": (kept, of_stacks)} if kept else {}),
             **({"gradients in flight": (self.gradient_bytes, "")} if training else {}),
             "peak on the device": (peak, f"{what}; plain {plain}" if plain else what),
             "host": (host, what),
@@ -235,13 +237,6 @@ class Plan:
                 *(f"  note: {note}" for note in self.notes),
             ]
         )
-
-    def _staying(self) -> str:
-        nbytes = self.staying[0]
-        return f"of them {human_bytes(nbytes)} of buffers and modules that are moved whole" if nbytes else ""
-
-    def _kept(self) -> str:
-        return f"{self.cache_bytes / self.stack_bytes:.0%} of {human_bytes(self.stack_bytes)}"
 
     def sentence(self, *, training: bool = True, state: int | None = None) -> str:
         """The plan in one line: layers, window, and device memory beside that of plain Lightning.

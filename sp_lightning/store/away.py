@@ -153,12 +153,6 @@ def leave_files(optimizer: Any) -> None:
                 leaf.data = leaf.data.clone()
 
 
-def memory_for(span: Span) -> Tensor:
-    """Returns new memory for a tensor, with its strides."""
-    with no_inference_mode():
-        return torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="cpu")
-
-
 def can_go_away(tensor: Any, least: int) -> bool:
     """Whether a tensor may be sent away: a plain one, dense, of at least so many bytes, with a memory that is all its own."""
     if type(tensor) not in (Tensor, Away) or tensor.layout is not torch.strided or tensor.device.type != "cpu":

@@ -88,10 +88,6 @@ class HostBlock:
         """Whether the weights are page-locked."""
         return self.memory.pinned
 
-    def copy_of(self, index: int) -> Tensor:
-        """Returns a copy of a weight's present bytes, flat ``uint8``."""
-        return self.present(index).clone()
-
     def present(self, index: int) -> Tensor:
         """Returns a weight's present bytes, flat ``uint8``."""
         return bytes_of(self.memory.seen, self.planned.spans[index])

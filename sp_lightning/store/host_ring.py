@@ -1,21 +1,14 @@
-"""Host memory that is used again and again, and bounded: pinned for activations, and what state passes through to a disk.
-
-The two differ in all but that: who waits before memory is freed, which idle memory is taken, and what may exceed the limit.
-"""
+"""Host memory for activations: used again and again, pinned and bounded."""
 
 from __future__ import annotations
 
 import math
-import threading
 from bisect import bisect_left, insort
 from collections import deque
-
-from torch import Tensor
 
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import whole_pages
-from sp_lightning.store.direct_file import aligned_memory
 
 # An idle buffer is used for something smaller, down to this share of its size.
 _FILLED = 1 / 2
@@ -91,54 +84,3 @@ class HostRing:
 
 def _size(buffer: PinnedMemory) -> int:
     return buffer.nbytes
-
-
-class StagingRing:
-    """A pool of buffers of whole pages. Who takes buffers, or gives them back, holds its lock.
-
-    Args:
-        limit: the most bytes of all buffers together. One larger buffer is lent if nothing else is.
-
-    Attributes:
-        lock: the lock of all who use it.
-        nbytes: bytes of all buffers now.
-        peak_bytes: the most bytes that they were.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.lock = threading.RLock()
-        self._idle: list[Tensor] = []
-        self.nbytes = 0
-        self.peak_bytes = 0
-
-    def take(self, nbytes: int) -> Tensor | None:
-        """Lends a buffer of at least so many bytes, in whole pages; None if the limit leaves no memory for it now."""
-        nbytes = whole_pages(nbytes)
-        for index, buffer in enumerate(self._idle):
-            if buffer.nbytes == nbytes:
-                return self._idle.pop(index)
-        while self._idle and self.nbytes + nbytes > self.limit:
-            self.nbytes -= self._idle.pop(0).nbytes
-        if self.nbytes and self.nbytes + nbytes > self.limit:
-            return None
-        return self.take_more(nbytes)
-
-    def take_more(self, nbytes: int) -> Tensor:
-        """Lends a new buffer, whatever the limit is. It is freed once it is given back."""
-        memory = aligned_memory(nbytes)
-        self.nbytes += memory.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.nbytes)
-        return memory
-
-    def free(self) -> None:
-        """Frees the buffers that are not lent."""
-        while self._idle:
-            self.nbytes -= self._idle.pop().nbytes
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Takes a buffer back that is neither read nor written any more."""
-        if self.nbytes > self.limit:
-            self.nbytes -= buffer.nbytes
-        else:
-            self._idle.append(buffer)

@@ -15,21 +15,19 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sp_lightning.device.layout import PAGE, whole_pages
-from sp_lightning.plan.state_placement import WINDOW
-from sp_lightning.plan.succession import Succession
+from sp_lightning.plan.state_placement import WINDOW, Succession
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import BlockMemory
-from sp_lightning.store.scratch import create, no_room
+from sp_lightning.store.direct_file import Extent, ScratchFile
 
 _PAGE_OUT = 21  # of Linux 5.4
 _POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
@@ -49,12 +47,8 @@ class MappedFile:
     """
 
     def __init__(self, folder: Path, what: str = "weights") -> None:
-        self._folder = folder
         self._what = what
-        self._descriptor = create(folder)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._end = 0
-        self._unused: defaultdict[int, list[int]] = defaultdict(list)  # where memory was that is gone, by its size
+        self._file = ScratchFile(folder, what, promised=True)
         self._lock = threading.RLock()
         self._in_memory: deque[MappedMemory] = deque()
         # By thread: the background's updates have an order of their own.
@@ -71,26 +65,18 @@ class MappedFile:
         Raises:
             OSError: the disk has no room, or its files cannot be mapped.
         """
-        size = whole_pages(nbytes)
         with self._lock:
-            unused = self._unused[size]
-            if not unused:
-                self.reserve(size)
-                unused.append(self._end)
-                self._end += size
-            begin = unused.pop()
-        gone = partial(unused.append, begin)
+            extent = self._file.allocate(nbytes)
         try:
-            pages = map_pages(self._descriptor, begin, size, gone)
+            pages = map_pages(self._file.descriptor, extent)
         except OSError as error:
-            gone()
             raise OSError(
                 error.errno,
-                f"{human_bytes(size)} of a scratch file could not be mapped ({error.strerror}); see "
+                f"{human_bytes(extent.nbytes)} of a scratch file could not be mapped ({error.strerror}); see "
                 "vm.max_map_count and ulimit -v",
-                str(self._folder),
+                self._file.path,
             ) from error
-        return MappedMemory(self, begin, nbytes, pages)
+        return MappedMemory(self, extent.offset, nbytes, pages)
 
     def reserve(self, nbytes: int) -> None:
         """Takes room on the disk for memory that will be allocated.
@@ -98,11 +84,7 @@ class MappedFile:
         Raises:
             OSError: the disk has no room.
         """
-        try:
-            os.posix_fallocate(self._descriptor, self._end, nbytes)
-        except OSError as error:
-            wanted = self._end + nbytes
-            raise no_room(error, self._descriptor, self._end, wanted, self._folder, self._what) from error
+        self._file.reserve(nbytes)
 
     def use(self, memory: MappedMemory) -> None:
         """Has a block's pages in memory. Those of the block that was used longest ago go, and those of the next one are read.
@@ -130,7 +112,7 @@ class MappedFile:
         with self._lock:
             self._enter(memory)
         # Where the file system cannot do that, pages are read when they are written.
-        libc.fallocate(self._descriptor, _ZERO_RANGE, memory.begin, len(memory.pages))
+        libc.fallocate(self._file.descriptor, _ZERO_RANGE, memory.begin, len(memory.pages))
 
     def _enter(self, memory: MappedMemory) -> bool:
         """Makes a block the one that was used last. Returns whether its pages have to come."""
@@ -179,7 +161,7 @@ class MappedFile:
         self._leaving.append(self._thread.submit(self._write_out, memory))
 
     def _write_out(self, memory: MappedMemory) -> None:
-        descriptor, size = self._descriptor, len(memory.pages)
+        descriptor, size = self._file.descriptor, len(memory.pages)
         if libc.sync_file_range(descriptor, memory.begin, size, _WRITE_OUT):
             raise self._failed("written", ctypes.get_errno())
         os.posix_fadvise(descriptor, memory.begin, size, os.POSIX_FADV_DONTNEED)
@@ -190,7 +172,7 @@ class MappedFile:
             number,
             f"{self._what.capitalize()} on the disk could not be {what}: {os.strerror(number)}. The step was not finished; go on "
             "from the last checkpoint",
-            str(self._folder),
+            self._file.path,
         )
 
 
@@ -277,12 +259,12 @@ def is_on_disk(tensor: Any) -> bool:
     return at >= 0 and address < _mapped.get(begins[at], 0)
 
 
-def map_pages(descriptor: int, begin: int, size: int, gone: Callable[[], None]) -> Any:
-    """Maps whole pages of a file, as long as there is a tensor of them. ``mmap`` would hold a descriptor for each mapping.
+def map_pages(descriptor: int, extent: Extent) -> Any:
+    """Maps a part of a file, as long as there is a tensor of it. ``mmap`` would hold a descriptor for each mapping.
 
     Args:
-        descriptor, begin, size: what of which file.
-        gone: called once they are mapped no longer.
+        descriptor: the file's.
+        extent: the part, whose place is free again once it is mapped no longer.
 
     Returns:
         An object with the buffer protocol.
@@ -290,14 +272,15 @@ def map_pages(descriptor: int, begin: int, size: int, gone: Callable[[], None]) 
     Raises:
         OSError: they cannot be mapped.
     """
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, begin)
+    size = extent.nbytes
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, extent.offset)
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     advise(address, size, mmap.MADV_DONTFORK)
     pages = _array_of(size).from_address(address)
     _mapped[address] = address + size
-    finalizer = weakref.finalize(pages, _unmap, os.getpid(), address, size, gone)
+    finalizer = weakref.finalize(pages, _unmap, os.getpid(), address, extent)
     finalizer.atexit = False  # others may read them until the process ends
     return pages
 
@@ -307,12 +290,10 @@ def _array_of(size: int) -> Any:
     return type("Pages", (ctypes.c_char * size,), {})  # a class of Python's own may have finalizers
 
 
-def _unmap(process: int, address: int, size: int, gone: Callable[[], None]) -> None:
-    if os.getpid() != process:  # a forked process has other things at that address
-        return
-    _mapped.pop(address, None)
-    libc.munmap(address, size)
-    gone()
+def _unmap(process: int, address: int, extent: Extent) -> None:
+    if os.getpid() == process:  # a forked process has other things at that address
+        _mapped.pop(address, None)
+        libc.munmap(address, extent.nbytes)
 
 
 def page_out(address: int, nbytes: int) -> None:

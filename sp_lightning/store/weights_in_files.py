@@ -23,14 +23,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_lightning.device.device import Device
 from sp_lightning.device.layout import PAGE, addresses, bytes_of, whole_pages
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.shared_memory import pages_in_memory, was_written
 from sp_lightning.model.found import Layer
-from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, SparseMemory, Staging
+from sp_lightning.store.block_memory import SparseMemory
 from sp_lightning.store.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
 from sp_lightning.store.mapped_file import page_out
 
@@ -183,8 +181,7 @@ class FileBlock(HostBlock):
     then on. A fetch reads files past the page cache, and copies from memory what was written.
 
     Args:
-        layer, planned, device, staging, pin: as for a :class:`~sp_lightning.store.block.HostBlock`.
-        allocate: is not asked.
+        layer, args, pin: as for a :class:`~sp_lightning.store.block.HostBlock`, whose ``allocate`` is not asked.
         reader: reads files, which it has open.
         places: where each parameter is; None for those that come to memory.
 
@@ -194,16 +191,7 @@ class FileBlock(HostBlock):
     """
 
     def __init__(
-        self,
-        layer: Layer,
-        planned: PlannedLayer,
-        device: Device,
-        staging: Staging,
-        allocate: Allocate,
-        *,
-        reader: WeightReader,
-        places: Sequence[FilePlace | None],
-        pin: bool,
+        self, layer: Layer, *args: Any, reader: WeightReader, places: Sequence[FilePlace | None], pin: bool
     ) -> None:
         self._places = {index: place for index, place in enumerate(places) if place is not None}
         # Kept: graphs may ask for values that a user has replaced, and an address says nothing of memory that is gone.
@@ -212,6 +200,7 @@ class FileBlock(HostBlock):
         self.in_file = set(self._places)
         self.pin = pin
         self._reader = reader
+        planned, device, staging, _ = args
         super().__init__(layer, planned, device, staging, lambda nbytes, _: SparseMemory(nbytes), pin=pin)
         for index, place in self._places.items():
             parameter = self.parameters[index]

@@ -105,10 +105,9 @@ def compare_batches(ranks: Ranks, trainer: Any) -> None:
     Raises:
         ValueError: some rank has fewer or more than rank 0.
     """
-    counts = {"training": trainer.num_training_batches, "validation": tuple(trainer.num_val_batches)}
     ranks.must_agree(
         "numbers of batches",
-        {f"{name} batches": count for name, count in counts.items()},
+        {"training batches": trainer.num_training_batches, "validation batches": tuple(trainer.num_val_batches)},
         "Give every rank the same number of batches: with use_distributed_sampler=True Lightning does so for data sets that have "
         "a length; otherwise cut them (limit_train_batches, drop_last=True).",
     )

@@ -85,12 +85,7 @@ class SuperpipelineCallback(Callback):
         self._plot = _checked_file("plot", plot)
         if self._plot is not None and self._plot.suffix[1:] not in (formats := supported_formats()):
             raise ValueError(f"plot={str(plot)!r} must end in one of {sorted(formats)}. For example plot='run.png'.")
-        self._batches: dict[int, list[Interval]] = {}  # the intervals of each batch that was recorded, by its number
-        self._active = self._running = self._records = False
-        self._warned = False
-        self._start = 0.0
-        self._tokens: int | None = 0  # of this run so far; None if a batch does not say how many it has
-        self._last: dict[str, tuple[float, Stats | None, int]] = {}  # the time, counters and tokens of the last rates
+        self._active = self._running = self._records = self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to a run."""
@@ -99,13 +94,13 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ a run begins
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._records, self._seen = False, 0
+        self._running = self._records = False
+        self._seen, self._start = 0, 0.0
         self._recorded: int | None = None  # the batch that is being recorded
         self._intervals: Timeline | None = None
-        self._batches.clear()
-        self._running = False
-        self._last.clear()
-        self._tokens = 0
+        self._batches: dict[int, list[Interval]] = {}  # the intervals of each batch that was recorded, by its number
+        self._tokens: int | None = 0  # of this run so far; None if a batch does not say how many it has
+        self._last: dict[str, tuple[float, Stats | None, int]] = {}  # the time, counters and tokens of the last rates
         self._active = hasattr(trainer.strategy, "expect_next_batch")
         if not self._active:
             if not self._warned:

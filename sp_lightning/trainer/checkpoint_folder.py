@@ -151,7 +151,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Ten
 
     with _group(alone) as group, ExitStack() as stack:
 
-        def begin() -> tuple[_Content, Path]:
+        def begin() -> tuple[_Content, tuple[Path, dict[str, Keys]]]:
             content = _Content(checkpoint, shared)
             _refuse_others(folder)
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -160,25 +160,24 @@ def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Ten
             stack.callback(_remove, part)
             stack.callback(_remove, beside(part))
             beside(part).mkdir()
-            return content, beside(part)
+            return content, (beside(part), content.common)
 
-        content, (place, common) = _on_first(group, folder, begin, lambda begun: (begun[1], begun[0].common))
+        content, (place, common) = _on_first(group, folder, begin)
         _all_see(group, place, folder)
         others = {name: shared[path].detach() for name, path in common.items() if path in shared}
         writer = Writer(place, uuid4().hex, THREADS)
         try:
             with warnings.catch_warnings():  # it says that it saves in a single process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                tensors = others if content is None else content[0].tensors
-                metadata = save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+                tensors = others if content is None else content.tensors
+                save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
         except CheckpointException as error:
             rank, cause = next(iter(error.failures.items()))
             raise _not_written(cause[0], folder, f"rank {rank}: ") from error
-        _on_first(group, folder, lambda: _finish(content[0], metadata, place, folder), lambda _: None)
+        _on_first(group, folder, lambda: _finish(content, writer.stored, place, folder))
 
 
-def _finish(content: _Content, metadata: Any, place: Path, folder: Path) -> None:
-    stored = {index.fqn: each for index, each in metadata.storage_data.items()}
+def _finish(content: _Content, stored: Mapping[str, Any], place: Path, folder: Path) -> None:
     lost = sorted(content.paths.keys() - stored.keys())
     if lost:  # torch waits for its threads, and does not ask how they have ended
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -254,11 +253,11 @@ def _group(alone: bool) -> Iterator[Any]:
         dist.destroy_process_group(group)
 
 
-def _on_first(group: Any, folder: Path, work: Callable[[], Any], share: Callable[[Any], Any]) -> tuple[Any, Any]:
+def _on_first(group: Any, folder: Path, work: Callable[[], tuple[Any, Any] | None]) -> tuple[Any, Any]:
     """Has rank 0 work.
 
     Returns:
-        What the work returns, on rank 0, else None; and on all ranks what ``share`` makes of it.
+        The first part of what the work returns, on rank 0, else None; and on all ranks the second part.
 
     Raises:
         BaseException: the work's error, on rank 0.
@@ -269,8 +268,7 @@ def _on_first(group: Any, folder: Path, work: Callable[[], Any], share: Callable
     error: BaseException | None = None
     if group is None or dist.get_rank() == 0:
         try:
-            result = work()
-            found = [share(result), None]
+            result, found[0] = work() or (None, None)
         except BaseException as mine:
             error = mine
             found[1] = RuntimeError(f"The checkpoint could not be written: rank 0: {type(mine).__name__}: {mine}")

@@ -27,7 +27,7 @@ from sp_lightning.device.torch_private import loads_in_its_own_way, tree_map_onl
 from sp_lightning.model.wrapped import parts, rebuild
 from sp_lightning.store.away import save
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
-from sp_lightning.trainer.folder_reader import is_folder, read
+from sp_lightning.trainer.folder_reader import read
 from sp_lightning.trainer.part_files import cause_of, create_part, read_whole, sync_folder
 
 BESIDE_AVERAGES = "current_model_state"
@@ -105,7 +105,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         file = _local(path)
         try:
             if file is not None and file.is_dir():
-                _refuse_no_folder(file)
                 mapped, checkpoint = True, read(file, weights_only)
             elif file is None or not file.is_file():
                 weights_only = True if file is None and weights_only is None else weights_only
@@ -227,18 +226,4 @@ def _refuse_no_checkpoint(file: Path) -> None:
         content = f"its {size} bytes begin with {begins!r}" if begins else "it is empty"
         raise ValueError(
             f"{file} is no checkpoint: {content}. ckpt_path= takes a file that ModelCheckpoint or trainer.save_checkpoint wrote."
-        )
-
-
-def _refuse_no_folder(folder: Path) -> None:
-    """Refuses a folder that this package has not written.
-
-    Raises:
-        ValueError: it has not.
-    """
-    if not is_folder(folder):
-        raise ValueError(
-            f"{folder} is a folder that SuperpipelineStrategy(save_distributed_checkpoint=True) has not written. One of "
-            "Lightning's sharded strategies becomes a file by: "
-            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}"
         )

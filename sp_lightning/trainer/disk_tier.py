@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,13 +25,12 @@ from sp_lightning.observe.messages import say_once
 from sp_lightning.optim import state_on_disk
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.host_memory import room_for
-from sp_lightning.plan.ledger import Ledger, has_known_state, make_ledger, state_tensors
+from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger, state_tensors
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.state_placement import WINDOW, StatePlacement, choose_in_files, choose_on_disk, place_state
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.host_ring import StagingRing
+from sp_lightning.store.direct_file import ScratchFile, file_system, refuse_full
 from sp_lightning.store.mapped_file import is_on_disk, supported
-from sp_lightning.store.scratch import ScratchFile, file_system, refuse_full
 from sp_lightning.store.weights_in_files import BOUNCE, FilePlace, Mappings
 from sp_lightning.trainer.options import Options
 from sp_lightning.weights.layer import StreamedLayer
@@ -56,12 +55,7 @@ class DiskTier:
 
     placement: StatePlacement
 
-    def __init__(
-        self,
-        folder: Path,
-        host_memory: int | float | None,
-        log: logging.Logger,
-    ) -> None:
+    def __init__(self, folder: Path, host_memory: int | float | None, log: logging.Logger) -> None:
         self._file = ScratchFile(folder)
         return_large_blocks()
         self._host_memory = host_memory
@@ -69,16 +63,11 @@ class DiskTier:
         self.steps = 0
         self._moved_first = 0  # bytes, in the first step, in which there is no state to be read
         if file_system(folder) in ("tmpfs", "ramfs"):
-            say_once(
-                log,
-                f"Superpipeline: disk={str(folder)!r} is on a tmpfs, which is host memory and no disk. It saves none: "
-                "name a folder on a drive.",
-            )
+            tmpfs = "is on a tmpfs, which is host memory and no disk. It saves none: name a folder on a drive."
+            say_once(log, f"Superpipeline: disk={str(folder)!r} {tmpfs}")
         elif not self._file.direct:
-            say_once(
-                log,
-                f"Superpipeline: the file system of disk={str(folder)!r} has no direct I/O: bytes are copied once more.",
-            )
+            copied = "has no direct I/O: bytes are copied once more."
+            say_once(log, f"Superpipeline: the file system of disk={str(folder)!r} {copied}")
 
     def place(
         self,
@@ -126,8 +115,7 @@ class DiskTier:
         self.placement = place_state(on_disk, None if room is None else room - others, self._host_memory)
         self._file.reserve(self.placement.disk_bytes, beside)
         if self.placement.on_disk:
-            ring = StagingRing(self.placement.staging)
-            self.state = StateOnDisk(self._file, ring, self.placement.in_memory, still)
+            self.state = StateOnDisk(self._file, self.placement, still)
 
     def count_step(self, where: Placement) -> None:
         """Counts a step that an optimizer begins. ``where`` is where weights and gradients are."""
@@ -253,31 +241,25 @@ def _place_in_files(
         room -= 3 * sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if p.requires_grad)
     room += files.resident
     if not files.places:
-        exceeded = room < 0 and not training and isinstance(host_memory, int)
-        return Placement(_nothing_in_place(-room)) if exceeded else ONE_DEVICE
+        if room >= 0 or training or not isinstance(host_memory, int):
+            return ONE_DEVICE
+        return Placement(
+            f"The process takes {human_bytes(-room)} more than host_memory leaves it, and no weights can be read in place, "
+            "because none are in memory that is mapped from a file. Build the module on the meta device, and give its weights "
+            "with ckpt_path= or SuperpipelineStrategy(weights=FILE)."
+        )
     largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
     names = choose_in_files(files.sizes, files.others, room, STAGED * whole_pages(largest) + BOUNCE, host_memory)
     if not names:
         return ONE_DEVICE
     stay, nbytes = {name: files.places[name] for name in names}, sum(files.sizes[name] for name in names)
-    return OnFiles(stay, _read_in_place(stay, nbytes, room), nbytes)
-
-
-def _nothing_in_place(exceeded: int) -> str:
-    return (
-        f"The process takes {human_bytes(exceeded)} more than host_memory leaves it, and no weights can be read in place, "
-        "because none are in memory that is mapped from a file. Build the module on the meta device, and give its weights with "
-        "ckpt_path= or SuperpipelineStrategy(weights=FILE)."
-    )
-
-
-def _read_in_place(stay: Mapping[str, Places], nbytes: int, room: int) -> str:
     paths = sorted({place.path for each in stay.values() for place in each if place is not None})
-    return (
-        f"The weights of {len(stay)} layers ({human_bytes(nbytes)}) are read in place from {paths[0]}"
-        + (f" and {len(paths) - 1} other files" if len(paths) > 1 else "")
-        + f", because {human_bytes(max(room, 0))} of host memory are left for weights."
+    others = f" and {len(paths) - 1} other files" if len(paths) > 1 else ""
+    remark = (
+        f"The weights of {len(stay)} layers ({human_bytes(nbytes)}) are read in place from {paths[0]}{others}, because "
+        f"{human_bytes(max(room, 0))} of host memory are left for weights."
     )
+    return OnFiles(stay, remark, nbytes)
 
 
 def missing_bytes(
@@ -291,7 +273,7 @@ def missing_bytes(
     needed = files.others + sum(nbytes for name, nbytes in files.sizes.items() if name not in stay) - files.resident
     needed += sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if is_on_disk(p))
     early = options.optimizer_overlap == "backward"
-    needed += make_ledger(plan, (), early=early, accumulate=accumulate, clips=None, scales=False).gradients
+    needed += make_ledger(plan, (), Steps(early, accumulate, clips=None, scales=False)).gradients
     needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained) + _UNTIL_STATE
     return needed + plan.allocated_bytes * (device.type == "cpu") - room  # there, device memory is host memory
 

@@ -8,9 +8,7 @@ the tensors of another one.
 from __future__ import annotations
 
 import mmap
-import os
 import zipfile
-from io import RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.torch_fake import FakeTensorMode
+from sp_lightning.device.torch_private import part_of_file
 from sp_lightning.trainer.part_files import read_whole
 
 INDEX = "index.pt"
@@ -57,8 +56,14 @@ def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
 
     Raises:
         pickle.UnpicklingError: it has other objects than tensors and plain values.
-        ValueError: a file is missing, damaged, or ends too early, or another version has written the folder.
+        ValueError: a file is missing, damaged, or ends too early, or another program or version has written the folder.
     """
+    if not is_folder(folder):
+        raise ValueError(
+            f"{folder} is a folder that SuperpipelineStrategy(save_distributed_checkpoint=True) has not written. One of "
+            "Lightning's sharded strategies becomes a file by: "
+            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}"
+        )
     return read_whole(folder, lambda: _read(folder, weights_only))
 
 
@@ -74,15 +79,14 @@ def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
         if offset + nbytes > size:
             why = f"has a file {name!r} that ends too early ({size} bytes)" if size >= 0 else f"lacks its file {name!r}"
             raise ValueError(f"{folder} {why}: it is no whole checkpoint. Take an earlier one.")
-        if name not in files:
-            with (folder / name).open("rb") as stream:
+        with (folder / name).open("rb") as stream:
+            if name not in files:
                 files[name] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        part: Any = _Part(memoryview(files[name])[offset : offset + nbytes])
-        try:
-            with without_values:
-                shape = torch.load(part, weights_only=True)
-        except Exception as error:
-            raise _damaged(folder / name) from error
+            try:
+                with without_values:
+                    shape = torch.load(part_of_file(stream, offset, nbytes), weights_only=True)
+            except Exception as error:
+                raise _damaged(folder / name) from error
         tensor = _mapped(files[name], shape, offset)
         for *above, last in paths:
             where: Any = checkpoint
@@ -122,27 +126,3 @@ def _mapped(mapped: mmap.mmap, shape: Tensor, offset: int) -> Tensor:
     count = storage.nbytes() // shape.element_size()
     flat = torch.frombuffer(mapped, dtype=shape.dtype, count=count, offset=offset + begin)
     return flat.as_strided(tuple(shape.shape), shape.stride(), shape.storage_offset())
-
-
-class _Part(RawIOBase):
-    """A part of a mapped file, as a file."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        self._at = position + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._memory)}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._memory[self._at : self._at + len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)

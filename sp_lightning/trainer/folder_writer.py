@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from sp_lightning.trainer.part_files import cause_of
 
@@ -18,7 +20,12 @@ class Writer(FileSystemWriter):
         folder: where the files go.
         number: of this checkpoint, as rank 0 has chosen it: a text that no other one has.
         threads: how many threads write, each to a file of its own.
+
+    Attributes:
+        stored: where each tensor is, by its name: on rank 0, once all have written.
     """
+
+    stored: Mapping[str, Any]
 
     def __init__(self, folder: Path, number: str, threads: int) -> None:
         super().__init__(folder, thread_count=threads)
@@ -30,6 +37,11 @@ class Writer(FileSystemWriter):
             replace(plan, storage_data=replace(plan.storage_data, prefix=f"__{rank}_{self._number}_"))
             for rank, plan in enumerate(named)
         ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        # torch 2.10 and 2.11 note this in a copy of the metadata, which is the file's alone.
+        self.stored = {each.index.fqn: each.storage_data for written in results for each in written}
 
     def write_data(self, *arguments: Any, **options: Any) -> Any:
         try:

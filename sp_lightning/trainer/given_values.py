@@ -62,9 +62,9 @@ class GivenValues:
         _check_room(found)
         restored: set[str] = set()
         for each in found:
-            name = next((name for name in each.names if _fits(state.get(name), each.tensor)), None)
-            if name is not None:
-                value = state[name]
+            plain = (state[name] for name in each.names if type(state.get(name)) in (Tensor, nn.Parameter))
+            value = next((value for value in plain if value.shape == each.tensor.shape), None)
+            if value is not None:
                 give_values(each, value.clone() if value.data_ptr() % _ALIGNMENT else value)
                 restored.update(each.names)
         return restored
@@ -114,10 +114,6 @@ class GivenValues:
 
 def _check_room(found: list[WithoutValues]) -> None:
     check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, less_host_memory())
-
-
-def _fits(value: Any, tensor: Tensor) -> bool:
-    return type(value) in (Tensor, nn.Parameter) and value.shape == tensor.shape
 
 
 def _strip(name: str, prefix: str) -> str:

@@ -299,8 +299,7 @@ class LoopStrategy(HostStrategy):
         assert self.lightning_module is not None
         if self._run.renew():
             self._steps.rearrange()
-        streamer = self._run.streamer
-        assert streamer is not None
+        streamer = self._run.engine
         if phase == "train" and self._hooks.may_write_weights("train"):
             streamer.invalidate()
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING

@@ -16,7 +16,7 @@ from sp_lightning.device.patched import in_place_of
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
 from sp_lightning.plan.host_memory import anonymous_bytes
-from sp_lightning.plan.ledger import Ledger, make_ledger
+from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.plan.options import Overlap
 from sp_lightning.store.away import leave_files
 from sp_lightning.trainer.compat import base_of, is_no_optimizer
@@ -102,8 +102,7 @@ class OptimizerSteps:
         Raises:
             ValueError: a mode was asked for by name that is not possible.
         """
-        streamer = self._run.streamer
-        assert streamer is not None
+        streamer = self._run.engine
         self._trainer = trainer
         asked = self._options.optimizer_overlap
         self.overlap, why = choose_overlap(asked, trainer, trainer.optimizers, fuse=self._fuse)
@@ -164,8 +163,7 @@ class OptimizerSteps:
 
     def _place_state(self, disk: Path, ledger: Ledger, elsewhere: int) -> int:
         """Places the state of this process. ``elsewhere`` is what others have taken of host memory, in bytes."""
-        streamer = self._run.streamer
-        assert streamer is not None
+        streamer = self._run.engine
         tier = DiskTier(disk, self._options.host_memory, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
@@ -201,9 +199,7 @@ class OptimizerSteps:
     def _count(self) -> Ledger:
         trainer = self._trainer
         pieces = self.overlap != "off" and not any(map(is_separable, trainer.optimizers))
-        ledger = make_ledger(
-            self._run.plan,
-            trainer.optimizers,
+        steps = Steps(
             early=self.overlap == "backward",
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
@@ -212,7 +208,7 @@ class OptimizerSteps:
             narrow=pieces and self._narrow(),
             sliced=self._run.placement.sliced,
         )
-        ledger = without(ledger, self._run.placement)
+        ledger = without(make_ledger(self._run.plan, trainer.optimizers, steps), self._run.placement)
         return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
 
     def _narrow(self) -> bool:
@@ -297,7 +293,7 @@ class OptimizerSteps:
         if ranks is None:
             return methods
         if layerwise is not None and self.overlap != "off":
-            return methods if ranks.primary else dict.fromkeys(methods, _leave_to_primary)
+            return methods if ranks.primary else dict.fromkeys(methods, lambda *_, **__: None)  # the primary clips
         return {name: ranks.on_primary(methods.get(name, getattr(plugin, name))) for name in _CLIPPING}
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
@@ -316,7 +312,3 @@ class OptimizerSteps:
 
 _CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 """The methods of a precision plugin that clip."""
-
-
-def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:
-    """Stands in for clipping on the ranks that do not update weights."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -47,8 +47,8 @@ class Options:
     resident: tuple[str, ...] = field(metadata=_by(checks.checked_patterns, "resident"))
     pin_memory: bool = field(metadata=_by(checks.checked_switch, "pin_memory"))
     fused_optimizer: Fused = field(metadata=_by(checks.checked_fused))
-    optimizer_overlap: Overlap = field(metadata=_by(checks.checked_overlap))
-    transfer: Transfer = field(metadata=_by(checks.checked_transfer))
+    optimizer_overlap: Overlap = field(metadata=_by(checks.checked_choice, "optimizer_overlap", get_args(Overlap)))
+    transfer: Transfer = field(metadata=_by(checks.checked_choice, "transfer", get_args(Transfer)))
     save_frozen: bool = field(metadata=_by(checks.checked_switch, "save_frozen"))
     save_distributed_checkpoint: bool = field(metadata=_by(checks.checked_switch, "save_distributed_checkpoint"))
     check_writes: bool = field(metadata=_by(checks.checked_switch, "check_writes"))

@@ -39,10 +39,9 @@ class RankSteps:
 
     @property
     def _turns(self) -> Turns:
-        streamer = self._run.streamer
-        assert streamer is not None
-        assert streamer.turns is not None
-        return streamer.turns
+        turns = self._run.engine.turns
+        assert turns is not None
+        return turns
 
     def attach(self, optimizers: list[Optimizer], scaler: Any) -> None:
         """Replaces the steps of these optimizers, and what a gradient scaler does before them (None: there is none)."""
@@ -118,8 +117,7 @@ class RankSteps:
         return results[int(which)] if which != _NOTHING else None
 
     def _step_of(self, optimizer: Optimizer) -> str:
-        assert self._run.streamer is not None
-        return self._run.streamer.updating.step_of(optimizer)
+        return self._run.engine.updating.step_of(optimizer)
 
     def _turn_comes_first(self, optimizer: Optimizer) -> bool:
         """Whether a step's turn begins before its closure is called, and not after that.
@@ -140,12 +138,11 @@ class RankSteps:
         Raises:
             RuntimeError: there are some, with a gradient.
         """
-        streamer = self._run.streamer
-        assert streamer is not None
+        updating = self._run.engine.updating
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 host = getattr(parameter, "host", parameter)
-                if parameter.grad is not None and streamer.updating.layer_of(host) is None:
+                if parameter.grad is not None and updating.layer_of(host) is None:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} steps a parameter of shape {tuple(parameter.shape)} that is none of the "
                         f"module's (number {index} of its group {number}): several devices do not sum its gradient. Make it an "

@@ -42,7 +42,7 @@ from sp_lightning.trainer.compat import note_device
 from sp_lightning.trainer.disk_tier import place
 from sp_lightning.trainer.options import Options
 from sp_lightning.tune.choices import Window
-from sp_lightning.tune.slices import takes_slices
+from sp_lightning.tune.machine import takes_slices
 from sp_lightning.tune.tuner import Tuner
 from sp_lightning.weights.buffers import find_averages
 
@@ -115,6 +115,12 @@ class Run:
         self.tuner: Tuner | None = None
         self._build()
 
+    @property
+    def engine(self) -> Streamer:
+        """The streamer of a run that lasts."""
+        assert self.streamer is not None
+        return self.streamer
+
     # ------------------------------------------------------------------ what a user reads
 
     @property
@@ -151,10 +157,9 @@ class Run:
 
     def renew(self) -> bool:
         """Updates the engine to the module as it is now, before a batch. Returns whether it was built anew."""
-        assert self.streamer is not None
         for parted in self._parted:
             parted.refuse_trained()
-        changed = self.streamer.changed()
+        changed = self.engine.changed()
         if changed:
             self._log.debug("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
             if self.ranks is not None:
@@ -162,9 +167,9 @@ class Run:
             self.finish_updates()
             self._end_engine()
             self._build()
-        assert self.streamer is not None
-        if self.streamer.thawed():
-            self.streamer.recount(self._window.again(self.streamer.plan, self.streamer.found))
+        streamer = self.engine
+        if streamer.thawed():
+            streamer.recount(self._window.again(streamer.plan, streamer.found))
         return changed
 
     def close(self) -> None:
@@ -257,11 +262,10 @@ class Run:
         Raises:
             RuntimeError: the host does not have that much.
         """
-        assert self.streamer is not None
         check_host(needed, less_host_memory(self._options.optimizer_overlap))
         spare = spare_bytes(needed)
         self._host_room = None if spare is None else spare // self._count  # each rank offloads activations of its own
-        self.streamer.activations.ring.limit = self._host_room
+        self.engine.activations.ring.limit = self._host_room
 
     # ------------------------------------------------------------------ between batches, after errors, at the end of training
 

@@ -34,48 +34,6 @@ _STALLS = {
 }
 
 
-def predict(
-    plan: Plan,
-    visits: Sequence[Visit],
-    rates: Rates,
-    *,
-    overlap: Literal["off", "forward", "backward"] = "off",
-    host_traffic: float = 0.0,
-    on_disk: Mapping[int, int] | None = None,
-    batches: int = 3,
-) -> Prediction:
-    """Simulates some batches and reports on the last one, whose trace is known.
-
-    Of several devices one is simulated: all do the same at the same time. The host's memory serves all of them, and updates
-    are made once for them.
-
-    Args:
-        plan: the layers, k and k'.
-        visits: what a batch does. If there is a backward among them, the batch trains, and updates follow.
-        rates: how fast the machine is.
-        overlap: how updates run, as in ``optimizer_overlap``.
-        host_traffic: bytes that the updates of a batch read and write on the host, as
-            :class:`~sp_lightning.plan.ledger.Ledger` lists them. Together with the bytes that are copied they give a lower
-            bound of the time.
-        on_disk: bytes that are on a disk, by the index of the layer: of its optimizer state, or of its weights if no backward
-            is among the visits.
-        batches: how many batches are simulated.
-    """
-    walk = Walk(plan, visits, rates, overlap=overlap, on_disk=on_disk)
-    for _ in range(batches):
-        begun = walk.batch()
-    device = walk.device
-    intervals = tuple(event._replace(begin=event.begin - begun, end=event.end - begun) for event in device.intervals)
-    busy = {
-        name: sum(event.end - event.begin for event in intervals if event.kind in kinds)
-        for name, kinds in RESOURCES.items()
-        if (name != "disk" or on_disk) and (name != "network" or plan.nodes > 1)
-    }
-    busy["host"] = walk.host_seconds
-    busy["host memory"] = (plan.ranks * device.copied + host_traffic) / rates.host_memory
-    return Prediction(max(walk.ended - begun, busy["host memory"]), busy, dict(walk.stalls), intervals)
-
-
 class _SimulatedLayer(StreamedLayer):
     """A layer without parameters."""
 
@@ -125,8 +83,16 @@ class _Source(BlockSource):
 class Walk:
     """Walks through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`GradientSink`.
 
+    Of several devices one is simulated: all do the same at the same time. The host's memory serves all of them, and updates
+    are made once for them.
+
     Args:
-        plan, visits, rates, overlap, on_disk: as in :func:`predict`.
+        plan: the layers, k and k'.
+        visits: what a batch does. If there is a backward among them, the batch trains, and updates follow.
+        rates: how fast the machine is.
+        overlap: how updates run, as in ``optimizer_overlap``.
+        on_disk: bytes that are on a disk, by the index of the layer: of its optimizer state, or of its weights if no backward
+            is among the visits.
 
     Attributes:
         device: the device of clocks.
@@ -158,7 +124,7 @@ class Walk:
         *moving, self._resident = self._layers
         self._training = any(visit.backward for visit in visits)
         # Training has its state on the disk, which updates read; inference has weights there, which fetches read.
-        on_disk = on_disk or {}
+        self._on_disk = on_disk = on_disk or {}
         self._state = on_disk if self._training else {}
         weights = {} if self._training else on_disk
         self._source = _Source(self.device, weights, plan.main_ring if rates.sliced else None, plan.ranks)
@@ -170,6 +136,28 @@ class Walk:
         self._left: float | None = None  # the time at which the activations of the last forward have left
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
         self._last_backward = {layer: at for at, visit in enumerate(visits) if visit.backward for layer in visit.layers}
+
+    def predict(self, *, host_traffic: float = 0.0, batches: int = 3) -> Prediction:
+        """Simulates some batches and reports on the last one, whose trace is known.
+
+        Args:
+            host_traffic: bytes that the updates of a batch read and write on the host, as
+                :class:`~sp_lightning.plan.ledger.Ledger` lists them. Together with the bytes that are copied they give a lower
+                bound of the time.
+            batches: how many batches are simulated.
+        """
+        for _ in range(batches):
+            begun = self.batch()
+        moved = (event._replace(begin=event.begin - begun, end=event.end - begun) for event in self.device.intervals)
+        intervals = tuple(moved)
+        busy = {
+            name: sum(event.end - event.begin for event in intervals if event.kind in kinds)
+            for name, kinds in RESOURCES.items()
+            if (name != "disk" or self._on_disk) and (name != "network" or self._plan.nodes > 1)
+        }
+        busy["host"] = self.host_seconds
+        busy["host memory"] = (self._plan.ranks * self.device.copied + host_traffic) / self._rates.host_memory
+        return Prediction(max(self.ended - begun, busy["host memory"]), busy, dict(self.stalls), intervals)
 
     def batch(self) -> float:
         """Simulates one batch and its update. Returns the time at which it began."""

@@ -19,7 +19,7 @@ from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.choices import Balance, Window, without_second_forwards
-from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import Prediction, measured
 
 # The index of the batch that is timed. The first one compiles kernels and fills caches and workspaces.
@@ -234,4 +234,5 @@ class Tuner:
 
     def _predicted(self, plan: Plan, modes: Modes) -> Prediction:
         assert self._timed is not None
-        return predict(plan, self._timed.visited(modes), self._timed.rates, overlap=self._overlap, batches=2)
+        walk = Walk(plan, self._timed.visited(modes), self._timed.rates, overlap=self._overlap)
+        return walk.predict(batches=2)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sp_lightning.device.timeline import Interval, Kind
-from sp_lightning.plan.plan import Plan
 
 # Simulating so many visits takes about a second for each choice of k and k'.
 _MOST_VISITS = 2000
@@ -133,20 +132,6 @@ def _rate(by_kind: Mapping[Kind, Sequence[Interval]], kinds: Sequence[Kind], *mo
     seconds = sum(copy.end - copy.begin for kind in (*kinds, *more) for copy in by_kind[kind])
     nbytes = sum(copy.nbytes for kind in kinds for copy in by_kind[kind])
     return nbytes / seconds if nbytes and seconds else math.inf  # a layer without gradients leaves, too, with no bytes
-
-
-def schedule_visits(plan: Plan, seconds: Sequence[float], *, training: bool) -> list[Visit]:
-    """Expects what a batch does before one has shown it: a forward, then a backward that takes twice as long.
-
-    Args:
-        plan: gives the order of the layers.
-        seconds: how long each layer's forward takes.
-        training: whether there is a backward.
-    """
-    visits = [Visit((layer,), seconds[layer]) for layer in plan.order]
-    if training:
-        visits += [Visit((layer,), 2 * seconds[layer], True, (layer,)) for layer in reversed(plan.order)]
-    return visits
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ class ExpertRows(AllRows):
         if self.present is None or index not in self.stacks or value.untyped_storage().data_ptr() not in slots:
             return value
         span, rows = replace(self.layer.planned.spans[index], offset=0), sorted(self.present)
-        whole = part(self.layer.block.copy_of(index), span)
+        whole = part(self.layer.block.present(index).clone(), span)
         whole[rows] = value[rows].to("cpu")
         return whole
 

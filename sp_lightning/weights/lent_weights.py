@@ -362,7 +362,7 @@ class LentWeights(Tenants):
 
 def keep_saved(layer: StreamedLayer, index: int) -> None:
     """Keeps the present values of a weight, which are about to be replaced, for graphs that saved views of it."""
-    layer.parameters.present_values[index].keep(layer.block.copy_of(index))
+    layer.parameters.present_values[index].keep(layer.block.present(index).clone())
 
 
 def _written_on_both(group: ParameterGroup, index: int) -> bool:

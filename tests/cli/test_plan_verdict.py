@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import shlex
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,13 +254,6 @@ def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str]) -> Non
 # ---------------------------------------------------------------------- adapters, the hub's cache, and what libraries say
 
 
-@pytest.fixture(params=["peft", "without peft"])
-def _with_peft_or_without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "without peft":
-        monkeypatch.setitem(sys.modules, "peft", None)
-
-
-@pytest.mark.usefixtures("_with_peft_or_without")
 def test_adapters_without_a_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = small_llama(tmp_path)
     found = plan(capsys, file, "--tokens", "64", "--lora", "4", "--k", "1", "--k-prime", "1")

@@ -64,7 +64,7 @@ def test_written_pages_are_found_in_runs(memory: SharedMemory) -> None:
 def test_committed_writes_are_everybodys(memory: SharedMemory) -> None:
     memory.own.bytes[PAGE : 2 * PAGE] = 1
     view = other(memory)
-    assert memory.own.commit() == PAGE
+    assert memory.own.drop(commit=True) == PAGE
     assert view[PAGE] == 1
     assert memory.own.written() == []
     memory.common[PAGE] = 2
@@ -85,7 +85,7 @@ def test_parts_are_cut_out_of_runs(memory: SharedMemory) -> None:
     for page in (1, 2, 3, 5, 6, 8, 10, 11):
         memory.own.bytes[page * PAGE] = 1
     parts = [(10 * PAGE, 11 * PAGE), (2 * PAGE, 4 * PAGE), (4 * PAGE, 6 * PAGE), (9 * PAGE, 10 * PAGE)]
-    assert memory.own.commit(*parts) == 4 * PAGE
+    assert memory.own.drop(*parts, commit=True) == 4 * PAGE
     assert [page for page in range(PAGES) if memory.common[page * PAGE] == 1] == [2, 3, 5, 10]
     assert memory.own.written() == [
         (PAGE, 2 * PAGE),

@@ -17,7 +17,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.observe import messages
-from sp_lightning.tune import slices
+from sp_lightning.tune import machine
 from sp_lightning.weights import uploads
 from tests.equality.on_ranks import TRAINED, compare, reference
 from tests.support.models import Module
@@ -169,7 +169,9 @@ def measured() -> tuple[float, float, bool]:
     ranks = Ranks(torch.device("cpu"))
     device = Device(torch.device("cpu"))
     log = logging.getLogger()
-    return *slices.measure(device, ranks, 1 << 20), slices.takes_slices("auto", device, ranks, log, trains=False)
+    return *machine.measure_uploads(device, ranks, 1 << 20), machine.takes_slices(
+        "auto", device, ranks, log, trains=False
+    )
 
 
 def test_what_is_faster_is_measured() -> None:
@@ -190,9 +192,9 @@ def chosen() -> tuple[bool, bool]:
         dist.init_process_group("gloo", rank=rank(), world_size=2)
     ranks, log = Ranks(torch.device("cpu")), logging.getLogger()
     device = UploadsFaster(torch.device("cpu"))
-    with mock.patch.object(slices, "measure", return_value=(2.0, 1.0)):
+    with mock.patch.object(machine, "measure_uploads", return_value=(2.0, 1.0)):
         training, prediction = (
-            slices.takes_slices("auto", device, ranks, log, trains=trains) for trains in (True, False)
+            machine.takes_slices("auto", device, ranks, log, trains=trains) for trains in (True, False)
         )
     return training, prediction
 

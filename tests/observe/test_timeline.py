@@ -20,7 +20,7 @@ from sp_lightning.device.timeline import Interval, Timeline
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe.stats import Stats, bottleneck
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import measured
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for
@@ -184,7 +184,7 @@ def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
     fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], recorded="losses")
     intervals = taken[1]
     visits, rates = measured(intervals, len(strategy.plan.layers), synchronous=True)
-    found = predict(strategy.plan, visits, rates)
+    found = Walk(strategy.plan, visits, rates).predict()
     fetched = [each.layer for each in intervals if each.kind == "fetch"]
     walked = [
         each.layer for each in found.intervals if each.kind == "fetch" and each.layer != len(strategy.plan.layers)

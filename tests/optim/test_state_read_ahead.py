@@ -19,7 +19,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.optim.state_transfers import StateTransfers
 from sp_lightning.plan.state_placement import StatePlacement
-from sp_lightning.store.scratch import ScratchFile
+from sp_lightning.store.direct_file import ScratchFile
 from sp_lightning.trainer import disk_tier
 from tests.support.engine import streamed
 from tests.support.models import Module, Stack, vectors
@@ -66,7 +66,7 @@ def test_the_ledger_s_traffic_is_that_of_the_steps_after_the_first(tmp_path: Pat
             moved.append(trainer.strategy.ledger.disk_traffic)
 
     fit(make, vectors(6), on_disk(tmp_path), callbacks=[Notes()], recorded="nothing")
-    whole, ahead = nbytes_of(states[-1]), states[-1]._transfers.ring.limit
+    whole, ahead = nbytes_of(states[-1]), states[-1]._transfers.limit
     assert ahead < whole
     for steps, each in enumerate(moved):
         assert 0 <= steps * each - steps * 2 * whole <= ahead
@@ -155,7 +155,7 @@ def test_the_ring_is_full_when_a_batch_begins(
     batches = list(torch.randn(4, 2, 32))
     ours = fit(deep, batches, on_disk(tmp_path, optimizer_overlap=overlap), callbacks=[waits], recorded="losses")
     assert waits.counts[2:] == [3, 3]
-    assert states[-1]._transfers.ring.peak_bytes <= states[-1]._transfers.ring.limit
+    assert states[-1]._transfers.peak_bytes <= states[-1]._transfers.limit
     assert_same(ours, fit(deep, batches, recorded="losses"))
 
 
@@ -184,7 +184,7 @@ def test_the_ring_is_full_with_two_optimizers_as_with_one(tmp_path: Path, states
     batches = list(torch.randn(5, 2, 32))
     ours = fit(Alternates, batches, on_disk(tmp_path), callbacks=[waits])
     assert waits.counts[2:] == [3, 3, 3]
-    assert states[-1]._transfers.ring.peak_bytes <= states[-1]._transfers.ring.limit
+    assert states[-1]._transfers.peak_bytes <= states[-1]._transfers.limit
     assert_same(ours, fit(Alternates, batches))
 
 
@@ -211,7 +211,7 @@ def test_layers_that_come_in_another_order(overlap: Any, tmp_path: Path, states:
     batches = list(torch.randn(12, 2, 32))
     ours = fit(Skips, batches, on_disk(tmp_path, optimizer_overlap=overlap), recorded="losses")
     assert_same(ours, fit(Skips, batches, recorded="losses"))
-    assert states[-1]._transfers.ring.peak_bytes <= states[-1]._transfers.ring.limit
+    assert states[-1]._transfers.peak_bytes <= states[-1]._transfers.limit
 
 
 def test_a_process_forks_while_bytes_are_on_their_way(
@@ -255,7 +255,7 @@ def test_an_update_that_needs_more_than_the_ring_has_gets_it_and_gives_it_back(
     )
     batches = list(torch.randn(5, 2, 32))
     ours = fit(deep, batches, on_disk(tmp_path), callbacks=[Exchanges()], recorded="losses")
-    ring = states[-1]._transfers.ring
+    ring = states[-1]._transfers
     assert ring.peak_bytes > ring.limit
     assert ring.nbytes <= ring.limit
     assert_same(ours, fit(deep, batches, callbacks=[Exchanges()], recorded="losses"))
@@ -371,7 +371,7 @@ def test_layers_without_state_have_nobody_read_in_vain(make: Any, tmp_path: Path
             read.append(states[-1]._transfers.file.read_bytes)
 
     fit(make, list(torch.randn(8, 2, 32)), on_disk(tmp_path), callbacks=[Notes()], recorded="nothing")
-    whole, ahead = nbytes_of(states[-1]), states[-1]._transfers.ring.limit
+    whole, ahead = nbytes_of(states[-1]), states[-1]._transfers.limit
     assert all(steps * whole <= each <= steps * whole + ahead for steps, each in enumerate(read))
 
 
@@ -385,7 +385,7 @@ class Six(Alternates):
 def test_the_ring_s_limit_is_that_of_all_optimizers(tmp_path: Path, states: list[StateOnDisk]) -> None:
     batches = list(torch.randn(5, 2, 32))
     ours = fit(Six, batches, on_disk(tmp_path), recorded="losses")
-    assert states[-1]._transfers.ring.peak_bytes <= states[-1]._transfers.ring.limit
+    assert states[-1]._transfers.peak_bytes <= states[-1]._transfers.limit
     assert_same(ours, fit(Six, batches, recorded="losses"))
 
 
@@ -409,7 +409,7 @@ def test_new_state_finds_the_memory_of_the_ring_free(
 
     def noted(self: Any) -> None:
         makes_room(self)
-        made.append((step.now, self.ring.nbytes))
+        made.append((step.now, self.nbytes))
 
     class Step(Unfreezes):
         now = -1
@@ -424,3 +424,44 @@ def test_new_state_finds_the_memory_of_the_ring_free(
     assert {nbytes for _, nbytes in made} == {0}
     steps = iter(range(100))
     assert_same(ours, fit(Scaled, vectors(), callbacks=[Step()], max_epochs=2))
+
+
+# ---------------------------------------------------------------------- the buffers
+
+
+def transfers(limit: int) -> StateTransfers:
+    nothing: Any = None
+    return StateTransfers(nothing, limit, tuple)
+
+
+def test_buffers_take_no_more_than_their_limit() -> None:
+    ring = transfers(4 * 4096)
+    first, second = ring.lend(2 * 4096), ring.lend(5000)
+    assert first is not None
+    assert second is not None
+    assert ring.lend(1) is None
+    ring.give_back(first)
+    assert ring.lend(2 * 4096) is first
+    ring.give_back(first)
+    third = ring.lend(4096)  # of another size, for which the idle one goes
+    assert third is not None
+    assert ring.nbytes == 3 * 4096
+    assert ring.peak_bytes == 4 * 4096
+
+
+def test_one_buffer_may_be_larger_than_the_limit() -> None:
+    ring = transfers(4096)
+    assert ring.lend(3 * 4096) is not None
+    assert ring.lend(1) is None
+
+
+def test_what_was_lent_beyond_the_limit_is_freed() -> None:
+    ring = transfers(2 * 4096)
+    buffers = [ring.lend(4096), ring.lend(4096), ring.lend_more(4096)]
+    assert ring.nbytes == ring.peak_bytes == 3 * 4096
+    for buffer in buffers:
+        assert buffer is not None
+        ring.give_back(buffer)
+    assert ring.nbytes == 2 * 4096
+    ring.make_room()
+    assert ring.nbytes == 0

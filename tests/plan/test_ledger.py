@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
-from sp_lightning.plan.ledger import make_ledger
+from sp_lightning.plan.ledger import Steps, make_ledger
 from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.gradients import Gradients
 from tests.support.mixed import scaled
@@ -98,7 +98,7 @@ def test_the_staging_memory_of_accumulated_gradients(k_prime: int, monkeypatch: 
     strategy = SuperpipelineStrategy(k=1, k_prime=k_prime)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(12)))
     fit(lambda: Module(net), [torch.ones(2, 8)] * 2, strategy, accumulate_grad_batches=2)
-    once = make_ledger(strategy.plan, [], **PLAIN)
+    once = make_ledger(strategy.plan, [], Steps(**PLAIN))
     assert strategy.ledger.gradients - once.gradients == most * max(
         layer.gradient_bytes for layer in strategy.plan.layers
     )
@@ -112,12 +112,12 @@ def test_it_counts_what_the_options_need() -> None:
     assert ledger.state == 0
     assert ledger.gradients == (DEPTH + 3) * layer  # and staging for k' + 2 layers
     assert any(each.what == "accumulation" for each in ledger.passes)
-    early = make_ledger(strategy.plan, [], **{**PLAIN, "early": True, "scales": True})
+    early = make_ledger(strategy.plan, [], Steps(**{**PLAIN, "early": True, "scales": True}))
     assert early.gradients == min(DEPTH, 4) * layer  # of k' + 3 layers
     assert any(each.what == "unscaling" for each in early.passes)
     fit(lambda: wide(torch.optim.Adafactor), BATCHES, strategy := SuperpipelineStrategy(k=1))
     assert 0 < strategy.ledger.state < layer  # factored, and known once it is there
-    assert make_ledger(strategy.plan, [torch.optim.Adafactor(wide().parameters())], **PLAIN).state is None
+    assert make_ledger(strategy.plan, [torch.optim.Adafactor(wide().parameters())], Steps(**PLAIN)).state is None
 
 
 def test_there_is_none_outside_training() -> None:

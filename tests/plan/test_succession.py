@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from sp_lightning.plan.succession import Succession
+from sp_lightning.plan.state_placement import Succession
 
 
 def after(depth: int, used: str) -> str:

@@ -23,7 +23,7 @@ SIZE = 2**16
 
 
 def size_of(file: MappedFile) -> int:
-    return os.fstat(file._descriptor).st_size
+    return os.fstat(file._file.descriptor).st_size
 
 
 def test_addresses_are_known_as_long_as_somebody_has_them(tmp_path: Path) -> None:

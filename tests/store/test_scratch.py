@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from sp_lightning.store import direct_file
-from sp_lightning.store.direct_file import aligned_memory
-from sp_lightning.store.host_ring import StagingRing
-from sp_lightning.store.scratch import ScratchFile, file_system
+from sp_lightning.store.direct_file import ScratchFile, aligned_memory, file_system
 
 PAGES = 3 * 4096
 
@@ -172,36 +170,3 @@ def test_the_kind_of_a_file_system() -> None:
     assert file_system(shared) == "tmpfs"
     assert file_system(Path("/proc")) == "proc"
     assert file_system(Path("/not there")) == ""
-
-
-def test_the_ring_lends_no_more_than_its_limit() -> None:
-    ring = StagingRing(4 * 4096)
-    first, second = ring.take(2 * 4096), ring.take(5000)
-    assert first is not None
-    assert second is not None
-    assert ring.take(1) is None
-    ring.give_back(first)
-    assert ring.take(2 * 4096) is first
-    ring.give_back(first)
-    third = ring.take(4096)  # of another size, for which the idle one goes
-    assert third is not None
-    assert ring.nbytes == 3 * 4096
-    assert ring.peak_bytes == 4 * 4096
-
-
-def test_the_ring_lends_one_buffer_that_is_larger_than_its_limit() -> None:
-    ring = StagingRing(4096)
-    assert ring.take(3 * 4096) is not None
-    assert ring.take(1) is None
-
-
-def test_what_the_ring_has_lent_beyond_its_limit_is_freed() -> None:
-    ring = StagingRing(2 * 4096)
-    buffers = [ring.take(4096), ring.take(4096), ring.take_more(4096)]
-    assert ring.nbytes == ring.peak_bytes == 3 * 4096
-    for buffer in buffers:
-        assert buffer is not None
-        ring.give_back(buffer)
-    assert ring.nbytes == 2 * 4096
-    ring.free()
-    assert ring.nbytes == 0

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.store.scratch import ScratchFile
+from sp_lightning.store.direct_file import ScratchFile
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import fails, on_disk, without_room

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from sp_lightning.__main__ import main
+from sp_lightning.device import torch_private
 from sp_lightning.trainer import checkpoint_folder, folder_reader
 from sp_lightning.trainer.checkpoint_folder import write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -32,6 +35,24 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ValueError, match=f"lacks its file '{file.name}'"):
         read(tmp_path / "a", True)
+
+
+def test_a_part_of_a_file_is_read_as_a_file(tmp_path: Path) -> None:
+    values = torch.arange(1000)
+    with (tmp_path / "parts").open("w+b") as stream:
+        stream.write(b"before")
+        torch.save(values, stream)
+        nbytes = stream.tell() - 6
+        stream.write(b"behind")
+        assert torch.equal(torch.load(torch_private.part_of_file(stream, 6, nbytes), weights_only=True), values)
+
+
+def test_places_that_torch_notes_in_a_copy_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.10 and 2.11 leave them out of the metadata that a save returns, so that no folder could be written there."""
+    finish = FileSystemWriter.finish
+    monkeypatch.setattr(FileSystemWriter, "finish", lambda self, metadata, *rest: finish(self, copy(metadata), *rest))
+    write({"a": torch.arange(900)}, tmp_path / "a", {})
+    assert torch.equal(read(tmp_path / "a", True)["a"], torch.arange(900))
 
 
 def test_parts_of_another_checkpoint_are_not_read(tmp_path: Path) -> None:

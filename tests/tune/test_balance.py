@@ -17,7 +17,7 @@ from sp_lightning.plan.activation_policy import Call, least_bytes, peak_bytes
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.rings import Ring
 from sp_lightning.tune.choices import Balance, without_second_forwards
-from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import Rates, Visit
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
@@ -49,7 +49,9 @@ def a_plan() -> Plan:
 
 
 def fastest(of: Balance, room: int) -> dict[str, Any]:
-    return dict(min(of.candidates(room), key=lambda modes: predict(a_plan(), of.visited(modes), of.rates).seconds))
+    return dict(
+        min(of.candidates(room), key=lambda modes: Walk(a_plan(), of.visited(modes), of.rates).predict().seconds)
+    )
 
 
 @pytest.mark.parametrize("resident", [0, 3])
@@ -69,7 +71,7 @@ def test_each_unit_has_its_own_way() -> None:
     assert [modes[unit] for unit in UNITS[:6]] == ["offload"] * 3 + ["recompute"] * 3
 
     def seconds(modes: Any) -> float:
-        return predict(a_plan(), of.visited(modes), of.rates).seconds
+        return Walk(a_plan(), of.visited(modes), of.rates).predict().seconds
 
     assert seconds(modes) < min(seconds(dict.fromkeys(UNITS, mode)) for mode in ("recompute", "offload"))
 

@@ -10,9 +10,10 @@ import pytest
 
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.tune.simulator import predict
-from sp_lightning.tune.visits import Rates, schedule_visits
+from sp_lightning.tune.simulator import Walk
+from sp_lightning.tune.visits import Rates
 from tests.support.models import Module, Stack
+from tests.support.visits import schedule_visits
 
 RATES = Rates(upload=1e9, download=1e9, update=1e9, host_memory=math.inf, visit_seconds=0.0)
 
@@ -29,18 +30,20 @@ def test_a_step_takes_as_long_as_a_slow_disk(overlap: Any) -> None:
     visits = schedule_visits(plan, [1e-3] * len(plan.layers), training=True)
     sizes = dict.fromkeys(range(len(plan.layers)), 1000)
     slow = replace(RATES, disk=1000 / 0.5)  # half a second for each read, and for each write
-    seconds = predict(plan, visits, slow, overlap=overlap, on_disk=sizes).seconds
+    seconds = Walk(plan, visits, slow, overlap=overlap, on_disk=sizes).predict().seconds
     bound = len(sizes) * 2 * 0.5
     assert 0.9 * bound <= seconds <= 1.25 * bound  # what is read ahead for the next batch counts there
-    assert predict(plan, visits, slow, overlap=overlap, on_disk=sizes).busy["disk"] == pytest.approx(bound, rel=0.2)
+    assert Walk(plan, visits, slow, overlap=overlap, on_disk=sizes).predict().busy["disk"] == pytest.approx(
+        bound, rel=0.2
+    )
 
 
 def test_a_fast_disk_costs_nothing() -> None:
     plan = plan_of_stack()
     visits = schedule_visits(plan, [1e-3] * len(plan.layers), training=True)
     sizes = dict.fromkeys(range(len(plan.layers)), 1000)
-    with_disk = predict(plan, visits, replace(RATES, disk=1e12), overlap="forward", on_disk=sizes)
-    without = predict(plan, visits, RATES, overlap="forward")
+    with_disk = Walk(plan, visits, replace(RATES, disk=1e12), overlap="forward", on_disk=sizes).predict()
+    without = Walk(plan, visits, RATES, overlap="forward").predict()
     assert with_disk.seconds == pytest.approx(without.seconds, rel=1e-3)
     assert "disk" not in without.busy
 
@@ -50,7 +53,7 @@ def test_weights_that_are_read_in_place_bound_inference() -> None:
     visits = schedule_visits(plan, [1e-3] * len(plan.layers), training=False)
     sizes = dict.fromkeys(range(len(plan.layers)), 1000)
     slow = replace(RATES, disk=1000 / 0.5)
-    prediction = predict(plan, visits, slow, on_disk=sizes)
+    prediction = Walk(plan, visits, slow, on_disk=sizes).predict()
     assert prediction.seconds == pytest.approx(len(sizes) * 0.5, rel=0.2)
     assert prediction.binds == "disk"
     assert {event.kind for event in prediction.intervals} >= {"read"}

@@ -16,12 +16,13 @@ from sp_lightning.device.torch_fake import on_paper
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.dry_run import Work, estimate
-from sp_lightning.tune.simulator import Walk, predict
-from sp_lightning.tune.visits import Rates, Visit, schedule_visits
+from sp_lightning.tune.simulator import Walk
+from sp_lightning.tune.visits import Rates, Visit
 from sp_lightning.weights.prefetch import Trace
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 from tests.support.tiers import first
+from tests.support.visits import schedule_visits
 
 SLOW = Rates(upload=1e9, download=1e9, update=1e12, host_memory=1e12)
 
@@ -122,7 +123,7 @@ def test_the_time_of_one_batch_is_predicted() -> None:
     rates = Rates(upload=math.inf, download=math.inf, update=math.inf, host_memory=math.inf, visit_seconds=0.0)
     visits = schedule_visits(plan, [1.0] * 6, training=True)
     for batches in (1, 3):
-        assert predict(plan, visits, rates, batches=batches).seconds == sum(visit.seconds for visit in visits)
+        assert Walk(plan, visits, rates).predict(batches=batches).seconds == sum(visit.seconds for visit in visits)
 
 
 @pytest.mark.parametrize("k_prime", [1, 2])
@@ -131,7 +132,8 @@ def test_the_hosts_own_time_is_hidden_under_computing_and_binds_where_that_is_le
     plan = make_plan(find_layers(nn.Sequential(*(nn.Linear(64, 64) for _ in range(count)))), k=2, k_prime=k_prime)
     rates = Rates(math.inf, math.inf, math.inf, math.inf, visit_seconds=1.0, weight_seconds=0.5)
     host = 2 * count * (1.0 + 2 * 0.5)  # a weight and a bias, forward and backward
-    short, long = (predict(plan, schedule_visits(plan, [each] * count, training=True), rates) for each in (0.01, 10.0))
+    visits = (schedule_visits(plan, [each] * count, training=True) for each in (0.01, 10.0))
+    short, long = (Walk(plan, each, rates).predict() for each in visits)
     assert short.busy["host"] == long.busy["host"] == pytest.approx(host)
     assert short.binds == "host"
     assert host < short.seconds < host + 1

@@ -18,13 +18,14 @@ from sp_lightning.device.timeline import Interval
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Window
-from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.tuner import Tuner
-from sp_lightning.tune.visits import Rates, measured, schedule_visits
+from sp_lightning.tune.visits import Rates, measured
 from tests.support.models import Module
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first
+from tests.support.visits import schedule_visits
 
 WIDTH = 64
 LAYER = WIDTH * WIDTH * 4
@@ -364,7 +365,7 @@ def begun(k: Any, k_prime: Any, budget: Any = None) -> Window:
 def by_prediction(upload: float, seconds: float) -> Any:
     """The time of a batch of a training, each layer's forward of which takes so many seconds."""
     rates = Rates(upload=upload, download=1e15, update=math.inf, host_memory=math.inf, visit_seconds=0.0)
-    return lambda plan: predict(plan, schedule_visits(plan, [seconds] * 40, training=True), rates).seconds
+    return lambda plan: Walk(plan, schedule_visits(plan, [seconds] * 40, training=True), rates).predict().seconds
 
 
 def test_where_fetches_hide_behind_compute_the_window_stays_small() -> None:
