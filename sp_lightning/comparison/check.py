@@ -28,8 +28,8 @@ ALL = "all"
 """For ``activations`` and ``optimizer_overlap``: every mode, one after the other."""
 _LARGE = 2**27
 """Bytes of a checkpoint from which on memory is freed between runs. That takes longer than a run of a small model."""
-_STOPS = NotRunError, torch.OutOfMemoryError, AssertionError
-"""What ends a run that could not be made, was refused, or in which an assertion of the strategy's own has failed."""
+_STOPS = NotRunError, torch.OutOfMemoryError
+"""What ends a run that could not be made, or has raised an error."""
 _MODES = {"activations": get_args(Mode), "optimizer_overlap": ("off", "forward", "backward")}
 
 
@@ -97,8 +97,12 @@ class _Checking:
         Raises:
             NotRunError: nothing could be compared.
         """
-        settings, options = self._subject.described()
+        settings, options, unused = self._subject.described()
         options |= self._given
+        if unused:
+            self.found.notes = [
+                f"A check has its own length, files and devices, so these are not used: {', '.join(unused)}."
+            ]
         self._device = root_device(settings)
         self.found.counted = self._device.type == "cpu"
         variants = _variants(options)
@@ -107,9 +111,9 @@ class _Checking:
             SuperpipelineStrategy(**variant)  # what cannot be is refused before anything runs
             variant["fused_optimizer"] = self._fuse
         plain = self._run_if_it_fits(Way("plain", fuse=self._fuse))
-        if plain is None:
+        again = plain and self._run_if_it_fits(Way("plain again", fuse=self._fuse, watched="gradients"))
+        if plain is None or again is None:
             return self._without_plain(variants[0])
-        again = self._run(Way("plain again", fuse=self._fuse, watched="gradients"))
         _refuse_unrepeatable(compare(again.record, plain.record, ["gradients"]))
         again.record.keep_only("gradients")
         plain.record.entries += again.record.entries
@@ -137,7 +141,8 @@ class _Checking:
         if first is None:
             if self.found.rows:
                 return  # every variant has stopped, and plain Lightning has not
-            raise NotRunError(" ".join(self.found.notes))
+            notes, self.found.notes = self.found.notes, []
+            raise NotRunError(" ".join(notes))
         watched = {**(first.way.options or {}), "check_writes": True}
         if watched.get("optimizer_overlap") == "backward":
             watched["optimizer_overlap"] = "off"  # check_writes compares weights over a backward
@@ -156,7 +161,7 @@ class _Checking:
         """Runs something.
 
         Raises:
-            NotRunError: it stopped, but for want of device memory, or because an assertion of the strategy's own has failed.
+            NotRunError: it stopped, but for want of device memory.
         """
         self._runs += 1
         print(f"check: run {self._runs}, {way.name}", file=sys.stderr, flush=True)
@@ -166,11 +171,9 @@ class _Checking:
             done = run(self._subject, way, self._folder / str(self._runs))
             self._large = done.checkpoint.stat().st_size > _LARGE
             return done
-        except (NotRunError, torch.OutOfMemoryError):
+        except _STOPS:
             raise
         except Exception as error:
-            if isinstance(error, AssertionError) and way.options is not None:
-                raise
             raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
 
     def _run_if_it_fits(self, way: Way) -> Done | None:
@@ -188,7 +191,10 @@ class _Checking:
         try:
             done = self._run(way)
         except _STOPS as error:
-            if way.usual and (isinstance(error, torch.OutOfMemoryError) or _is_refusal(error)):
+            if isinstance(error, torch.OutOfMemoryError):
+                self._large = True
+                self.found.notes.append(f"The run {way.name!r} had too little memory and shows nothing. {error}")
+            elif way.usual and _is_refusal(error):
                 self.found.notes.append(str(error))
             else:
                 cause = error.__cause__ or error
@@ -204,7 +210,7 @@ class _Checking:
 
     def _note(self, what: str, way: Way, compared: Compared) -> None:
         row = self.found.rows.setdefault(what, Compared())
-        row.tensors += compared.tensors
+        row.tensors, row.values = row.tensors + compared.tensors, row.values + compared.values
         if row.first is None and compared.first is not None:
             row.first = replace(compared.first, run=way.name)
 
@@ -242,10 +248,10 @@ class _Checking:
         seen = replace(way, name="streamed, hooks on modules", watched="modules")
         try:
             expected = self._run(Way("plain, hooks on modules", fuse=self._fuse, watched="modules"))
-            name, sentence = first_module(self._run(seen), expected)
+            name, *found = first_module(self._run(seen), expected)
         except _STOPS as error:
-            name, sentence = "**", str(error)
-        explanation += [sentence, avoided_by(way, name, lambda other: self._differs(other, plain))]
+            name, *found = "**", str(error)
+        explanation += [*found, avoided_by(way, name, lambda other: self._differs(other, plain))]
 
     def _differs(self, way: Way, plain: Done) -> bool:
         try:
@@ -327,7 +333,7 @@ def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:
 def _is_refusal(error: BaseException) -> bool:
     """Whether a run was refused: a ``raise`` of this package stopped it, and not user code, torch, or a defect of ours."""
     at = None if error.__cause__ is None else error.__cause__.__traceback__
-    if at is None:
+    if at is None or isinstance(error.__cause__, AssertionError):
         return False
     while at.tb_next is not None:
         at = at.tb_next

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.device.layout import flat_bytes
 from sp_lightning.model.wrapped import parts
@@ -89,10 +89,17 @@ class Difference:
 
 @dataclass
 class Compared:
-    """What came of comparing all of one kind: how many tensors there were, and the first difference, if there is one."""
+    """What came of comparing all of one kind.
+
+    Attributes:
+        tensors: how many there were.
+        first: the first difference, if there is one.
+        values: how many tensors and other values there were.
+    """
 
     tensors: int = 0
     first: Difference | None = None
+    values: int = 0
 
 
 def compare(ours: Record, plain: Record, leave_out: Sequence[str] = ()) -> dict[str, Compared]:
@@ -115,19 +122,20 @@ def _of(record: Record, kind: str) -> list[Entry]:
 
 
 def _compare_kind(ours: list[Entry], plain: list[Entry]) -> Compared:
-    tensors, first = 0, None
+    compared = Compared()
     for mine, theirs in zip_longest(ours, plain):
-        if mine is None or theirs is None:
-            there = mine or theirs
+        if mine is None or theirs is None or mine.moment != theirs.moment:
+            there = theirs or mine
             assert there is not None
-            first = first or Difference("", there.moment, "only one of the two runs has it")
+            compared.first = compared.first or Difference("", there.moment, "only one of the two runs has it")
             continue
         expected = theirs.values()
-        tensors += sum(isinstance(value, Tensor) for value in expected.values())
-        if first is None:
+        compared.tensors += sum(isinstance(value, Tensor) for value in expected.values())
+        compared.values += sum(value is not None for value in expected.values())
+        if compared.first is None:
             found = next(_differences(mine.values(), expected), None)
-            first = None if found is None else Difference(found[0], theirs.moment, found[1])
-    return Compared(tensors, first)
+            compared.first = None if found is None else Difference(found[0], theirs.moment, found[1])
+    return compared
 
 
 def _differences(ours: dict[str, Any], plain: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -193,6 +201,28 @@ def _inside(value: Any) -> Mapping[Any, Any] | None:
         return value
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
-    if is_dataclass(value):
-        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name, None) for each in fields(value)}
     return None
+
+
+def held(root: nn.Module) -> dict[str, Any]:
+    """Tensors and arrays in attributes of modules, and in the containers and modules there; no registered weight or buffer."""
+    registered = {id(module) for module in root.modules()}
+    found: dict[str, Any] = {}
+
+    def look(value: Any, name: str) -> None:
+        if isinstance(value, (Tensor, np.ndarray)):
+            if not getattr(value, "is_meta", False):
+                found[name] = value
+        elif id(value) not in registered:
+            registered.add(id(value))  # a container may hold itself
+            inner = vars(value) if isinstance(value, nn.Module) else _inside(value)
+            for index, (key, each) in enumerate((inner or {}).items()):
+                look(each, f"{name}.{key if isinstance(key, str) else index}")
+
+    for name, module in root.named_modules():
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers"):
+                look(value, f"{name}.{key}" if name else key)
+    return found

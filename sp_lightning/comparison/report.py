@@ -60,10 +60,11 @@ class Report:
 
     def __str__(self) -> str:
         if self.why:
-            return f"Nothing was compared. {self.why}"
+            return " ".join([*self.notes, "Nothing was compared.", self.why])
         width = max(map(len, self.rows))
         lines = [self.reference, "", f"{'what':<{width}} {'tensors':>8}  result"]
-        lines += [f"{what:<{width}} {row.tensors:>8}  {row.first or 'equal'}" for what, row in self.rows.items()]
+        for what, row in self.rows.items():
+            lines.append(f"{what:<{width}} {row.tensors:>8}  {row.first or ('equal' if row.values else 'none')}")
         if not self.runs:  # the strategy has stopped each time
             return "\n".join([*lines, "", *self.notes, *self.explanation, f"Result: {self.verdict}."])
         memory = "weights, gradients and optimizer state, as counted" if self.counted else "the most that was allocated"

@@ -253,6 +253,8 @@ def test_a_buffer_that_was_exchanged_stays_as_the_first_one_did() -> None:
     the memory of an old one stayed."""
     stored = []
     for exchanges in (False, True):
-        ours = fit(partial(Masked, exchanges=exchanges), vectors(), superpipeline(k=2, k_prime=1, activations="offload"))
+        ours = fit(
+            partial(Masked, exchanges=exchanges), vectors(), superpipeline(k=2, k_prime=1, activations="offload")
+        )
         stored.append(ours.trainer.strategy.stats().stored_bytes)
     assert stored[0] == stored[1] > 0
