@@ -12,6 +12,7 @@ from typing import Any
 from sp_lightning.comparison.check import check
 from sp_lightning.comparison.subject import OPTIONS
 
+_SUBJECT = ("factory", "data", "config", "steps", "seed")
 _TRAINER = ("accelerator", "precision")
 _SEVERAL = ("layers", "resident")
 _ALL = {"activations": '; "all" tries every mode', "optimizer_overlap": '; "all" tries every mode'}
@@ -53,17 +54,9 @@ def run_check(arguments: argparse.Namespace) -> None:
     """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     trainer = {name: given[name] for name in _TRAINER if name in given}
-    options = {name: given[name] for name in OPTIONS if name in given}
+    named = {name: given[name] for name in (*_SUBJECT, *OPTIONS) if name in given}
     try:
-        report = check(
-            arguments.factory,
-            arguments.data,
-            config=arguments.config,
-            steps=arguments.steps,
-            seed=arguments.seed,
-            trainer=trainer,
-            **options,
-        )
+        report = check(**named, trainer=trainer)
     except (ValueError, TypeError, ImportError, OSError):
         raise
     except BaseException as error:  # Lightning makes SystemExit(1) of Ctrl-C, and SystemExit(0) of SIGTERM

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 
 from sp_lightning.comparison.explain import avoided_by, first_module, sentences
-from sp_lightning.comparison.record import Compared, Difference, compare
+from sp_lightning.comparison.record import Compared, Difference, compare, unrepeatable
 from sp_lightning.comparison.report import Report, RunFigures
 from sp_lightning.comparison.runs import STOPPED, Done, Way, root_device, run, undisturbed
 from sp_lightning.comparison.subject import Factory, NotRunError, Subject
@@ -99,10 +99,10 @@ class _Checking:
         """
         settings, options, unused = self._subject.described()
         options |= self._given
-        if unused:
-            self.found.notes = [
-                f"A check has its own length, files and devices, so these are not used: {', '.join(unused)}."
-            ]
+        if unused and not self.found.notes:  # the CPU may be the second device that is tried
+            self.found.notes.append(
+                f"Not used, because a check has its own length, files and devices: {', '.join(unused)}."
+            )
         self._device = root_device(settings)
         self.found.counted = self._device.type == "cpu"
         variants = _variants(options)
@@ -114,11 +114,15 @@ class _Checking:
         again = plain and self._run_if_it_fits(Way("plain again", fuse=self._fuse, watched="gradients"))
         if plain is None or again is None:
             return self._without_plain(variants[0])
-        _refuse_unrepeatable(compare(again.record, plain.record, ["gradients"]))
+        self._but = unrepeatable(again.record, plain.record, "logged values")
+        _refuse_unrepeatable(compare(again.record, plain.record, ["gradients"], self._but))
+        if names := sorted({name.removeprefix("0.") for _, name in self._but}):
+            self.found.notes.append(
+                f"Not compared, because plain Lightning logs others when run twice: {', '.join(names)}."
+            )
         again.record.keep_only("gradients")
         plain.record.entries += again.record.entries
-        kinds = {entry.kind for entry in plain.record.entries}
-        if not kinds & {"losses", "gradients"}:
+        if not {"losses", "gradients"} & {entry.kind for entry in plain.record.entries}:
             raise NotRunError("No training step has returned a loss or made a gradient, so nothing was trained.")
         fused = ", with optimizers fused on the host" if self._fuse else ""
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
@@ -141,8 +145,7 @@ class _Checking:
         if first is None:
             if self.found.rows:
                 return  # every variant has stopped, and plain Lightning has not
-            notes, self.found.notes = self.found.notes, []
-            raise NotRunError(" ".join(notes))
+            raise NotRunError(" ".join(self.found.notes))
         watched = {**(first.way.options or {}), "check_writes": True}
         if watched.get("optimizer_overlap") == "backward":
             watched["optimizer_overlap"] = "off"  # check_writes compares weights over a backward
@@ -172,6 +175,7 @@ class _Checking:
             self._large = done.checkpoint.stat().st_size > _LARGE
             return done
         except _STOPS:
+            self._large = True
             raise
         except Exception as error:
             raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
@@ -180,7 +184,6 @@ class _Checking:
         try:
             return self._run(way)
         except torch.OutOfMemoryError:
-            self._large = True
             return None
 
     def _attempt(self, way: Way, plain: Done, *, keep: bool = False) -> Done | None:
@@ -192,17 +195,16 @@ class _Checking:
             done = self._run(way)
         except _STOPS as error:
             if isinstance(error, torch.OutOfMemoryError):
-                self._large = True
                 self.found.notes.append(f"The run {way.name!r} had too little memory and shows nothing. {error}")
-            elif way.usual and _is_refusal(error):
+            elif not (way.poison or way.begins or way.watched != "nothing") and _is_refusal(error):
                 self.found.notes.append(str(error))
             else:
                 cause = error.__cause__ or error
-                said = f"{type(cause).__name__}: {cause}"
-                self._note("the run itself", way, Compared(0, Difference("", "before its end", said)))
+                found = Difference("", "before its end", f"{type(cause).__name__}: {cause}")
+                self._note("the run itself", way, Compared(first=found))
             return None
         leave_out = [] if way.watched == "gradients" else ["gradients"]
-        for what, compared in compare(done.record, plain.record, leave_out).items():
+        for what, compared in compare(done.record, plain.record, leave_out, self._but).items():
             self._note("continued" if way.begins else what, way, compared)
         if not keep:
             rmtree(done.checkpoint.parent)
@@ -211,8 +213,7 @@ class _Checking:
     def _note(self, what: str, way: Way, compared: Compared) -> None:
         row = self.found.rows.setdefault(what, Compared())
         row.tensors, row.values = row.tensors + compared.tensors, row.values + compared.values
-        if row.first is None and compared.first is not None:
-            row.first = replace(compared.first, run=way.name)
+        row.first = row.first or (compared.first and replace(compared.first, run=way.name))
 
     def _continue(self, ours: Done, plain: Done) -> None:
         """Trains one batch more from each checkpoint by who has not written it."""
@@ -255,7 +256,8 @@ class _Checking:
 
     def _differs(self, way: Way, plain: Done) -> bool:
         try:
-            compared = compare(self._run(replace(way, watched="nothing")).record, plain.record, ["gradients"])
+            ours = self._run(replace(way, watched="nothing")).record
+            compared = compare(ours, plain.record, ["gradients"], self._but)
         except Exception:
             return True
         return any(each.first for each in compared.values())
@@ -278,9 +280,7 @@ class _Checking:
             k //= 2
             most = self._run_if_it_fits(_window(options, k))
         if least is None or most is None:
-            raise NotRunError(
-                f"{too_large} The strategy has it for at most one window, and there is nothing to compare."
-            )
+            raise NotRunError(f"{too_large} The strategy has it for at most one window: there is nothing to compare.")
         self.found.reference = (
             f"{too_large} So the strategy is compared with itself, from k = 1 to k = {k}. That shows that no layer is read while "
             "it is away, and not that results are those of plain Lightning:"

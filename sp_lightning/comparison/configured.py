@@ -31,8 +31,7 @@ class Configured(LightningCLI):
             Exception: the config cannot be read, or a class that it names cannot be made.
             ModuleNotFoundError: jsonargparse is not installed.
         """
-        arguments = ["--config", config]
-        usual: dict[str, Any] = {"save_config_callback": None, "args": arguments, "run": False}
+        usual: dict[str, Any] = {"save_config_callback": None, "args": ["--config", config], "run": False}
         return cls(model, data, seed_everything_default=seed, parser_kwargs={"exit_on_error": False}, **usual)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -24,9 +24,7 @@ _OPTIMIZER = (
     "bits than one that does not: fused_optimizer=False leaves it as it is."
 )
 
-_WITHIN = (
-    "What it is given is equal, so its weights differ, as an earlier step has left them, or what its forward does."
-)
+_WITHIN = "What it is given is equal, so its weights differ, by an earlier step, or what its forward does."
 _BEFORE = "What it is given differs already, by code outside of modules that runs before it."
 
 
@@ -57,10 +55,9 @@ def first_module(ours: Done, plain: Done) -> tuple[str, ...]:
     Returns:
         its name, ``"**"`` if there is none, and sentences on it.
     """
-    for place, (given, expected) in plain.calls.items():
-        given_ours, output = ours.calls.get(place, ("", ""))
+    for (moment, name, again), (given, expected) in plain.calls.items():
+        given_ours, output = ours.calls.get((moment, name, again), ("", ""))
         if output != expected:
-            moment, name, again = place
             call = f", call {again + 1}," if again else ""
             first = f"The first module whose output differs is {name!r}{call} in {moment}."
             return name, first, _WITHIN if given == given_ours else _BEFORE

@@ -57,11 +57,6 @@ class Way:
     watched: Literal["nothing", "gradients", "modules"] = "nothing"
     begins: Path | None = None
 
-    @property
-    def usual(self) -> bool:
-        """Whether it goes as its user would have it."""
-        return not self.poison and self.watched == "nothing" and self.begins is None
-
 
 @dataclass(frozen=True)
 class Done:
@@ -116,17 +111,13 @@ class Recorder(Callback):
         self._keep(trainer, "training", "losses", outputs)
         self.ends.append(perf_counter())
 
-    def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         self._keep(trainer, "validation", "validation", outputs)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.record.add("logged values", "after training", trainer.callback_metrics)
 
-    def on_predict_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         self._keep(trainer, "prediction", "predictions", outputs)
 
 
@@ -149,28 +140,21 @@ class CallRecorder(Recorder):
         self.calls: dict[tuple[str, str, int], tuple[str, str]] = {}
         self._given: dict[str, str] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._moment = ""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
         for name, module in pl_module.named_modules():
             if name:
                 module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
                 module.register_forward_hook(partial(self._after, name))
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._moment = f"training batch {batch_idx}"
-
-    def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._moment = f"validation batch {batch_idx}"
 
     def _before(self, name: str, module: Any, *given: Any) -> None:
         self._given[name] = _digests(given)
 
     def _after(self, name: str, module: Any, given: Any, output: Any) -> None:
         if current_graph_task() == -1:
-            place = self._moment, name
+            training = f"training batch {self._trainer.fit_loop.batch_idx}"
+            place = training if self._trainer.training else "validation", name
             self.calls[(*place, self._counts[place])] = self._given[name], _digests(output)
             self._counts[place] += 1
 
@@ -187,21 +171,17 @@ class KeptLogger(CSVLogger):
         record: where the calls are kept.
     """
 
-    _calls: Any = None
+    experiment: Any = None
 
     def __init__(self, folder: Path, record: Record) -> None:
         super().__init__(folder, version=0)
         numbers = count(1)
-        self._calls = KeptCalls(
+        self.experiment = KeptCalls(
             "logger", lambda name, values: record.add("logged values", f"call {next(numbers)} of {name}", values)
         )
 
-    @property
-    def experiment(self) -> Any:
-        return self._calls
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._calls, name)  # other loggers have methods beyond those of this one
+        return getattr(self.experiment, name)  # other loggers have methods beyond those of this one
 
 
 class KeptCalls:
@@ -221,11 +201,11 @@ class KeptCalls:
         return KeptCalls(f"{self._name}.{name}", self._keep)
 
     def __call__(self, *args: Any, **kwargs: Any) -> KeptCalls:
-        self._keep(self._name, {**dict(enumerate(args)), **kwargs})
+        of = f"({args[0]!r})" if args and isinstance(args[0], str) else ""
+        self._keep(f"{self._name}{of}", {**dict(enumerate(args)), **kwargs})
         return self
 
-    def __setitem__(self, name: Any, value: Any) -> None:
-        self(name, value)
+    __setitem__ = __call__
 
 
 STOPPED = "Prediction stopped."
@@ -308,10 +288,13 @@ def _keep_state(record: Record, trainer: pl.Trainer, module: pl.LightningModule,
     record.add("attributes", moment, held(module))
     record.add("random state", moment, _random_state(trainer.strategy.root_device))
     trainer.save_checkpoint(checkpoint)
-    record.entries.append(Entry("optimizer state", moment, checkpoint, "optimizer_states"))
-    if trainer.lr_scheduler_configs:
-        record.entries.append(Entry("scheduler state", moment, checkpoint, "lr_schedulers"))
-    record.entries.append(Entry("checkpoints", moment, checkpoint))
+    for kind, key in (
+        ("optimizer state", "optimizer_states"),
+        ("scheduler state", "lr_schedulers"),
+        ("checkpoints", None),
+    ):
+        if trainer.lr_scheduler_configs or kind != "scheduler state":
+            record.entries.append(Entry(kind, moment, checkpoint, key))
 
 
 # ---------------------------------------------------------------------- what is around a run

@@ -103,10 +103,7 @@ class Subject:
         if self.factory is None and self.config is None:
             raise ValueError("There is nothing to check. Name a factory (package.module:Factory), or give config=.")
         if others := [name for name in self.settings if name not in _SETTINGS]:
-            raise ValueError(
-                f"trainer= has {', '.join(others)}. A check has its own length, files, loggers, devices and strategy. Leave "
-                f"out what is none of these: {', '.join(_SETTINGS)}."
-            )
+            raise ValueError(f"trainer= has {', '.join(others)}. A check takes no other than {', '.join(_SETTINGS)}.")
         for given in (self.factory, self.data):
             _resolved(given)
 
@@ -124,14 +121,10 @@ class Subject:
             module, data, settings = made.model, made.datamodule, _counting(made.settings)
         if not isinstance(module, pl.LightningModule):
             raise NotRunError(
-                f"{self.factory!r} made a {type(module).__qualname__}, and no LightningModule of lightning.pytorch. Give a "
-                "factory of one."
+                f"{self.factory!r} made a {type(module).__qualname__}, and no LightningModule of lightning.pytorch."
             )
         if trainer_of(module) is not None:
-            raise NotRunError(
-                f"{self.factory!r} returns a {type(module).__qualname__} that a trainer has had before. Each run begins with "
-                "a new one: give what makes it, as its class."
-            )
+            raise NotRunError(f"{self.factory!r} returns a module that has been trained. Each run needs a new one.")
         if data is None and not is_overridden("train_dataloader", module):
             raise NotRunError(
                 f"{type(module).__qualname__} has no train_dataloader of its own. Give data (--data package.module:Name), which "
@@ -172,11 +165,11 @@ class Subject:
         try:
             return Configured.of(str(self.config), _resolved(self.factory), _resolved(self.data), self.seed)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            if "jsonargparse" in said and isinstance(error, ModuleNotFoundError):
-                said = f'{error}. Install it: pip install "sp_lightning[cli]"'
-            beside = "" if self.factory else " If it names no module, give its class beside it."
-            raise NotRunError(f"The config {str(self.config)!r} could not be read. {said}{beside}") from error
+            hint = "If it names no module, give its class beside it"
+            if isinstance(error, ModuleNotFoundError):  # jsonargparse
+                hint = 'pip install "sp_lightning[cli]"'
+            why = f"{type(error).__name__}: {error}. {hint}"
+            raise NotRunError(f"The config {str(self.config)!r} could not be read. {why}.") from error
 
 
 def without_files(given: Sequence[Any]) -> list[Any]:
@@ -225,7 +218,5 @@ def _called(given: Factory | None) -> Any:
     try:
         return None if factory is None else factory()
     except Exception as error:
-        raise NotRunError(
-            f"{given!r} fails when it is called without arguments. {type(error).__name__}: {error}. Give a function of your own "
-            "that makes it, or a config of Lightning's CLI."
-        ) from error
+        why = f"{type(error).__name__}: {error}. Give a function of your own that calls it"
+        raise NotRunError(f"{given!r} fails without arguments. {why}.") from error

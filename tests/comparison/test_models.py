@@ -111,7 +111,7 @@ def test_a_config_of_lightning_s_command_line(
     assert status == 0, printed
     assert printed["layers"] == 5
     unused = "logger, max_epochs, transfer, ckpt_path, SuperpipelineCallback, ModelCheckpoint."
-    assert printed["notes"][0].endswith(f"so these are not used: {unused}")
+    assert printed["notes"][0].endswith(f"files and devices: {unused}")
     assert {(each["k"], each["k_prime"], each["activations"]) for each in made} == {(2, 2, "recompute")}
     assert list(tmp_path.iterdir()) == [config]
 
@@ -132,7 +132,7 @@ def test_a_config_without_a_module_says_so(tmp_path: Path, capsys: pytest.Captur
     factory = ["tests.support.planted:Configured", "--data", "tests.support.planted:Data"]
     status, printed = run(capsys, *factory, *arguments)
     assert status == 0
-    assert "these are not used: devices, strategy." in printed["notes"][0]
+    assert "files and devices: devices, strategy." in printed["notes"][0]
 
 
 @pytest.mark.rest("nine pairs of modes; each is in the first tier by itself, in tests/equality")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +204,19 @@ class LogsByItself(Module):
         logger.experiment.summary["best"] = torch.ones(2) + (differs and self.wrong == "summary")
         logger.log_image("seen", images=[np.zeros(3) + (differs and self.wrong == "image")])
         assert logger.log_dir
+        return loss
+
+
+class LogsTimes(Module):
+    """Logs a time, and a loss that is another one under the strategy if it is ``wrong``."""
+
+    def __init__(self, *, wrong: bool = False) -> None:
+        super().__init__(Stack())
+        self.wrong = wrong
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"seconds": time.perf_counter(), "loss": float(loss) + (self.wrong and is_streamed(self))})
         return loss
 
 
