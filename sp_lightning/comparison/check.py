@@ -54,7 +54,8 @@ def check(
         config: a config of Lightning's CLI, in place of factory and data, or beside them where it does not name the classes.
         steps: how many batches are trained, and at most validated and predicted; at least 1.
         seed: what all randomness begins with.
-        trainer: arguments of ``Trainer`` that change numbers or the device, as ``{"precision": "bf16-mixed"}``.
+        trainer: arguments of ``Trainer`` that change numbers or the device, as ``{"precision": "bf16-mixed"}``. What a check
+            has of its own, as ``max_epochs``, ``devices`` and ``strategy``, is refused here, and named if a config has it.
         options: those of :class:`~sp_lightning.SuperpipelineStrategy`. ``activations`` and ``optimizer_overlap`` can be
             ``"all"``: every mode, one after the other.
 
@@ -63,7 +64,7 @@ def check(
         shows it as a table.
 
     Raises:
-        ValueError, TypeError: a name leads nowhere, or an option cannot be.
+        ValueError, TypeError: a name leads nowhere, or an option or an argument of ``Trainer`` cannot be.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps}.")
