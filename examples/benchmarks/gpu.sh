@@ -3,7 +3,8 @@
 #     bash examples/benchmarks/gpu.sh                # first light, memory, limits, 1.5B: one call
 #     bash examples/benchmarks/gpu.sh 3B             # a part alone, in at most eight minutes: first, memory, limits, 1.5B, 3B,
 #                                                    # 8B, card, foresight, h200, activations
-#     bash examples/benchmarks/gpu.sh tests1         # the GPU's tests in parts, tests1 to tests6: each at most ten minutes
+#     bash examples/benchmarks/gpu.sh tests1         # the GPU's tests in parts, tests1 to tests6: each at most ten minutes; these
+#                                                    # need pytest and hypothesis, for which wheels/ is there
 #     bash examples/benchmarks/gpu.sh ranks          # on a machine with several GPUs: 1, 2, 4 and 8 of them; has not run yet
 #     bash examples/benchmarks/gpu.sh --pretend      # the first call on a CPU, with tiny sizes, in a folder that is removed
 # Each part writes what it says to one file, NAME.txt, of at most 1 MiB, and its rows, as they come, to rows.jsonl.

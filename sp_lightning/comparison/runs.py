@@ -164,7 +164,7 @@ def _digests(values: Any) -> str:
 
 
 class KeptLogger(CSVLogger):
-    """A logger that writes nothing. Each call of a method of its experiment, of whatever name, is kept, to be compared.
+    """A logger that writes no file. Each call of a method of its experiment, of whatever name, is kept, to be compared.
 
     Args:
         folder: where its files would be.
@@ -175,6 +175,7 @@ class KeptLogger(CSVLogger):
 
     def __init__(self, folder: Path, record: Record) -> None:
         super().__init__(folder, version=0)
+        Path(self.log_dir).mkdir(parents=True)  # user code may write there
         numbers = count(1)
         self.experiment = KeptCalls(
             "logger", lambda name, values: record.add("logged values", f"call {next(numbers)} of {name}", values)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -203,7 +204,7 @@ class LogsByItself(Module):
         logger.experiment.add_scalar("mine", float(loss) + (differs and self.wrong == "scalar"), self.global_step)
         logger.experiment.summary["best"] = torch.ones(2) + (differs and self.wrong == "summary")
         logger.log_image("seen", images=[np.zeros(3) + (differs and self.wrong == "image")])
-        assert logger.log_dir
+        (Path(logger.log_dir) / f"{batch_idx}.txt").write_text("of the user")
         return loss
 
 
