@@ -296,8 +296,9 @@ def test_a_model_that_is_too_large_for_the_device_is_compared_on_the_cpu(monkeyp
         return makes.pop()() if makes else planted.Everything()
 
     monkeypatch.setattr("sp_lightning.comparison.check._fits_host", lambda subject: True)
-    report = check(make)
+    report = check(make, trainer={"accelerator": "cpu", "callbacks": callbacks.Timer()})
     assert report.status == 0, str(report)
+    assert str(report).count("Not used, because a check has its own length, files and devices: Timer.") == 1
     assert set(report.rows) == KINDS
     assert "from the same start on cpu" in report.reference
     assert "too little memory for this model on cuda:0. So both sides ran on the CPU" in str(report)
