@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
 
-matplotlib.use("agg")
-from matplotlib import pyplot
-from matplotlib.ticker import LogLocator
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
+except ImportError:  # a machine with a GPU may have none, and what it measures is worth more than its pictures
+    matplotlib = None  # type: ignore[assignment]
 
 from examples.benchmarks.rows import Row
 
@@ -37,6 +40,8 @@ Picture = tuple[Path, str]  # and its caption
 
 def draw(groups: Sequence[Sequence[Row]], limit: Limit, folder: Path) -> list[Picture]:
     """Both pictures, or those that the rows are enough for; ``limit(row, tokens)`` gives seconds by schedule."""
+    if matplotlib is None:
+        return []
     done = [[row for row in group if row["status"] == "ok"] for group in groups]
     made = [
         memory(done, folder / "step-time-against-memory.png"),

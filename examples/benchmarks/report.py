@@ -38,7 +38,7 @@ STALLS = {  # counters of superpipeline, and their columns
 MODULES = (
     "limits", "overhead", "compiled", "update", "ranks", "experts", "first-light", "beside-plan", "foresight"
 )  # fmt: skip
-NO_PICTURES = "No pictures: they need device memory figures of training, that is, an accelerator."
+NO_PICTURES = "No pictures: they need matplotlib, and device memory figures of training, that is, an accelerator."
 
 
 def limit_seconds(row: Row, limits: Row | None, tokens: float | None = None) -> dict[str, float]:

@@ -10,7 +10,7 @@ import copy
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -42,8 +42,7 @@ class Activations:
         rows: the row of each unit in the timeline.
         device: the device that activations are on.
         ring: the host memory for what is offloaded.
-        stays: the addresses of storages that never leave the device. The set may grow later; the addresses of buffers
-            are added here.
+        stays: the addresses of storages that never leave the device, but for those of buffers. The set may grow later.
         rerun: a context for a unit's second run, called with its name and its positional arguments.
         outside: says what was done to weights outside of a unit.
         log: where warnings go; None for Lightning's log.
@@ -64,12 +63,12 @@ class Activations:
         rows: Mapping[str, int],
         device: Device,
         ring: HostRing,
-        stays: set[int],
+        stays: Set[int],
         rerun: Rerun,
         outside: OutsideWatch,
         log: logging.Logger | None = None,
     ) -> None:
-        stays |= {buffer.untyped_storage().data_ptr() for buffer in module.buffers() if buffer.layout is torch.strided}
+        self._module = module
         self.ring = ring
         self.offload = Offload(device, ring, stays, log)
         self.recompute = Recompute(rerun, outside, device.empty(0))
@@ -93,6 +92,8 @@ class Activations:
         if not self.idle:
             self._expected, self._counts = self._counts or self._expected, []
             self._forward, self._in_backward = [], False
+            buffers = (each for each in self._module.buffers() if each.layout is torch.strided)
+            self.offload.buffers = {each.untyped_storage().data_ptr() for each in buffers}  # user code may exchange one
             self.install()
 
     def install(self) -> None:

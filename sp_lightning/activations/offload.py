@@ -151,6 +151,7 @@ class Offload:
     Attributes:
         active: whether any call was ever entered. Before that, nothing leaves.
         stored_bytes, returned_bytes: bytes copied to the host, and from it.
+        buffers: the addresses of the module's buffers, which stay as well.
     """
 
     def __init__(self, device: Device, ring: HostRing, stays: Set[int], log: logging.Logger | None = None) -> None:
@@ -168,6 +169,7 @@ class Offload:
         self._saved: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as saved
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
         self.active = False
+        self.buffers: Set[int] = frozenset()
         self.stored_bytes = 0
         self.returned_bytes = 0
         self._warned = False
@@ -226,7 +228,9 @@ class Offload:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return False
         storage = tensor.untyped_storage()
-        if is_small(storage.nbytes()) or tensor.device != self._device.device or storage.data_ptr() in self._stays:
+        if is_small(storage.nbytes()) or tensor.device != self._device.device:
+            return False
+        if storage.data_ptr() in self._stays or storage.data_ptr() in self.buffers:
             return False
         return not (tensor.is_conj() or tensor.is_neg())
 

@@ -260,6 +260,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 # ---------------------------------------------------------------------- check: the options of the strategy, too
 
+SUBJECT = ("factory", "data", "config", "steps", "seed")
+"""Arguments of ``check`` that are its own."""
 TRAINER = ("accelerator", "precision")
 """Arguments of ``check`` that are those of a trainer."""
 _LISTS = ("layers", "resident")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sp_lightning.cli.answer import Answer, answer
-from sp_lightning.cli.arguments import TRAINER, Question
+from sp_lightning.cli.arguments import SUBJECT, TRAINER, Question
 from sp_lightning.cli.estimate import estimate_model
 from sp_lightning.cli.remedies import remedies
 from sp_lightning.cli.report import as_json, as_table, as_text
@@ -140,17 +140,9 @@ def run_check(arguments: argparse.Namespace) -> None:
     """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     trainer = {name: given[name] for name in TRAINER if name in given}
-    options = {name: given[name] for name in OPTIONS if name in given}
+    named = {name: given[name] for name in (*SUBJECT, *OPTIONS) if name in given}
     try:
-        report = check(
-            arguments.factory,
-            arguments.data,
-            config=arguments.config,
-            steps=arguments.steps,
-            seed=arguments.seed,
-            trainer=trainer,
-            **options,
-        )
+        report = check(**named, trainer=trainer)
     except (ValueError, TypeError, ImportError, OSError):
         raise
     except BaseException as error:  # Lightning makes SystemExit(1) of Ctrl-C, and SystemExit(0) of SIGTERM

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 
 from sp_lightning.comparison.explain import avoided_by, first_module, sentences
-from sp_lightning.comparison.record import Compared, Difference, compare
+from sp_lightning.comparison.record import Compared, Difference, compare, unrepeatable
 from sp_lightning.comparison.report import Report, RunFigures
 from sp_lightning.comparison.runs import STOPPED, Done, Way, root_device, run, undisturbed
 from sp_lightning.comparison.subject import Factory, NotRunError, Subject
@@ -28,8 +28,8 @@ ALL = "all"
 """For ``activations`` and ``optimizer_overlap``: every mode, one after the other."""
 _LARGE = 2**27
 """Bytes of a checkpoint from which on memory is freed between runs. That takes longer than a run of a small model."""
-_STOPS = NotRunError, torch.OutOfMemoryError, AssertionError
-"""What ends a run that could not be made, was refused, or in which an assertion of the strategy's own has failed."""
+_STOPS = NotRunError, torch.OutOfMemoryError
+"""What ends a run that could not be made, or has raised an error."""
 _MODES = {"activations": get_args(Mode), "optimizer_overlap": ("off", "forward", "backward")}
 
 
@@ -54,7 +54,8 @@ def check(
         config: a config of Lightning's CLI, in place of factory and data, or beside them where it does not name the classes.
         steps: how many batches are trained, and at most validated and predicted; at least 1.
         seed: what all randomness begins with.
-        trainer: arguments of ``Trainer`` that change numbers or the device, as ``{"precision": "bf16-mixed"}``.
+        trainer: arguments of ``Trainer`` that change numbers or the device, as ``{"precision": "bf16-mixed"}``. What a check
+            has of its own, as ``max_epochs``, ``devices`` and ``strategy``, is refused here, and named if a config has it.
         options: those of :class:`~sp_lightning.SuperpipelineStrategy`. ``activations`` and ``optimizer_overlap`` can be
             ``"all"``: every mode, one after the other.
 
@@ -63,7 +64,7 @@ def check(
         shows it as a table.
 
     Raises:
-        ValueError, TypeError: a name leads nowhere, or an option cannot be.
+        ValueError, TypeError: a name leads nowhere, or an option or an argument of ``Trainer`` cannot be.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps}.")
@@ -97,8 +98,12 @@ class _Checking:
         Raises:
             NotRunError: nothing could be compared.
         """
-        settings, options = self._subject.described()
+        settings, options, unused = self._subject.described()
         options |= self._given
+        if unused and not self.found.notes:  # the CPU may be the second device that is tried
+            self.found.notes.append(
+                f"Not used, because a check has its own length, files and devices: {', '.join(unused)}."
+            )
         self._device = root_device(settings)
         self.found.counted = self._device.type == "cpu"
         variants = _variants(options)
@@ -107,14 +112,18 @@ class _Checking:
             SuperpipelineStrategy(**variant)  # what cannot be is refused before anything runs
             variant["fused_optimizer"] = self._fuse
         plain = self._run_if_it_fits(Way("plain", fuse=self._fuse))
-        if plain is None:
+        again = plain and self._run_if_it_fits(Way("plain again", fuse=self._fuse, watched="gradients"))
+        if plain is None or again is None:
             return self._without_plain(variants[0])
-        again = self._run(Way("plain again", fuse=self._fuse, watched="gradients"))
-        _refuse_unrepeatable(compare(again.record, plain.record, ["gradients"]))
+        self._but = unrepeatable(again.record, plain.record, "logged values")
+        _refuse_unrepeatable(compare(again.record, plain.record, ["gradients"], self._but))
+        if names := sorted({name.removeprefix("0.") for _, name in self._but}):
+            self.found.notes.append(
+                f"Not compared, because plain Lightning logs others when run twice: {', '.join(names)}."
+            )
         again.record.keep_only("gradients")
         plain.record.entries += again.record.entries
-        kinds = {entry.kind for entry in plain.record.entries}
-        if not kinds & {"losses", "gradients"}:
+        if not {"losses", "gradients"} & {entry.kind for entry in plain.record.entries}:
             raise NotRunError("No training step has returned a loss or made a gradient, so nothing was trained.")
         fused = ", with optimizers fused on the host" if self._fuse else ""
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
@@ -156,7 +165,7 @@ class _Checking:
         """Runs something.
 
         Raises:
-            NotRunError: it stopped, but for want of device memory, or because an assertion of the strategy's own has failed.
+            NotRunError: it stopped, but for want of device memory.
         """
         self._runs += 1
         print(f"check: run {self._runs}, {way.name}", file=sys.stderr, flush=True)
@@ -166,18 +175,16 @@ class _Checking:
             done = run(self._subject, way, self._folder / str(self._runs))
             self._large = done.checkpoint.stat().st_size > _LARGE
             return done
-        except (NotRunError, torch.OutOfMemoryError):
+        except _STOPS:
+            self._large = True
             raise
         except Exception as error:
-            if isinstance(error, AssertionError) and way.options is not None:
-                raise
             raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
 
     def _run_if_it_fits(self, way: Way) -> Done | None:
         try:
             return self._run(way)
         except torch.OutOfMemoryError:
-            self._large = True
             return None
 
     def _attempt(self, way: Way, plain: Done, *, keep: bool = False) -> Done | None:
@@ -188,15 +195,17 @@ class _Checking:
         try:
             done = self._run(way)
         except _STOPS as error:
-            if way.usual and (isinstance(error, torch.OutOfMemoryError) or _is_refusal(error)):
+            if isinstance(error, torch.OutOfMemoryError):
+                self.found.notes.append(f"The run {way.name!r} had too little memory and shows nothing. {error}")
+            elif not (way.poison or way.begins or way.watched != "nothing") and _is_refusal(error):
                 self.found.notes.append(str(error))
             else:
                 cause = error.__cause__ or error
-                said = f"{type(cause).__name__}: {cause}"
-                self._note("the run itself", way, Compared(0, Difference("", "before its end", said)))
+                found = Difference("", "before its end", f"{type(cause).__name__}: {cause}")
+                self._note("the run itself", way, Compared(first=found))
             return None
         leave_out = [] if way.watched == "gradients" else ["gradients"]
-        for what, compared in compare(done.record, plain.record, leave_out).items():
+        for what, compared in compare(done.record, plain.record, leave_out, self._but).items():
             self._note("continued" if way.begins else what, way, compared)
         if not keep:
             rmtree(done.checkpoint.parent)
@@ -204,9 +213,8 @@ class _Checking:
 
     def _note(self, what: str, way: Way, compared: Compared) -> None:
         row = self.found.rows.setdefault(what, Compared())
-        row.tensors += compared.tensors
-        if row.first is None and compared.first is not None:
-            row.first = replace(compared.first, run=way.name)
+        row.tensors, row.values = row.tensors + compared.tensors, row.values + compared.values
+        row.first = row.first or (compared.first and replace(compared.first, run=way.name))
 
     def _continue(self, ours: Done, plain: Done) -> None:
         """Trains one batch more from each checkpoint by who has not written it."""
@@ -242,14 +250,15 @@ class _Checking:
         seen = replace(way, name="streamed, hooks on modules", watched="modules")
         try:
             expected = self._run(Way("plain, hooks on modules", fuse=self._fuse, watched="modules"))
-            name, sentence = first_module(self._run(seen), expected)
+            name, *found = first_module(self._run(seen), expected)
         except _STOPS as error:
-            name, sentence = "**", str(error)
-        explanation += [sentence, avoided_by(way, name, lambda other: self._differs(other, plain))]
+            name, *found = "**", str(error)
+        explanation += [*found, avoided_by(way, name, lambda other: self._differs(other, plain))]
 
     def _differs(self, way: Way, plain: Done) -> bool:
         try:
-            compared = compare(self._run(replace(way, watched="nothing")).record, plain.record, ["gradients"])
+            ours = self._run(replace(way, watched="nothing")).record
+            compared = compare(ours, plain.record, ["gradients"], self._but)
         except Exception:
             return True
         return any(each.first for each in compared.values())
@@ -272,9 +281,7 @@ class _Checking:
             k //= 2
             most = self._run_if_it_fits(_window(options, k))
         if least is None or most is None:
-            raise NotRunError(
-                f"{too_large} The strategy has it for at most one window, and there is nothing to compare."
-            )
+            raise NotRunError(f"{too_large} The strategy has it for at most one window: there is nothing to compare.")
         self.found.reference = (
             f"{too_large} So the strategy is compared with itself, from k = 1 to k = {k}. That shows that no layer is read while "
             "it is away, and not that results are those of plain Lightning:"
@@ -327,7 +334,7 @@ def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:
 def _is_refusal(error: BaseException) -> bool:
     """Whether a run was refused: a ``raise`` of this package stopped it, and not user code, torch, or a defect of ours."""
     at = None if error.__cause__ is None else error.__cause__.__traceback__
-    if at is None:
+    if at is None or isinstance(error.__cause__, AssertionError):
         return False
     while at.tb_next is not None:
         at = at.tb_next

@@ -28,11 +28,11 @@ class Configured(LightningCLI):
             seed: what all randomness begins with, if the config does not say that.
 
         Raises:
-            SystemExit: the config cannot be read; the standard error says why.
+            Exception: the config cannot be read, or a class that it names cannot be made.
             ModuleNotFoundError: jsonargparse is not installed.
         """
-        arguments = ["--config", config]
-        return cls(model, data, save_config_callback=None, seed_everything_default=seed, args=arguments, run=False)
+        usual: dict[str, Any] = {"save_config_callback": None, "args": ["--config", config], "run": False}
+        return cls(model, data, seed_everything_default=seed, parser_kwargs={"exit_on_error": False}, **usual)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         # A config of ``fit`` has these. They say which checkpoint to begin with, and the check begins with none.

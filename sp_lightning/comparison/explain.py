@@ -24,6 +24,9 @@ _OPTIMIZER = (
     "bits than one that does not: fused_optimizer=False leaves it as it is."
 )
 
+_WITHIN = "What it is given is equal, so its weights differ, by an earlier step, or what its forward does."
+_BEFORE = "What it is given differs already, by code outside of modules that runs before it."
+
 
 def sentences(rows: dict[str, Compared], ways: list[Way]) -> Iterator[str]:
     """What the kinds that differ say by themselves.
@@ -42,21 +45,22 @@ def sentences(rows: dict[str, Compared], ways: list[Way]) -> Iterator[str]:
         yield _OPTIMIZER
 
 
-def first_module(ours: Done, plain: Done) -> tuple[str, str]:
-    """Finds the module whose output is the first to differ, in the order of plain Lightning's calls.
+def first_module(ours: Done, plain: Done) -> tuple[str, ...]:
+    """Finds the module whose output is the first to differ, in the order in which plain Lightning's calls end.
 
     Args:
         ours: a run whose modules' outputs were seen.
         plain: one of plain Lightning.
 
     Returns:
-        its name, ``"**"`` if there is none, and a sentence on it.
+        its name, ``"**"`` if there is none, and sentences on it.
     """
-    for place, expected in plain.calls.items():
-        if ours.calls.get(place) != expected:
-            moment, name, again = place
+    for (moment, name, again), (given, expected) in plain.calls.items():
+        given_ours, output = ours.calls.get((moment, name, again), ("", ""))
+        if output != expected:
             call = f", call {again + 1}," if again else ""
-            return name, f"The first module whose output differs is {name!r}{call} in {moment}."
+            first = f"The first module whose output differs is {name!r}{call} in {moment}."
+            return name, first, _WITHIN if given == given_ours else _BEFORE
     return "**", (
         "With a hook on each module, all outputs in forward are equal: the difference comes from backward, from an optimizer's "
         "step, or from code outside of modules' calls."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.device.layout import flat_bytes
 from sp_lightning.model.wrapped import parts
@@ -89,54 +90,74 @@ class Difference:
 
 @dataclass
 class Compared:
-    """What came of comparing all of one kind: how many tensors there were, and the first difference, if there is one."""
+    """What came of comparing all of one kind.
+
+    Attributes:
+        tensors: how many there were.
+        first: the first difference, if there is one.
+        values: how many tensors and other values there were.
+    """
 
     tensors: int = 0
     first: Difference | None = None
+    values: int = 0
 
 
-def compare(ours: Record, plain: Record, leave_out: Sequence[str] = ()) -> dict[str, Compared]:
+def compare(
+    ours: Record, plain: Record, leave_out: Sequence[str] = (), but: Set[tuple[str, str]] = frozenset()
+) -> dict[str, Compared]:
     """Compares two records, bit by bit.
 
     Args:
         ours: that of the run in question.
         plain: that of the run that is right.
         leave_out: kinds that only one of them has.
+        but: places that are not compared, as :func:`unrepeatable` returns them.
 
     Returns:
         by kind, in the order in which the kinds first came.
     """
     kinds = dict.fromkeys(entry.kind for entry in (*plain.entries, *ours.entries) if entry.kind not in leave_out)
-    return {kind: _compare_kind(_of(ours, kind), _of(plain, kind)) for kind in kinds}
+    return {kind: _compare_kind(_of(ours, kind), _of(plain, kind), but) for kind in kinds}
+
+
+def unrepeatable(again: Record, plain: Record, kind: str) -> set[tuple[str, str]]:
+    """The places where two runs have different values of one kind, whatever the number of a batch or call."""
+    both = zip(_of(again, kind), _of(plain, kind), strict=False)
+    return {place for ours, entry in both for place, *_ in _differences(ours, entry)}
 
 
 def _of(record: Record, kind: str) -> list[Entry]:
     return [entry for entry in record.entries if entry.kind == kind]
 
 
-def _compare_kind(ours: list[Entry], plain: list[Entry]) -> Compared:
-    tensors, first = 0, None
+def _compare_kind(ours: list[Entry], plain: list[Entry], but: Set[tuple[str, str]]) -> Compared:
+    compared = Compared()
     for mine, theirs in zip_longest(ours, plain):
-        if mine is None or theirs is None:
-            there = mine or theirs
+        if mine is None or theirs is None or mine.moment != theirs.moment:
+            there = theirs or mine
             assert there is not None
-            first = first or Difference("", there.moment, "only one of the two runs has it")
+            compared.first = compared.first or Difference("", there.moment, "only one of the two runs has it")
             continue
         expected = theirs.values()
-        tensors += sum(isinstance(value, Tensor) for value in expected.values())
-        if first is None:
-            found = next(_differences(mine.values(), expected), None)
-            first = None if found is None else Difference(found[0], theirs.moment, found[1])
-    return Compared(tensors, first)
+        compared.tensors += sum(isinstance(value, Tensor) for value in expected.values())
+        compared.values += sum(value is not None for value in expected.values())
+        if compared.first is None:
+            found = (each for place, each in _differences(mine, theirs) if place not in but)
+            compared.first = next(found, None)
+    return compared
 
 
-def _differences(ours: dict[str, Any], plain: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """By name, in words."""
-    for name in dict.fromkeys([*plain, *ours]):
-        if name not in ours or name not in plain:
-            yield name, f"only {'plain Lightning' if name in plain else 'the other run'} has it"
-        elif (how := difference(ours[name], plain[name])) is not None:
-            yield name, how
+def _differences(ours: Entry, plain: Entry) -> Iterator[tuple[tuple[str, str], Difference]]:
+    """By place: the moment but for its numbers, and the name."""
+    found, expected = ours.values(), plain.values()
+    for name in dict.fromkeys([*expected, *found]):
+        if name not in found or name not in expected:
+            how: str | None = f"only {'plain Lightning' if name in expected else 'the other run'} has it"
+        else:
+            how = difference(found[name], expected[name])
+        if how is not None:
+            yield (re.sub(r"\d+", "", plain.moment), name), Difference(name, plain.moment, how)
 
 
 def difference(ours: Any, plain: Any) -> str | None:
@@ -193,6 +214,24 @@ def _inside(value: Any) -> Mapping[Any, Any] | None:
         return value
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
-    if is_dataclass(value):
-        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name, None) for each in fields(value)}
     return None
+
+
+def held(root: nn.Module) -> dict[str, Any]:
+    """Tensors and arrays in attributes of modules, and in the containers and modules there; no registered weight or buffer."""
+    seen = {id(registered) for module in root.modules() for registered in (module._parameters, module._buffers)}
+    found: dict[str, Any] = {}
+
+    def look(value: Any, name: str) -> None:
+        if isinstance(value, (Tensor, np.ndarray)):
+            found[name.replace("._modules", "")[1:]] = value
+        elif id(value) not in seen:
+            seen.add(id(value))  # a container may hold itself
+            inner = vars(value) if isinstance(value, nn.Module) else _inside(value)
+            for index, (key, each) in enumerate((inner or {}).items()):
+                look(each, f"{name}.{key if isinstance(key, str) else index}")
+
+    look(root, "")
+    return {name: value for name, value in found.items() if not getattr(value, "is_meta", False)}

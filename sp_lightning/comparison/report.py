@@ -60,20 +60,21 @@ class Report:
 
     def __str__(self) -> str:
         if self.why:
-            return f"Nothing was compared. {self.why}"
+            return " ".join([*(note for note in self.notes if note not in self.why), "Nothing was compared.", self.why])
         width = max(map(len, self.rows))
         lines = [self.reference, "", f"{'what':<{width}} {'tensors':>8}  result"]
-        lines += [f"{what:<{width}} {row.tensors:>8}  {row.first or 'equal'}" for what, row in self.rows.items()]
-        if not self.runs:  # the strategy has stopped each time
-            return "\n".join([*lines, "", *self.notes, *self.explanation, f"Result: {self.verdict}."])
-        memory = "weights, gradients and optimizer state, as counted" if self.counted else "the most that was allocated"
-        longest = max(len(each.name) for each in self.runs)
-        lines += ["", f"time per training batch, and device memory ({memory}):"]
-        lines += [
-            f"  {each.name:<{longest}} {each.seconds:>9.3g} s {human_bytes(each.device_bytes or 0):>10}"
-            for each in self.runs
-        ]
-        lines += ["", f"{self.layers} layers were found; {self.streamed:.0%} of weights and buffers stream."]
+        for what, row in self.rows.items():
+            lines.append(f"{what:<{width}} {row.tensors:>8}  {row.first or ('equal' if row.values else 'none')}")
+        if self.runs:  # else the strategy has stopped each time
+            memory = (
+                "weights, gradients and optimizer state, as counted" if self.counted else "the most that was allocated"
+            )
+            longest = max(len(each.name) for each in self.runs)
+            lines += ["", f"time per training batch, and device memory ({memory}):"]
+            for each in self.runs:
+                size = human_bytes(each.device_bytes or 0)
+                lines.append(f"  {each.name:<{longest}} {each.seconds:>9.3g} s {size:>10}")
+            lines += ["", f"{self.layers} layers were found; {self.streamed:.0%} of weights and buffers stream."]
         return "\n".join([*lines, *self.notes, *self.explanation, f"Result: {self.verdict}."])
 
     def as_json(self) -> str:

@@ -7,10 +7,11 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,12 +21,14 @@ import lightning.pytorch as pl
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from sp_lightning.comparison.record import Entry, Record, flatten
+from sp_lightning.comparison.record import Entry, Record, flatten, held
 from sp_lightning.comparison.reference import StepsOnHost
-from sp_lightning.comparison.subject import Made, NotRunError, Subject
+from sp_lightning.comparison.subject import Made, NotRunError, Subject, without_files
 from sp_lightning.device.accelerator import device_for
+from sp_lightning.device.torch_private import current_graph_task
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
@@ -54,11 +57,6 @@ class Way:
     watched: Literal["nothing", "gradients", "modules"] = "nothing"
     begins: Path | None = None
 
-    @property
-    def usual(self) -> bool:
-        """Whether it goes as its user would have it."""
-        return not self.poison and self.watched == "nothing" and self.begins is None
-
 
 @dataclass(frozen=True)
 class Done:
@@ -72,7 +70,7 @@ class Done:
         peak_bytes: the most device memory that was allocated; None where the device does not count.
         plan: of the strategy; None for plain Lightning.
         stats: of the strategy, after training.
-        calls: a digest of each output of each module, in the order of calls; empty unless hooks saw them.
+        calls: a digest of each input and output of each module, in the order of calls; empty unless hooks saw them.
     """
 
     way: Way
@@ -82,7 +80,7 @@ class Done:
     peak_bytes: int | None
     plan: Plan | None = None
     stats: Stats | None = None
-    calls: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    calls: dict[tuple[str, str, int], tuple[str, str]] = field(default_factory=dict)
 
 
 class Recorder(Callback):
@@ -100,6 +98,9 @@ class Recorder(Callback):
         self.record.add(kind, moment, outputs)
         self.record.add("logged values", moment, trainer.callback_metrics)
 
+    def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.callbacks = without_files(trainer.callbacks)  # the module may have callbacks of its own
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._device = device_for(trainer.strategy.root_device)
         self._device.reset_peak()
@@ -110,20 +111,13 @@ class Recorder(Callback):
         self._keep(trainer, "training", "losses", outputs)
         self.ends.append(perf_counter())
 
-    def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         self._keep(trainer, "validation", "validation", outputs)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.record.add("logged values", "after validation", trainer.callback_metrics)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.record.add("logged values", "after training", trainer.callback_metrics)
 
-    def on_predict_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         self._keep(trainer, "prediction", "predictions", outputs)
 
 
@@ -139,35 +133,80 @@ class GradientRecorder(Recorder):
 
 
 class CallRecorder(Recorder):
-    """Keeps a digest of what each call of each module returns. A module's further calls, as in a second forward, come later."""
+    """Keeps digests of what each call of each module gets and returns. Forwards that run again in backward do not count."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)
-        self.calls: dict[tuple[str, str, int], str] = {}
+        self.calls: dict[tuple[str, str, int], tuple[str, str]] = {}
+        self._given: dict[str, str] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._moment = ""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
         for name, module in pl_module.named_modules():
             if name:
-                module.register_forward_hook(self._hook(name))
+                module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
+                module.register_forward_hook(partial(self._after, name))
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._moment = f"training batch {batch_idx}"
+    def _before(self, name: str, module: Any, *given: Any) -> None:
+        self._given[name] = _digests(given)
 
-    def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._moment = f"validation batch {batch_idx}"
-
-    def _hook(self, name: str) -> Any:
-        def called(module: Any, arguments: Any, output: Any) -> None:
-            place = self._moment, name
-            values = [value.detach().cpu() for _, value in flatten(output) if isinstance(value, Tensor)]
-            self.calls[(*place, self._counts[place])] = " ".join(map(digest, values))
+    def _after(self, name: str, module: Any, given: Any, output: Any) -> None:
+        if current_graph_task() == -1:
+            training = f"training batch {self._trainer.fit_loop.batch_idx}"
+            place = training if self._trainer.training else "validation", name
+            self.calls[(*place, self._counts[place])] = self._given[name], _digests(output)
             self._counts[place] += 1
 
-        return called
+
+def _digests(values: Any) -> str:
+    return " ".join(digest(value.detach().cpu()) for _, value in flatten(values) if isinstance(value, Tensor))
+
+
+class KeptLogger(CSVLogger):
+    """A logger that writes no file. Each call of a method of its experiment, of whatever name, is kept, to be compared.
+
+    Args:
+        folder: where its files would be.
+        record: where the calls are kept.
+    """
+
+    experiment: Any = None
+
+    def __init__(self, folder: Path, record: Record) -> None:
+        super().__init__(folder, version=0)
+        Path(self.log_dir).mkdir(parents=True)  # user code may write there
+        numbers = count(1)
+        self.experiment = KeptCalls(
+            "logger", lambda name, values: record.add("logged values", f"call {next(numbers)} of {name}", values)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.experiment, name)  # other loggers have methods beyond those of this one
+
+
+class KeptCalls:
+    """Stands for any object that takes what is logged: its attributes do so, too.
+
+    Args:
+        name: of the object, as user code reaches it.
+        keep: is called with the name of a method and its arguments.
+    """
+
+    def __init__(self, name: str, keep: Callable[[str, Any], None]) -> None:
+        self._name, self._keep = name, keep
+
+    def __getattr__(self, name: str) -> KeptCalls:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return KeptCalls(f"{self._name}.{name}", self._keep)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> KeptCalls:
+        of = f"({args[0]!r})" if args and isinstance(args[0], str) else ""
+        self._keep(f"{self._name}{of}", {**dict(enumerate(args)), **kwargs})
+        return self
+
+    __setitem__ = __call__
 
 
 STOPPED = "Prediction stopped."
@@ -212,22 +251,22 @@ def run(subject: Subject, way: Way, folder: Path) -> Done:
     return Done(way, record, checkpoint, seconds, recorder.peak, plan, stats, getattr(recorder, "calls", {}))
 
 
-def _trainer(made: Made, way: Way, folder: Path, steps: int, recorder: Callback) -> pl.Trainer:
+def _trainer(made: Made, way: Way, folder: Path, steps: int, recorder: Recorder) -> pl.Trainer:
     settings = {
         "limit_train_batches": 1 if way.begins else steps,
         "limit_val_batches": steps,
         "limit_predict_batches": steps,
         "max_epochs": 2 if way.begins else 1,
-        "logger": False,
+        "logger": KeptLogger(folder, recorder.record),
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
         "default_root_dir": folder,
         "devices": 1,
-        "callbacks": [*made.settings.get("callbacks", []), recorder],
+        "callbacks": [*made.settings["callbacks"], recorder],
     }
-    return pl.Trainer(strategy=_strategy(made, way), **{**made.settings, **settings})
+    return pl.Trainer(strategy=_strategy(made, way), **{"log_every_n_steps": 1, **made.settings, **settings})
 
 
 def _strategy(made: Made, way: Way) -> Any:
@@ -247,12 +286,16 @@ def _keep_state(record: Record, trainer: pl.Trainer, module: pl.LightningModule,
     moment = "after training"
     record.add("weights", moment, dict(module.named_parameters()))
     record.add("buffers", moment, dict(module.named_buffers()))
+    record.add("attributes", moment, held(module))
     record.add("random state", moment, _random_state(trainer.strategy.root_device))
     trainer.save_checkpoint(checkpoint)
-    record.entries.append(Entry("optimizer state", moment, checkpoint, "optimizer_states"))
-    if trainer.lr_scheduler_configs:
-        record.entries.append(Entry("scheduler state", moment, checkpoint, "lr_schedulers"))
-    record.entries.append(Entry("checkpoints", moment, checkpoint))
+    for kind, key in (
+        ("optimizer state", "optimizer_states"),
+        ("scheduler state", "lr_schedulers"),
+        ("checkpoints", None),
+    ):
+        if trainer.lr_scheduler_configs or kind != "scheduler state":
+            record.entries.append(Entry(kind, moment, checkpoint, key))
 
 
 # ---------------------------------------------------------------------- what is around a run

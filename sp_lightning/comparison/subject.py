@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from sp_lightning.trainer.callback import SuperpipelineCallback
+from sp_lightning.trainer.compat import trainer_of
+from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 Factory = str | Callable[[], Any]
 """What makes something when it is called: a callable, or its name as ``package.module:Name``."""
@@ -24,15 +27,15 @@ OPTIONS = (
 )  # fmt: skip
 """The options of the strategy that a config or a command gives to a check; the others are for several devices, or its own."""
 
-# What counts of a config's trainer: the rest is its length, its files and its devices.
-_SETTINGS = {
+_SETTINGS = (
     "accelerator", "precision", "plugins", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
-    "deterministic", "benchmark", "inference_mode", "detect_anomaly", "callbacks",
-}  # fmt: skip
-# These write files, or need a logger, or another strategy. They change no number.
+    "deterministic", "benchmark", "inference_mode", "detect_anomaly", "callbacks", "log_every_n_steps",
+)  # fmt: skip
+"""What counts of a trainer: the rest is its length, its files and its devices, which a check has of its own."""
+# These write files, or log times, or need another strategy. They change no number.
 _LEFT_OUT = (
-    callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.LearningRateMonitor, callbacks.ModelSummary,
-    callbacks.ProgressBar, SuperpipelineCallback,
+    callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.ModelSummary, callbacks.ProgressBar,
+    callbacks.ThroughputMonitor, callbacks.Timer, SuperpipelineCallback,
 )  # fmt: skip
 
 
@@ -99,6 +102,8 @@ class Subject:
     def __post_init__(self) -> None:
         if self.factory is None and self.config is None:
             raise ValueError("There is nothing to check. Name a factory (package.module:Factory), or give config=.")
+        if others := [name for name in self.settings if name not in _SETTINGS]:
+            raise ValueError(f"trainer= has {', '.join(others)}. A check takes no other than {', '.join(_SETTINGS)}.")
         for given in (self.factory, self.data):
             _resolved(given)
 
@@ -112,12 +117,14 @@ class Subject:
         if self.config is None:
             module, data = _called(self.factory), _called(self.data)
         else:
-            module, data, settings, _ = self._from_config()
+            made = self._from_config()
+            module, data, settings = made.model, made.datamodule, _counting(made.settings)
         if not isinstance(module, pl.LightningModule):
             raise NotRunError(
-                f"{self.factory!r} made a {type(module).__qualname__}, and no LightningModule of lightning.pytorch. Give a "
-                "factory of one."
+                f"{self.factory!r} made a {type(module).__qualname__}, and no LightningModule of lightning.pytorch."
             )
+        if trainer_of(module) is not None:
+            raise NotRunError(f"{self.factory!r} returns a module that has been trained. Each run needs a new one.")
         if data is None and not is_overridden("train_dataloader", module):
             raise NotRunError(
                 f"{type(module).__qualname__} has no train_dataloader of its own. Give data (--data package.module:Name), which "
@@ -126,36 +133,63 @@ class Subject:
         if isinstance(data, (list, tuple)):
             data = DataLoader(list(data), batch_size=None)  # type: ignore[arg-type]
         name = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
-        return Made(module, {} if data is None else {name: data}, settings | copy.deepcopy(dict(self.settings)))
+        settings |= copy.deepcopy(dict(self.settings))
+        settings["callbacks"] = without_files(_callbacks(settings))
+        return Made(module, {} if data is None else {name: data}, settings)
 
-    def described(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Arguments of ``Trainer``, and what the config gives of the strategy's options, if it names this strategy.
+    def described(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        """Arguments of ``Trainer``, what the config gives of the strategy's options, and what is given and not used.
 
         Raises:
             NotRunError: the config cannot be read.
         """
-        if self.config is None:
-            return dict(self.settings), {}
-        _, _, settings, strategy = self._from_config()
-        ours = getattr(strategy, "class_path", "").endswith("SuperpipelineStrategy")
-        given = dict(strategy.init_args) if ours else {}
-        return settings | dict(self.settings), {name: given[name] for name in OPTIONS if name in given}
+        settings, options, unused = dict(self.settings), dict[str, Any](), list[str]()
+        if self.config is not None:
+            made = self._from_config()
+            settings = _counting(made.settings) | settings
+            strategy = made.config["trainer"]["strategy"]
+            unused += [name for name in _changed(made.settings, pl.Trainer) if name not in (*_SETTINGS, "strategy")]
+            if getattr(strategy, "class_path", "").endswith("SuperpipelineStrategy"):
+                options = {name: value for name, value in strategy.init_args.items() if name in OPTIONS}
+                unused += [name for name in _changed(strategy.init_args, SuperpipelineStrategy) if name not in OPTIONS]
+            elif strategy != "auto":
+                unused.append("strategy")
+            unused += [name for name in ("ckpt_path", "weights_only") if made.config.get(name) is not None]
+        unused += [type(each).__name__ for each in _callbacks(settings) if isinstance(each, _LEFT_OUT)]
+        return settings, options, unused
 
-    def _from_config(self) -> tuple[Any, Any, dict[str, Any], Any]:
-        """Module, data, the trainer's settings as far as they count here, and what the config says of the strategy."""
+    def _from_config(self) -> Any:
+        """Lightning's CLI, which has read the config."""
         from sp_lightning.comparison.configured import Configured  # which needs jsonargparse
 
         try:
-            made = Configured.of(str(self.config), _resolved(self.factory), _resolved(self.data), self.seed)
-        except (ModuleNotFoundError, SystemExit) as error:
-            missing = f'{error}. Install it: pip install "sp_lightning[cli]"'
-            why = missing if isinstance(error, ModuleNotFoundError) else "Lightning's CLI has said why"
-            raise NotRunError(f"The config {str(self.config)!r} could not be read: {why}.") from error
-        settings = {name: value for name, value in made.settings.items() if name in _SETTINGS}
-        given = settings.get("callbacks") or []
-        given = [given] if isinstance(given, callbacks.Callback) else given
-        settings["callbacks"] = [each for each in given if not isinstance(each, _LEFT_OUT)]
-        return made.model, made.datamodule, settings, made.config["trainer"]["strategy"]
+            return Configured.of(str(self.config), _resolved(self.factory), _resolved(self.data), self.seed)
+        except Exception as error:
+            hint = "If it names no module, give its class beside it"
+            if isinstance(error, ModuleNotFoundError):  # jsonargparse
+                hint = 'pip install "sp_lightning[cli]"'
+            why = f"{type(error).__name__}: {error}. {hint}"
+            raise NotRunError(f"The config {str(self.config)!r} could not be read. {why}.") from error
+
+
+def without_files(given: Sequence[Any]) -> list[Any]:
+    """The callbacks but for those that are left out."""
+    return [each for each in given if not isinstance(each, _LEFT_OUT)]
+
+
+def _callbacks(settings: Mapping[str, Any]) -> list[Any]:
+    given = settings.get("callbacks") or []
+    return [given] if isinstance(given, callbacks.Callback) else list(given)
+
+
+def _counting(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name in _SETTINGS and value is not None}
+
+
+def _changed(arguments: Mapping[str, Any], of: Callable[..., Any]) -> list[str]:
+    """The names of those arguments that are not what they are by default."""
+    defaults = inspect.signature(of).parameters
+    return [name for name, value in arguments.items() if name in defaults and value != defaults[name].default]
 
 
 def resolve(name: str, wanted: str) -> Any:
@@ -184,4 +218,5 @@ def _called(given: Factory | None) -> Any:
     try:
         return None if factory is None else factory()
     except Exception as error:
-        raise NotRunError(f"{given!r} could not be made without arguments: {type(error).__name__}: {error}") from error
+        why = f"{type(error).__name__}: {error}. Give a function of your own that calls it"
+        raise NotRunError(f"{given!r} fails without arguments. {why}.") from error

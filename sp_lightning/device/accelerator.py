@@ -71,12 +71,14 @@ class Accelerator(Device):
     def copy(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
     ) -> None:
-        with self._stream(stream), no_inference_mode():
+        with self.on(stream), no_inference_mode():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return self._stream(stream)
+        # A torch.Stream remembers what was current before it was entered, once, and torch 2.10 refuses to enter it again.
+        its = self._stream(stream)
+        return torch.Stream(stream_id=its.stream_id, device_index=its.device_index, device_type=its.device_type)
 
     def record(self, stream: Stream) -> torch.Event:
         event = torch.Event(self.device)

@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import callbacks
 
 import sp_lightning
 from sp_lightning.comparison.check import _fits_host
@@ -21,6 +22,7 @@ from sp_lightning.comparison.report import Report
 from sp_lightning.comparison.subject import NotRunError, Subject
 from tests.support import planted
 from tests.support.models import CASES, Module, Stack, vectors
+from tests.support.tiers import first
 
 OPTIONS: dict[str, Any] = {"steps": 2, "trainer": {"accelerator": "cpu"}, "k": 1, "k_prime": 1}
 KINDS = {
@@ -168,6 +170,108 @@ def test_the_first_module_whose_output_differs_is_named() -> None:
     assert "gradients" in findings(report)
     assert "The first module whose output differs is 'net.blocks.2' in training batch 0." in report.explanation
 
+    within = "What it is given is equal, so its weights differ, by an earlier step, or what its forward does."
+    assert within in report.explanation
+
+
+def test_code_between_modules_is_not_taken_for_the_next_module() -> None:
+    report = check(planted.OtherBetween)
+    assert "The first module whose output differs is 'net.stem' in training batch 0." in report.explanation
+    assert "What it is given differs already, by code outside of modules that runs before it." in report.explanation
+
+
+def test_forwards_that_run_again_in_backward_are_no_calls_of_their_own() -> None:
+    """They were counted under the strategy alone, so that a second forward was compared with them, and the first block named."""
+    report = check(planted.OtherInSecondCall, activations="recompute", optimizer_overlap="off")
+    assert "The first module whose output differs is 'net.blocks.2', call 2, in training batch 0." in report.explanation
+
+
+# ---------------------------------------------------------------------- what user code keeps by itself
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    first(
+        [
+            ("", ""),
+            ("state", "state"),
+            ("list", "held.list.0"),
+            ("array", "held.1"),
+            ("teacher", "teachers.0._parameters.weight"),
+        ],
+        ("", ""),
+        ("list", "held.list.0"),
+        why="other containers",
+    ),
+)
+def test_tensors_in_plain_attributes_are_compared(place: str, name: str) -> None:
+    report = check(lambda: planted.KeepsTensors(place))
+    assert report.status == bool(place), str(report)
+    assert report.rows["attributes"].tensors == 4 * 3, "four tensors in each of three runs"
+    assert not place or f": {name}, after training: values differ" in findings(report)["attributes"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    first(
+        [
+            ("", ""),
+            ("scalar", "1, call 3 of logger.add_scalar('mine')"),
+            ("summary", "1, call 4 of logger.summary('best')"),
+            ("image", "images.0, call 5 of logger.log_image('seen')"),
+        ],
+        ("", ""),
+        ("scalar", "1, call 3 of logger.add_scalar('mine')"),
+        why="other methods",
+    ),
+)
+def test_what_is_logged_by_methods_of_the_logger_is_compared(wrong: str, where: str, temporary: Path) -> None:
+    """There was no logger, and such a module stopped in plain Lightning."""
+    report = check(lambda: planted.LogsByItself(wrong))
+    assert report.status == bool(wrong), str(report)
+    assert not wrong or where in findings(report)["logged values"]
+    assert [path for folder in temporary.iterdir() for path in folder.iterdir()] == []
+
+
+def test_logged_values_that_do_not_repeat_are_named_and_left_out() -> None:
+    """A time that is logged made two runs of plain Lightning differ, and nothing was compared."""
+    report = check(planted.LogsTimes)
+    assert report.status == 0, str(report)
+    assert "Not compared, because plain Lightning logs others when run twice: seconds." in report.notes
+    assert "loss" in findings(check(lambda: planted.LogsTimes(wrong=True)))["logged values"]
+
+
+def test_callbacks_of_the_module_s_own_write_no_files(temporary: Path) -> None:
+    report = check(planted.SavesByItself)
+    assert report.status == 0, str(report)
+    assert [path for folder in temporary.iterdir() for path in folder.iterdir()] == []
+
+
+def test_where_nothing_was_returned_nothing_is_called_equal() -> None:
+    report = check(planted.Everything, None)
+    said = {
+        line.split()[0]: line.split()[-1] for line in str(report).splitlines() if line.endswith((" equal", " none"))
+    }
+    assert [what for what, result in said.items() if result == "none"] == ["validation"]
+    assert {"losses", "scheduler", "weights", "predictions"} <= set(said)
+
+
+def test_a_module_that_was_trained_before_is_not_compared() -> None:
+    """A factory that returns the same module each time: run by run it began from other weights."""
+    module = Module(Stack())
+    report = check(lambda: module)
+    assert report.status == 2
+    assert "returns a module that has been trained. Each run needs a new one" in report.why
+
+
+def test_callbacks_that_change_no_number_are_named() -> None:
+    given = [callbacks.ModelCheckpoint(dirpath="checkpoints"), callbacks.GradientAccumulationScheduler({0: 2})]
+    report = check(planted.Everything, trainer={"accelerator": "cpu", "callbacks": given})
+    assert report.status == 0, str(report)
+    assert any("files and devices: ModelCheckpoint." in note for note in report.notes)
+    alone = Subject(planted.Everything, None, None, 1, 0, {"callbacks": callbacks.EarlyStopping("loss")}).make()
+    assert len(alone.settings["callbacks"]) == 1
+
 
 # ---------------------------------------------------------------------- what cannot be compared
 
@@ -192,11 +296,38 @@ def test_a_model_that_is_too_large_for_the_device_is_compared_on_the_cpu(monkeyp
         return makes.pop()() if makes else planted.Everything()
 
     monkeypatch.setattr("sp_lightning.comparison.check._fits_host", lambda subject: True)
-    report = check(make)
+    report = check(make, trainer={"accelerator": "cpu", "callbacks": callbacks.Timer()})
     assert report.status == 0, str(report)
+    assert str(report).count("Not used, because a check has its own length, files and devices: Timer.") == 1
     assert set(report.rows) == KINDS
     assert "from the same start on cpu" in report.reference
     assert "too little memory for this model on cuda:0. So both sides ran on the CPU" in str(report)
+
+
+def test_a_second_plain_run_that_runs_out_of_memory_ends_as_the_first_would() -> None:
+    """It left the check as an error."""
+    planted.RunsOut.made = 0
+    report = check(lambda: planted.RunsOut(lambda number: number == 2))
+    assert report.status == 0, str(report)
+    assert "from k = 1 to k = " in report.reference
+
+
+def test_a_run_that_runs_out_of_memory_is_no_difference() -> None:
+    """The poisoned one was a difference, although its user would never run it."""
+    planted.RunsOut.made = 0
+    report = check(lambda: planted.RunsOut(lambda number: number in (4, 6)))
+    assert report.status == 0, str(report)
+    assert "'streamed, released memory poisoned' had too little memory and shows nothing" in str(report)
+    assert "Nothing went on from a checkpoint. too large" in str(report)
+
+
+def test_a_model_that_the_strategy_has_no_memory_for_either_is_not_compared() -> None:
+    planted.RunsOut.made = 0
+    report = check(lambda: planted.RunsOut(lambda number: number > 2))
+    assert report.status == 2
+    assert "The run 'streamed' had too little memory and shows nothing" in report.why
+    report = check(lambda: planted.RunsOut(lambda number: True))
+    assert "for at most one window" in report.why
 
 
 def test_the_host_s_memory_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +343,11 @@ def test_the_host_s_memory_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: Module(Stack()), None, "has no train_dataloader of its own. Give data"),
         (Stack, planted.batches, "made a Stack, and no LightningModule"),
         (lambda: 1 / 0, planted.batches, "ZeroDivisionError: division by zero"),
+        (
+            planted.NeedsArguments,
+            planted.batches,
+            "missing 1 required positional argument: 'width'. Give a function of your own",
+        ),
         (planted.Refused, planted.batches, "The run 'streamed' stopped. ValueError: "),
         (lambda: Module(torch.nn.Linear(3, 3)), planted.batches, "The run 'plain' stopped. RuntimeError: mat1"),
     ],
@@ -246,6 +382,14 @@ def test_a_prediction_that_stops_on_both_sides_ends_nothing_else() -> None:
         ({"steps": 0}, "steps must be at least 1, found 0"),
         ({"k_primes": 1}, "no option 'k_primes'. Did you mean k_prime"),
         ({"activations": "alle"}, "activations must be one of"),
+        (
+            {"trainer": {"max_epochs": 3, "precision": "bf16-mixed"}},
+            "trainer= has max_epochs. A check takes no other than accelerator",
+        ),
+        (
+            {"trainer": {"strategy": "ddp", "devices": 2}},
+            "trainer= has strategy, devices. A check takes no other than accelerator, ",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(options: Any, why: str) -> None:

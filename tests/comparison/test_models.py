@@ -27,18 +27,21 @@ trainer:
   callbacks:
     - class_path: lightning.pytorch.callbacks.LearningRateMonitor
     - class_path: sp_lightning.SuperpipelineCallback
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+    - class_path: lightning.pytorch.callbacks.EarlyStopping
+      init_args: {monitor: nothing, strict: false}
   logger:
     class_path: lightning.pytorch.loggers.CSVLogger
     init_args: {save_dir: logs}
   strategy:
     class_path: sp_lightning.SuperpipelineStrategy
-    init_args: {k: 2, k_prime: 1, activations: recompute}
+    init_args: {k: 2, k_prime: 1, activations: recompute, transfer: sliced}
 model:
   class_path: tests.support.planted.Configured
   init_args: {depth: 3}
 data:
   class_path: tests.support.planted.Data
-ckpt_path: null
+ckpt_path: last.ckpt
 """
 
 
@@ -108,6 +111,8 @@ def test_a_config_of_lightning_s_command_line(
         status, printed = run(capsys, "--config", str(config), "--k-prime", "2")
     assert status == 0, printed
     assert printed["layers"] == 5
+    unused = "logger, max_epochs, transfer, ckpt_path, SuperpipelineCallback, ModelCheckpoint."
+    assert printed["notes"][0].endswith(f"files and devices: {unused}")
     assert {(each["k"], each["k_prime"], each["activations"]) for each in made} == {(2, 2, "recompute")}
     assert list(tmp_path.iterdir()) == [config]
 
@@ -116,7 +121,19 @@ def test_a_config_that_cannot_be_read_is_no_comparison(tmp_path: Path, capsys: p
     (tmp_path / "fit.yaml").write_text(CONFIG.replace("depth: 3", "depth: three"))
     status, printed = run(capsys, "--config", str(tmp_path / "fit.yaml"))
     assert status == 2
-    assert "could not be read: Lightning's CLI has said why." in printed["why"]
+    assert "could not be read. " in printed["why"]
+
+
+def test_a_config_without_a_module_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fit.yaml").write_text("trainer: {accelerator: cpu, strategy: ddp, devices: 2}")
+    arguments = ["--config", str(tmp_path / "fit.yaml")]
+    status, printed = run(capsys, *arguments)
+    assert status == 2
+    assert "model" in printed["why"]
+    factory = ["tests.support.planted:Configured", "--data", "tests.support.planted:Data"]
+    status, printed = run(capsys, *factory, *arguments)
+    assert status == 0
+    assert "files and devices: devices, strategy." in printed["notes"][0]
 
 
 @pytest.mark.rest("nine pairs of modes; each is in the first tier by itself, in tests/equality")

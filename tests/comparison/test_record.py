@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sp_lightning.comparison.record import Record, compare, difference, flatten
+from sp_lightning.comparison.record import Record, compare, difference, flatten, held, unrepeatable
 
 NAN = float("nan")
 POISON = torch.full((4,), 0xFF, dtype=torch.uint8).view(torch.float32)
@@ -95,6 +95,42 @@ def test_what_is_kept_is_a_copy(tmp_path: Path) -> None:
 def test_what_one_run_alone_has_is_a_difference(tmp_path: Path) -> None:
     ours, plain = (record(tmp_path / name, ("a", "end", {name: 1})) for name in ("x", "y"))
     assert str(compare(ours, plain)["a"].first) == "differs in the run '': y, end: only plain Lightning has it"
+
+
+def test_values_of_another_moment_are_not_those_of_this_one(tmp_path: Path) -> None:
+    """A call of a logger's method was compared with one of another."""
+    ours, plain = (record(tmp_path / name, ("logs", f"call 1 of {name}", [1])) for name in ("x", "y"))
+    assert (
+        str(compare(ours, plain)["logs"].first) == "differs in the run '': call 1 of y: only one of the two runs has it"
+    )
+
+
+def test_places_that_do_not_repeat_can_be_left_out(tmp_path: Path) -> None:
+    """Of all batches, because a time may be the same by chance in one of them."""
+    again, plain, ours, wrong = (
+        record(tmp_path / str(number), *(("logs", f"batch {batch}", values) for batch, values in enumerate(both)))
+        for number, both in enumerate(
+            [
+                [{"time": 1.0, "loss": 3.0}, {"time": 2.0, "loss": 4.0}],
+                [{"time": 1.5, "loss": 3.0}, {"time": 2.0, "loss": 4.0}],
+                [{"time": 1.7, "loss": 3.0}, {"time": 2.5, "loss": 4.0}],
+                [{"time": 1.7, "loss": 3.0}, {"time": 2.5, "loss": 4.5}],
+            ]
+        )
+    )
+    but = unrepeatable(again, plain, "logs")
+    assert but == {("batch ", "time")}
+    assert compare(ours, plain, but=but)["logs"].first is None
+    assert str(compare(wrong, plain, but=but)["logs"].first) == "differs in the run '': loss, batch 1: 4.5 is not 4.0"
+
+
+def test_what_attributes_hold_is_found_once_and_a_class_is_no_instance() -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    module.held = {"itself": [torch.zeros(1)], 5: Held([torch.ones(1)]), "kind": Held}
+    module.held["again"] = module.held
+    module.shapes = torch.empty(2, device="meta")
+    assert list(held(module)) == ["held.itself.0", "held.1.inner.0"]
+    assert dict(flatten(Held)) == {"": "type"}
 
 
 def test_one_kind_can_be_kept(tmp_path: Path) -> None:

@@ -157,3 +157,31 @@ def test_intervals_are_as_fine_after_an_hour_as_at_first(xpu: Accelerator) -> No
     assert [each.end - each.begin for each in taken] == pytest.approx([1e-4] * 100, abs=1e-5)
     assert [each.layer for each in taken] == list(range(20)) * 5
     assert taken[-1].end - taken[0].begin == pytest.approx(7200.5 + 0.0039, abs=1e-3)
+
+
+class EnteredOnce:
+    """A stream as torch 2.10 has it: one object remembers what was current before, and cannot be entered while it is."""
+
+    def __init__(self, device: Any = None, *, stream_id: int = 7, device_index: int = 0, device_type: int = 1) -> None:
+        self.stream_id, self.device_index, self.device_type = stream_id, device_index, device_type
+        self.entered = False
+
+    def __enter__(self) -> EnteredOnce:
+        if self.entered:
+            raise RuntimeError("Stream's context should not be initialized.")
+        self.entered = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.entered = False
+
+
+def test_a_stream_may_be_entered_within_itself() -> None:
+    """Nothing here does so on purpose, but two threads, or a copy that a collective makes, may at any time."""
+    with mock.patch("torch.Stream", EnteredOnce):
+        device = Accelerator(torch.device("xpu", 0))
+        target = torch.zeros(2)
+        with device.on(Stream.UPLOAD) as outer, device.on(Stream.UPLOAD) as inner:
+            device.copy([target], [torch.ones(2)], Stream.UPLOAD)
+        assert outer.stream_id == inner.stream_id == device._stream(Stream.UPLOAD).stream_id
+    assert target.tolist() == [1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ def make(slow: Slow, omit: Wait | None = None) -> tuple[Delayed, mock.Mock]:
     """On a CPU, whose streams do nothing; and a list of what came when."""
     with mock.patch("torch.Stream", side_effect=lambda device: mock.MagicMock()):
         device = Delayed(torch.device("cpu", 0), slow, omit)
+    device.on = lambda stream: nullcontext()  # type: ignore[method-assign]
     sleep = mock.Mock()
     return device, sleep
 

@@ -65,7 +65,7 @@ def test_a_part_that_fails_costs_no_other_part_and_is_told(on_a_machine: Any, tm
     assert [each.split()[1] for each in done] == [
         f"examples.benchmarks{each}" for each in (*(f".{m}" for m in modules), "")
     ]
-    assert "--list 1.5B --minutes 5.5" in done[-1]
+    assert "--list 1.5B --minutes 5.0" in done[-1]
     assert all((tmp_path / "out" / f"{name}.txt").exists() for name in ("first", "memory", "limits", "1.5B"))
 
 
@@ -74,6 +74,27 @@ def test_a_list_alone_ends_within_eight_minutes(part: str, on_a_machine: Any) ->
     status, (done,) = on_a_machine(part)
     assert status == 0
     assert f"--list {part} --minutes 7.5" in done
+
+
+def test_a_file_of_a_part_has_a_mebibyte_at_most(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nhead -c 3000000 /dev/zero\n")
+    python.chmod(0o755)
+    script = Path(everything.__file__).with_name("gpu.sh")
+    environment = {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path)}
+    run = subprocess.run(["bash", script, "limits"], env=environment, capture_output=True)
+    assert run.returncode == 0
+    assert len(run.stdout) > 3_000_000
+    assert (tmp_path / "limits.txt").stat().st_size == 2**20
+
+
+def test_without_matplotlib_everything_is_measured_and_reported() -> None:
+    """Where it was missing, a list ended before it measured anything."""
+    code = (
+        "import sys, lightning; sys.modules['matplotlib'] = None; import examples.benchmarks.__main__; "
+        "from examples.benchmarks import pictures; assert pictures.draw([[]], None, None) == []"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(everything.__file__).parents[2])
 
 
 PARTS = {"first": "first_light", "memory": "beside_plan", "limits": "limits", "foresight": "foresight"}

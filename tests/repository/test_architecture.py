@@ -32,10 +32,11 @@ WINGS = (
     "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__"}
-BUDGET = {"lines of code": 18_989, "files": 153, "classes": 239}
+BUDGET = {"lines of code": 19_069, "files": 153, "classes": 241}
 """What the whole package may have: what it had when this was last lowered. A feature that needs more says here why: ``plan``
 gives a verdict first, tries remedies, compares models in a table, counts images and adapters (530 lines, 3 files);
-``check`` compares a user's model with plain Lightning (890 lines, 10 files, 17 classes)."""
+``check`` compares a user's model with plain Lightning (890 lines, 10 files, 17 classes), what it keeps in attributes and gives
+to loggers, too (80 lines, 2 classes)."""
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = {}
 """What is longer than that, by name, with the reason why it is not cut."""

@@ -50,7 +50,7 @@ class Delayed(Accelerator):
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
     ) -> None:
         if self.slow == "copies":
-            with self._stream(stream), no_inference_mode():
+            with self.on(stream), no_inference_mode():
                 torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
                 for target, source in zip(targets, sources, strict=True):
                     spoil(target, source)

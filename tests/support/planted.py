@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from lightning.pytorch import callbacks
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
@@ -156,3 +161,127 @@ class AssertsInVain(Module):
 class Ends(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise SystemExit(0)
+
+
+def is_streamed(module: pl.LightningModule) -> bool:
+    return isinstance(module.trainer.strategy, SuperpipelineStrategy)
+
+
+class KeepsTensors(Module):
+    """Has tensors in plain attributes, in containers, and in a module that nobody registered; one differs by ``place``."""
+
+    def __init__(self, place: str = "") -> None:
+        super().__init__(Stack())
+        self.place = place
+        self.state = torch.zeros(2)
+        self.held: dict[Any, Any] = {"list": [torch.zeros(2)], 7: np.zeros(2)}
+        self.held["itself"] = self.held
+        self.teachers = [nn.Linear(2, 2, bias=False)]
+        self.alias = [self.net.blocks]
+        self.shapes = torch.empty(3, device="meta")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        value = 1.0 + is_streamed(self)
+        if self.place == "state":
+            self.state = self.state + value
+        elif self.place:
+            found = {"list": self.held["list"][0], "array": self.held[7], "teacher": self.teachers[0].weight.data}
+            found[self.place][0] = value
+
+
+class LogsByItself(Module):
+    """Calls methods of its logger and of the logger's experiment, of which one that is ``wrong`` differs."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__(Stack())
+        self.wrong = wrong
+        self.save_hyperparameters()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        differs = is_streamed(self)
+        logger: Any = self.logger
+        logger.experiment.add_scalar("mine", float(loss) + (differs and self.wrong == "scalar"), self.global_step)
+        logger.experiment.summary["best"] = torch.ones(2) + (differs and self.wrong == "summary")
+        logger.log_image("seen", images=[np.zeros(3) + (differs and self.wrong == "image")])
+        (Path(logger.log_dir) / f"{batch_idx}.txt").write_text("of the user")
+        return loss
+
+
+class LogsTimes(Module):
+    """Logs a time, and a loss that is another one under the strategy if it is ``wrong``."""
+
+    def __init__(self, *, wrong: bool = False) -> None:
+        super().__init__(Stack())
+        self.wrong = wrong
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"seconds": time.perf_counter(), "loss": float(loss) + (self.wrong and is_streamed(self))})
+        return loss
+
+
+class SavesByItself(Module):
+    """Its own callbacks write to the folder that the process is in."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def configure_callbacks(self) -> list[Any]:
+        return [callbacks.ModelCheckpoint(dirpath="checkpoints"), callbacks.LearningRateMonitor(), callbacks.Timer()]
+
+
+class OtherBetween(Module):
+    """Code of its own before the first module gives something else under the strategy."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch * (1 + 2**-10) if is_streamed(self) else batch)
+
+
+class OtherInSecondCall(Module):
+    """Optimizes by hand, with two forwards in a batch; in the second one a block gives something else under the strategy."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.automatic_optimization = False
+
+        self.again = False
+
+    def on_fit_start(self) -> None:
+        differs = is_streamed(self)
+        self.net.blocks[2].register_forward_hook(
+            lambda block, arguments, output: output * (1 + 2**-10 * (self.again and differs))
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        for self.again in (False, True):
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+class RunsOut(Module):
+    """Its device has too little memory for the runs whose numbers ``when`` is true of."""
+
+    made = 0
+
+    def __init__(self, when: Callable[[int], bool]) -> None:
+        super().__init__(Stack())
+        self.when = when
+        self.number = RunsOut.made = RunsOut.made + 1
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.when(self.number):
+            raise torch.OutOfMemoryError("too large")
+        return super().loss(batch)
+
+
+class NeedsArguments(Module):
+    def __init__(self, width: int) -> None:
+        super().__init__(Stack(width=width))
