@@ -55,7 +55,7 @@ class Estimate:
         why_guessed: if no batch could be run, the reason. ``work`` is a guess then, which has no activations.
         uses: how often a forward uses a weight, by that guess.
         prompts: what the prompts compute, if tokens are generated.
-        uncounted: what of a batch is not counted, in a sentence; empty if all of it is.
+        notes: sentences: what of a batch is not counted, which weights have no adapters or move whole.
     """
 
     question: Question
@@ -66,12 +66,17 @@ class Estimate:
     why_guessed: str = ""
     uses: int = 0
     prompts: Work | None = None
-    uncounted: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
         """How many numbers the weights are."""
         return sum(parameter.numel() for parameter in self.found.places)
+
+    @property
+    def trained(self) -> int:
+        """How many of them are trained."""
+        return sum(parameter.numel() for parameter in self.found.places if parameter.requires_grad)
 
     def asked(self, question: Question) -> Estimate | None:
         """The estimate for another question about the same batch; None if a batch has to be run for it."""
@@ -231,8 +236,7 @@ def estimate_model(question: Question) -> Estimate:
         module = source.module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
-        if question.lora is not None:
-            add_adapters(module, question.lora, layers=question.layers)
+        notes = [] if question.lora is None else add_adapters(module, question.lora, layers=question.layers)
         module.to(dtype)
         if question.checkpointing:
             enable: Any = getattr(module, "gradient_checkpointing_enable", None)
@@ -247,13 +251,25 @@ def estimate_model(question: Question) -> Estimate:
         found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
         if question.generate is not None:
             prompts, work = _generate(source, found, question)
-            return Estimate(question, found, next(iter(source.batches)), None, work, prompts=prompts)
-        with torch.set_grad_enabled(not question.predict):
-            items, known, why = _run_batch(source, found, question)
-        step = None if question.predict else host_step(question, module)
-        work, guessed = (known, "") if known else (_guess(question, found, source.uses), why)
-        uncounted = "" if guessed else why
-        return Estimate(question, found, items, step, work, guessed, source.uses, uncounted=uncounted)
+            made = Estimate(question, found, next(iter(source.batches)), None, work, prompts=prompts)
+        else:
+            with torch.set_grad_enabled(not question.predict):
+                items, known, why = _run_batch(source, found, question)
+            step = None if question.predict else host_step(question, module)
+            work, guessed = (known, "") if known else (_guess(question, found, source.uses), why)
+            notes += [why] if why and not guessed else []
+            made = Estimate(question, found, items, step, work, guessed, source.uses, notes=tuple(notes))
+    return _with_whole_tables(made)
+
+
+def _with_whole_tables(made: Estimate) -> Estimate:
+    """Another estimate if the model reads the whole weight of an embedding, as for a head tied by code: that is a layer then."""
+    if not made.work.whole:
+        return made
+    layers = [*(made.question.layers or ()), *sorted(made.work.whole)]
+    again = estimate_model(Question(**{**vars(made.question), "layers": layers}))
+    note = f"{', '.join(sorted(made.work.whole))}: more than rows of it are read, outside its call, so layers= moves it whole"
+    return replace(again, notes=(*again.notes, note))
 
 
 @contextmanager
