@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,7 +20,8 @@ from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.cli.adapters import add_adapters
 from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step
-from sp_lightning.cli.model_source import Arguments, ModelSource, load_model
+from sp_lightning.cli.model_source import Arguments, ModelSource, has_forward, load_model
+from sp_lightning.device.modes import default_dtype
 from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.find import find_layers
@@ -230,7 +230,7 @@ def estimate_model(question: Question) -> Estimate:
     for reason in contradictions(question):
         raise ValueError(reason)
     dtype, autocast = PRECISIONS[question.precision]
-    with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
+    with default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = load_model(question)
         module = source.module
@@ -272,16 +272,6 @@ def _with_whole_tables(made: Estimate) -> Estimate:
     return replace(again, notes=(*again.notes, note))
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 # ---------------------------------------------------------------------- a batch
 
 
@@ -292,7 +282,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         ValueError: the model cannot take the size that was asked for.
     """
     module, items = source.module, next(iter(source.batches), "no batch known")
-    if not _has_forward(module):
+    if not has_forward(module):
         why = (
             f"{type(module).__name__} has no forward; define one that calls the network as training_step does, or give what "
             "makes the network itself (package.module:make_network)"
@@ -342,13 +332,6 @@ def _uncounted(error: Exception) -> str:
         "The images are not counted, and so neither are the activations of the vision tower: a batch with images could not be "
         f"run without values ({_in_one_line(error)}). Leave device memory for them."
     )
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Whether a module, or one of its classes, has a forward of its own. Lightning's calls the one of torch, which raises."""
-    forward = getattr(module.forward, "__func__", module.forward)
-    where = getattr(forward, "__module__", None) or ""
-    return where != nn.Module.__module__ and not where.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
 def _in_one_line(error: Exception) -> str:

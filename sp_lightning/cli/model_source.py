@@ -113,6 +113,13 @@ def find_config(source: str) -> Path | None:
         ) from error
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module, or one of its classes, has a forward of its own. Lightning's calls the one of torch, which raises."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    where = getattr(forward, "__module__", None) or ""
+    return where != nn.Module.__module__ and not where.startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
 def _images(batch: int, size: int) -> str:
     """A batch of square images in words; ``size`` is in pixels."""
     return f"{batch} image{'' if batch == 1 else 's'} of {size} × {size}"
