@@ -57,10 +57,10 @@ def host_step(question: Question, module: nn.Module) -> HostStep:
     if not trained:
         raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
     seconds, why = question.step_seconds, f"{question.step_seconds or 0:g} s (--step-seconds)"
-    if question.optimizer is None and (own := _configured(module)):
-        name, source = " and ".join(sorted({type(each).__name__ for each in own})), "configure_optimizers"
-        beside = seconds is None and all(map(has_fused_step, own))
-        return HostStep(name, own, question.overlap if beside else "off", seconds, why if seconds else "", source)
+    if question.optimizer is None and seconds is None and (own := _configured(module)):
+        overlap = question.overlap if all(map(has_fused_step, own)) else "off"
+        name = " and ".join(sorted({type(each).__name__ for each in own}))
+        return HostStep(name, own, overlap, source="configure_optimizers")
     if question.optimizer == "muon":
         matrices = [weight for weight in trained if _is_for_muon(weight)]
         # SGD with momentum has one tensor of state for each matrix, as Muon has. The others are AdamW's, by convention.
