@@ -37,28 +37,22 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 SEVERAL = ("model", "precision", "batch", "tokens", "activations")
 """The arguments that may have several values, each of which is a question of its own."""
 
-_GENERATE = (
-    "predict N tokens for each of --batch sequences (those times beams) after prompts of --tokens: times are of the last "
-    "token, memory has the cache of keys and values"
-)
+_GENERATE = "predict N tokens for each of --batch sequences, after prompts of --tokens; times are of the last token"
 _LOSS_TOKENS = "the loss is computed from so many tokens' logits at a time, by sp_lightning.chunk_loss(model, tokens=N)"
+_OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
 _STEP_SECONDS = (
-    "what the optimizer's step takes on the host, if it is none of torch's fused ones (8-bit states, Shampoo): measure a "
-    "smaller one, it grows with the parameters"
+    "what the optimizer's step takes on the host, measured, where it does not run fused (8-bit states, Shampoo)"
 )
 _PCIE = "between host and each device, each way (%(default)s)"
 _LINKS = "from each device to the others, and back (%(default)s)"
 _TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)"
 _NETWORK = "from each node to the others, each way (%(default)s); in bits, as 200Gb/s, too"
 _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
-_LORA = (
-    "train adapters of this rank at all linear layers of the blocks, the rest is frozen; as PEFT's LoraConfig(r=N, "
-    'target_modules="all-linear")'
-)
+_LORA = 'train adapters of this rank alone, as those of PEFT\'s LoraConfig(r=N, target_modules="all-linear")'
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (
-    "exit status: 0 if it fits, with plain Lightning or with this strategy; 1 if it does not; 2 if the question cannot be "
-    "answered; 3 if no batch could be run, so that activations are unknown. Several models: the highest of theirs."
+    "exit status: 0 if it fits, with plain Lightning or here; 1 if it does not; 2 if the question cannot be answered; 3 if "
+    "activations are unknown, because no batch could be run. Of several models the highest counts."
 )
 _MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 
@@ -132,7 +126,7 @@ class Question(argparse.Namespace):
         Literal["off", "forward", "backward"],
         _option("optimizer_overlap (%(default)s)", choices=("off", "forward", "backward"), default="forward"),
     ]
-    optimizer: Annotated[str, _option("(%(default)s)", choices=("adamw", "adamw8bit", "sgd", "muon"), default="adamw")]
+    optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd", "muon"))]
     step_seconds: Annotated[float | None, _option(_STEP_SECONDS, type=positive_number, metavar="S")]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
     resident: Annotated[list[str] | None, _option("as SuperpipelineStrategy(resident=…)", nargs="+")]

@@ -16,6 +16,7 @@ from pathlib import Path
 from sp_lightning.cli.answer import Answer, answer
 from sp_lightning.cli.arguments import SUBJECT, TRAINER, Question
 from sp_lightning.cli.estimate import estimate_model
+from sp_lightning.cli.model_source import find_config
 from sp_lightning.cli.remedies import remedies
 from sp_lightning.cli.report import as_json, as_table, as_text
 from sp_lightning.comparison.check import check
@@ -36,15 +37,10 @@ def run_plan(questions: Sequence[Question]) -> None:
     if first.plot is not None:
         require_matplotlib()
         first.plot.parent.mkdir(parents=True, exist_ok=True)
+    answers: list[Answer] = []
     with _nothing_else_said():
-        answers = [_answer(question) for question in questions]
-        if first.json:
-            said = as_json(answers)
-        elif len(answers) > 1:
-            said = as_table(answers)
-        else:
-            said = as_text(answers[0], remedies(answers[0], _say) if answers[0].status == 1 else [])
-    print(said, flush=True)
+        for line in _lines(questions, answers):
+            print(line, flush=True)
     if first.plot is not None:
         points = [
             Point(row.plan.k, row.plan.k_prime, row.device_bytes, row.prediction.seconds) for row in answers[0].rows
@@ -54,10 +50,25 @@ def run_plan(questions: Sequence[Question]) -> None:
         raise SystemExit(status)
 
 
-def _answer(question: Question) -> Answer:
+def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
+    """What is printed, as soon as it is known. Adds the answers to the list."""
+    for question in questions:
+        find_config(question.model)  # a name that cannot be is refused before any model is made
+    found = (_answer(question, answers) for question in questions)
+    if questions[0].json:
+        yield as_json(list(found))
+    elif len(questions) > 1:
+        yield from as_table(questions, found)
+    else:
+        (one,) = found
+        yield as_text(one, remedies(one, _say) if one.status == 1 else [])
+
+
+def _answer(question: Question, answers: list[Answer]) -> Answer:
     question.predict = question.predict or question.generate is not None
     _say(f"runs a batch of {question.model} without values")
-    return answer(estimate_model(question))
+    answers.append(answer(estimate_model(question)))
+    return answers[-1]
 
 
 def _say(what: str) -> None:

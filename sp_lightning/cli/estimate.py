@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,7 +20,8 @@ from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.cli.adapters import add_adapters
 from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step
-from sp_lightning.cli.model_source import Arguments, ModelSource, load_model
+from sp_lightning.cli.model_source import Arguments, ModelSource, has_forward, load_model
+from sp_lightning.device.modes import default_dtype
 from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.find import find_layers
@@ -55,7 +55,7 @@ class Estimate:
         why_guessed: if no batch could be run, the reason. ``work`` is a guess then, which has no activations.
         uses: how often a forward uses a weight, by that guess.
         prompts: what the prompts compute, if tokens are generated.
-        uncounted: what of a batch is not counted, in a sentence; empty if all of it is.
+        notes: sentences: what of a batch is not counted, which weights have no adapters or move whole.
     """
 
     question: Question
@@ -66,12 +66,17 @@ class Estimate:
     why_guessed: str = ""
     uses: int = 0
     prompts: Work | None = None
-    uncounted: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
         """How many numbers the weights are."""
         return sum(parameter.numel() for parameter in self.found.places)
+
+    @property
+    def trained(self) -> int:
+        """How many of them are trained."""
+        return sum(parameter.numel() for parameter in self.found.places if parameter.requires_grad)
 
     def asked(self, question: Question) -> Estimate | None:
         """The estimate for another question about the same batch; None if a batch has to be run for it."""
@@ -222,14 +227,13 @@ def estimate_model(question: Question) -> Estimate:
     for reason in contradictions(question):
         raise ValueError(reason)
     dtype, autocast = PRECISIONS[question.precision]
-    with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
+    with default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = load_model(question)
         module = source.module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
-        if question.lora is not None:
-            add_adapters(module, question.lora, layers=question.layers)
+        notes = [] if question.lora is None else add_adapters(module, question.lora, layers=question.layers)
         module.to(dtype)
         if question.checkpointing:
             enable: Any = getattr(module, "gradient_checkpointing_enable", None)
@@ -244,23 +248,25 @@ def estimate_model(question: Question) -> Estimate:
         found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
         if question.generate is not None:
             prompts, work = _generate(source, found, question)
-            return Estimate(question, found, next(iter(source.batches)), None, work, prompts=prompts)
-        with torch.set_grad_enabled(not question.predict):
-            items, known, why = _run_batch(source, found, question)
-        step = None if question.predict else host_step(question, module)
-        work, guessed = (known, "") if known else (_guess(question, found, source.uses), why)
-        uncounted = "" if guessed else why
-        return Estimate(question, found, items, step, work, guessed, source.uses, uncounted=uncounted)
+            made = Estimate(question, found, next(iter(source.batches)), None, work, prompts=prompts)
+        else:
+            with torch.set_grad_enabled(not question.predict):
+                items, known, why = _run_batch(source, found, question)
+            step = None if question.predict else host_step(question, module)
+            work, guessed = (known, "") if known else (_guess(question, found, source.uses), why)
+            notes += [why] if why and not guessed else []
+            made = Estimate(question, found, items, step, work, guessed, source.uses, notes=tuple(notes))
+    return _with_whole_tables(made)
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def _with_whole_tables(made: Estimate) -> Estimate:
+    """Another estimate if the model reads the whole weight of an embedding, as for a head tied by code: that is a layer then."""
+    if not made.work.whole:
+        return made
+    layers = [*(made.question.layers or ()), *sorted(made.work.whole)]
+    again = estimate_model(Question(**{**vars(made.question), "layers": layers}))
+    note = f"{', '.join(sorted(made.work.whole))}: more than rows of it are read, outside its call, so layers= moves it whole"
+    return replace(again, notes=(*again.notes, note))
 
 
 # ---------------------------------------------------------------------- a batch
@@ -273,7 +279,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         ValueError: the model cannot take the size that was asked for.
     """
     module, items = source.module, next(iter(source.batches), "no batch known")
-    if not _has_forward(module):
+    if not has_forward(module):
         why = (
             f"{type(module).__name__} has no forward; define one that calls the network as training_step does, or give what "
             "makes the network itself (package.module:make_network)"
@@ -320,13 +326,6 @@ _UNCOUNTED = (
     "The images are not counted, and so neither are the activations of the vision tower: a batch with images could not be run "
     "without values ({}). Leave device memory for them."
 )
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Whether a module, or one of its classes, has a forward of its own. Lightning's calls the one of torch, which raises."""
-    forward = getattr(module.forward, "__func__", module.forward)
-    where = getattr(forward, "__module__", None) or ""
-    return where != nn.Module.__module__ and not where.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
 def _in_one_line(error: Exception) -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.cli.arguments import Question
+from sp_lightning.device.torch_private import tree_leaves
+from sp_lightning.optim.fused import has_fused_step
 from sp_lightning.plan.host_memory import kept_for_processes
-from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
+from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
 
@@ -34,6 +36,7 @@ class HostStep:
         overlap: when updates run, if they can run in the background.
         seconds: what a step takes, if that is not a pass of a fused optimizer over memory; None if it is.
         why: how many seconds, in words; empty for a fused optimizer.
+        source: what names the optimizer.
     """
 
     name: str
@@ -41,10 +44,11 @@ class HostStep:
     overlap: Literal["off", "forward", "backward"]
     seconds: float | None = None
     why: str = ""
+    source: str = "--optimizer"
 
 
 def host_step(question: Question, module: nn.Module) -> HostStep:
-    """The step of the optimizer that the question names.
+    """The step of the optimizer that the question names; else of the module's own, if that is known; else of AdamW.
 
     Raises:
         ValueError: nothing in the module is trained, or torchao is missing.
@@ -53,6 +57,10 @@ def host_step(question: Question, module: nn.Module) -> HostStep:
     if not trained:
         raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
     seconds, why = question.step_seconds, f"{question.step_seconds or 0:g} s (--step-seconds)"
+    if question.optimizer is None and seconds is None and (own := _configured(module)):
+        overlap = question.overlap if all(map(has_fused_step, own)) else "off"
+        name = " and ".join(sorted({type(each).__name__ for each in own}))
+        return HostStep(name, own, overlap, source="configure_optimizers")
     if question.optimizer == "muon":
         matrices = [weight for weight in trained if _is_for_muon(weight)]
         # SGD with momentum has one tensor of state for each matrix, as Muon has. The others are AdamW's, by convention.
@@ -81,6 +89,17 @@ def host_step(question: Question, module: nn.Module) -> HostStep:
     if seconds is None:
         return HostStep(name, (fused,), question.overlap)
     return HostStep(f"an optimizer with the state of {name}", (fused,), "off", seconds, why)
+
+
+def _configured(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of a LightningModule; none if they need what only a run has, or if the size of their state is not known."""
+    try:
+        configured: Any = module.configure_optimizers
+        leaves = tree_leaves(configured())
+    except Exception:  # code of a user may raise anything
+        return ()
+    found = tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)))
+    return found if all(map(has_known_state, found)) else ()
 
 
 def muon_flops(matrices: Iterable[Tensor]) -> int:

@@ -82,28 +82,42 @@ def load_model(asked: Question) -> ModelSource:
         raise ValueError(f"{' and '.join(ignored)} cannot be used with {source!r}. Use {instead}.")
     if factory:
         return _load_factory(asked)
-    if path.is_dir() or path.suffix == ".json":
-        return _load_transformers(asked, path / "config.json" if path.is_dir() else path)
-    if "/" in source:
-        return _load_transformers(asked, _cached(source))
-    return _load_torchvision(asked)
+    file = find_config(source)
+    return _load_torchvision(asked) if file is None else _load_transformers(asked, file)
 
 
-def _cached(name: str) -> Path:
-    """The config of a model of the Hugging Face hub, as far as it is in the cache: nothing is downloaded.
+def find_config(source: str) -> Path | None:
+    """The transformers config that a model's name stands for; None for a factory, and for a name that may be torchvision's.
+
+    Libraries that take their time to import are not needed for it, and nothing is downloaded.
 
     Raises:
-        ValueError: it is not.
+        ValueError: there is no such file, or it is not in the cache of the Hugging Face hub.
     """
+    path = Path(source)
+    if path.is_dir() or path.suffix == ".json":
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ValueError(f"{str(file)!r} does not exist. Give {WANTED}.")
+        return file
+    if "/" not in source or ":" in source:
+        return None
     try:
-        from transformers.utils.hub import cached_file
+        from huggingface_hub import try_to_load_from_cache
 
-        return Path(cached_file(name, "config.json", local_files_only=True) or "")
-    except (ImportError, OSError, ValueError) as error:
+        return Path(try_to_load_from_cache(source, "config.json"))  # type: ignore[arg-type]
+    except (ImportError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name!r} is no folder here, and its config.json is not in the cache of the Hugging Face hub (nothing is "
-            f"downloaded). Save {name}/config.json as a file, and give its path."
+            f"{source!r} is no folder here, and its config.json is not in the cache of the Hugging Face hub (nothing is "
+            f"downloaded). Save {source}/config.json as a file, and give its path."
         ) from error
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module, or one of its classes, has a forward of its own. Lightning's calls the one of torch, which raises."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    where = getattr(forward, "__module__", None) or ""
+    return where != nn.Module.__module__ and not where.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
 def _images(batch: int, size: int) -> str:
@@ -200,11 +214,11 @@ def _load_torchvision(asked: Question) -> ModelSource:
 
 def _load_transformers(asked: Question, file: Path) -> ModelSource:
     """From a transformers config. Lowers ``asked.tokens`` to the model's positions if the user has not given it."""
+    raw = _read(file)
     try:
         import transformers
     except ImportError as error:
         raise ImportError(f"{asked.model!r} is a transformers config, and transformers is not installed.") from error
-    raw = _read(file)
     if raw.get("model_type") not in transformers.CONFIG_MAPPING:
         raise ValueError(
             f"{str(file)!r}: transformers {transformers.__version__} has no model_type {raw.get('model_type')!r}."
@@ -246,8 +260,6 @@ def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path) -> nn.Modul
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(f"{str(file)!r} does not exist. Give {WANTED}.")
     try:
         raw: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:

@@ -11,7 +11,7 @@ from sp_lightning.cli.arguments import PRECISIONS, Question, changed, contradict
 from sp_lightning.cli.estimate import Estimate, estimate_model
 from sp_lightning.cli.verdict import enough_host_memory
 
-_CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)  # GiB
+_STEP = 2**29  # bytes of memory, by which the least is rounded up
 _MOST, _MOST_RUNS = 2, 4
 _DEVICE, _HOST = frozenset({"device"}), frozenset({"host"})
 
@@ -132,13 +132,8 @@ def _fitting_batch(refused: Answer) -> int:
 
 
 def _more_memory(refused: Answer) -> Changes:
-    """The least card and host memory of which there is enough."""
-    lacking, changes = _lacking(refused), Changes()
-    if "host" in lacking:
-        changes["host_memory"] = -(-enough_host_memory(refused) // 2**30) * 2**30
-    if "device" in lacking:
-        card = next((gib for gib in _CARDS if gib * 2**30 >= refused.shown.device_bytes), None)
-        if card is None:
-            return {}
-        changes["gpu_memory"] = card * 2**30
-    return changes
+    """The least memory of device and host of which there is enough."""
+    lacking = _lacking(refused)
+    needed = {"host_memory": enough_host_memory(refused)} if "host" in lacking else {}
+    needed |= {"gpu_memory": refused.shown.device_bytes} if "device" in lacking else {}
+    return {name: -(-nbytes // _STEP) * _STEP for name, nbytes in needed.items()}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from sp_lightning.cli.answer import Answer, Row
-from sp_lightning.cli.arguments import MODES, SEVERAL, Question, changed, command
+from sp_lightning.cli.arguments import MODES, PRECISIONS, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
-from sp_lightning.cli.verdict import LEAST_WAITING, longest_wait, per_second, speed, verdict, without_waits
+from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, verdict, waits, without_waits
 from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.units import human_bytes, in_gib
 
 _MOST_REASONS = 10
 _DAY = 24 * 60 * 60
+_ROUNDED = "its price: without float32 weights each update is rounded to 8 bits of mantissa, and small ones are lost"
 _LEGEND = """
   k              layers that are usable on the device at once
   k'             layers that move as one transfer; a window is k and k' with their memory
@@ -39,17 +40,26 @@ def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
 def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
     lines = ["Each of these was planned, and fits:"] if remedies else []
     for other in remedies:
-        device, host = human_bytes(other.shown.device_bytes), human_bytes(other.estimate.host.nbytes)
+        device, host = in_gib(other.shown.device_bytes), in_gib(other.estimate.host.nbytes)
         needed = f"{device} of device and {host} of host memory, {speed(other)}"
+        if _rounds(other.question) and not _rounds(answer.question):
+            needed += f"; {_ROUNDED}"
+        if other.question.lora != answer.question.lora:
+            needed += f"; {_number(other.estimate.trained)} parameters are trained"
         if other.fits_plain:
             needed += (
-                f"; plain Lightning fits with {human_bytes(other.estimate.plain_bytes)} of device memory, and is faster"
+                f"; plain Lightning fits with {in_gib(other.estimate.plain_bytes)} of device memory, and is faster"
             )
         lines += [
             f"  {changed(answer.question, other.question)}: {needed}",
             f"    {command(other.question)}",
         ]
     return lines
+
+
+def _rounds(question: Question) -> bool:
+    """Whether weights are trained that have no float32 values."""
+    return not question.predict and PRECISIONS[question.precision][0].itemsize == 2
 
 
 def _reasons(answer: Answer) -> list[str]:
@@ -83,8 +93,8 @@ def _details(answer: Answer) -> list[str]:
         f"{1e6 * rates.weight_seconds:.0f} µs for each weight in it",
     ]
     if not estimate.why_guessed and not question.predict:
-        saved = {mode: f"{human_bytes(estimate.work.saved(mode)):>10}" for mode in MODES}
-        saved["offload"] += f", and {human_bytes(estimate.work.offloaded)} on the host"
+        saved = {mode: f"{in_gib(estimate.work.saved(mode)):>10}" for mode in MODES}
+        saved["offload"] += f", and {in_gib(estimate.work.offloaded)} on the host"
         lines += ["", "activations=    saved for backward, at most"]
         lines += [f"  {mode:<10} {size}" for mode, size in saved.items()]
     return lines
@@ -93,45 +103,49 @@ def _details(answer: Answer) -> list[str]:
 # ---------------------------------------------------------------------- several questions
 
 
-def as_table(answers: Sequence[Answer]) -> str:
-    """A row for each answer, with the options in which they differ."""
-    asked = [vars(answer.question) for answer in answers]
+def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterator[str]:
+    """A heading, then a line for each answer as soon as it is there, with the options in which the questions differ."""
+    asked = [vars(question) for question in questions]
     differing = [name for name in SEVERAL if name == "model" or len({each[name] for each in asked}) > 1]
-    heading = [*differing, "fits plain", "fits here", "device", "host", "speed", "waiting"]
-    rows = [heading]
+    heading = {"fits plain": 14, "fits here": 9, "k": 2, "k'": 2, "device": 10, "host": 10, "speed": 16, "waiting": 7}
+    widths = [*(max(len(str(each[name])) for each in ({name: name}, *asked)) for name in differing), *heading.values()]
+    yield _in_columns([*differing, *heading], widths)
     for answer, each in zip(answers, asked, strict=True):
-        fits, known = answer.best is not None, not answer.estimate.why_guessed
-        plain = human_bytes(answer.estimate.plain_bytes)
+        fits, known, plan = answer.best is not None, not answer.estimate.why_guessed, answer.shown.plan
         limit = ("yes, " if answer.fits_plain else "no, ") * (answer.question.gpu_memory is not None)
-        rows.append(
-            [
-                *(str(each[name]) for name in differing),
-                limit + plain if known else "unknown",
-                "no" if not fits else "yes" if known else "unknown",
-                human_bytes(answer.shown.device_bytes) if known else "unknown",
-                human_bytes(answer.estimate.host.nbytes),
-                per_second(answer) if fits else "",
-                f"{answer.shown.waiting:.0%}" if fits else "",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        row = [
+            limit + in_gib(answer.estimate.plain_bytes) if known else "unknown",
+            "no" if not fits else "yes" if known else "unknown", str(plan.k), str(plan.k_prime),
+            in_gib(answer.shown.device_bytes) if known else "unknown", in_gib(answer.estimate.host.nbytes),
+            *([per_second(answer), f"{answer.shown.waiting:.0%}"] if fits else []),
+        ]  # fmt: skip
+        yield _in_columns([*(str(each[name]) for name in differing), *row], widths)
+
+
+def _in_columns(words: Iterable[str], widths: Iterable[int]) -> str:
+    return "  ".join(map(str.ljust, words, widths)).rstrip()
 
 
 # ---------------------------------------------------------------------- reasons
 
 
 def _heading(estimate: Estimate) -> str:
-    question, size = estimate.question, estimate.parameters
+    question = estimate.question
     what = "inference" if estimate.step is None else f"training, {estimate.step.name}"
-    count = f"{size / 1e9:.2f} B" if size >= 1e8 else f"{size / 1e6:.2f} M" if size >= 1e4 else str(size)
+    count = f"{_number(estimate.parameters)} parameters"
+    if estimate.step is not None and estimate.trained < estimate.parameters:
+        count += f", of which {_number(estimate.trained)} are trained"
     if question.accumulate > 1:
         what += f" every {question.accumulate} batches"
     if question.clip:
         what += f", clipped by {question.clip}"
     where = f" on each of {question.devices} devices" if question.devices > 1 else ""
     where += f" {'of' if where else 'on'} each of {question.nodes} nodes" if question.nodes > 1 else ""
-    return f"{question.model}: {count} parameters, {question.precision}, {what}, {estimate.items}{where}"
+    return f"{question.model}: {count}, {question.precision}, {what}, {estimate.items}{where}"
+
+
+def _number(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M" if count >= 1e4 else str(count)
 
 
 def _device(estimate: Estimate, row: Row) -> str:
@@ -144,9 +158,9 @@ def _device(estimate: Estimate, row: Row) -> str:
     what = "weights" if estimate.question.predict else "weights and gradients"
     chosen = f" ({summary(row.modes)})" if estimate.question.activations == "auto" else ""
     return (
-        f"device memory {human_bytes(row.device_bytes)}: {what} {human_bytes(weights)}, activations and intermediate results "
-        f"{human_bytes(row.device_bytes - weights)}{chosen}; {estimate.flops(row.plan, row.modes) / 1e12:.3g} TFLOP per "
-        f"{_unit(estimate.question)}; plain Lightning needs {human_bytes(estimate.plain_bytes)}"
+        f"device memory {in_gib(row.device_bytes)}: {what} {in_gib(weights)}, activations and intermediate results "
+        f"{in_gib(row.device_bytes - weights)}{chosen}; {estimate.flops(row.plan, row.modes) / 1e12:.3g} TFLOP per "
+        f"{_unit(estimate.question)}; plain Lightning needs {in_gib(estimate.plain_bytes)}"
     )
 
 
@@ -159,18 +173,18 @@ def _host(estimate: Estimate) -> list[str]:
     """Host memory: what is in it, and what processes take beside that of the memory that there is."""
     question, host, ledger = estimate.question, estimate.host, estimate.host.ledger
     node = " of each node" if question.nodes > 1 else " of the node" if question.devices > 1 else ""
-    line = f"host memory{node} {human_bytes(host.nbytes)}"
+    line = f"host memory{node} {in_gib(host.nbytes)}"
     if ledger is not None:
         parts = {"activations": host.activations} if host.activations else {}
         parts |= {"weights": ledger.weights, "gradients": ledger.gradients, "optimizer state": ledger.state or 0}
         line += f", {host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter: "
-        line += ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
+        line += ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in parts.items())
     if question.host_memory is None:
         return [line]
     who = "the process, its" if question.devices == 1 else f"the {question.devices} processes, their"
     return [
         line,
-        f"of the {human_bytes(question.host_memory)}, {human_bytes(host.kept)} are for {who} libraries and batches",
+        f"of the {in_gib(question.host_memory)}, {in_gib(host.kept)} are for {who} libraries and batches",
     ]
 
 
@@ -189,8 +203,8 @@ def _disk(answer: Answer) -> list[str]:
     if not question.predict:
         what, moved = "optimizer state", f"each step reads and writes {each}"
     lines = [
-        f"disk: {human_bytes(placement.disk_bytes)} of {what}, of {len(placement.on_disk)} layers, through "
-        f"{human_bytes(placement.staging)} of host memory; {moved}"
+        f"disk: {in_gib(placement.disk_bytes)} of {what}, of {len(placement.on_disk)} layers, through "
+        f"{in_gib(placement.staging)} of host memory; {moved}"
     ]
     trained = estimate.host.trained
     more = {
@@ -198,8 +212,8 @@ def _disk(answer: Answer) -> list[str]:
         "trained weights, which it writes once and reads up to three times": trained.weight_bytes,
     }
     if trained.any:
-        named = ", and ".join(f"{human_bytes(nbytes)} of {what}" for what, nbytes in more.items() if nbytes)
-        lines.append(f"disk: {named}, through {human_bytes(trained.window)} of host memory")
+        named = ", and ".join(f"{in_gib(nbytes)} of {what}" for what, nbytes in more.items() if nbytes)
+        lines.append(f"disk: {named}, through {in_gib(trained.window)} of host memory")
     if answer.best is not None and not question.predict:
         written = (placement.disk_bytes + trained.weight_bytes) / question.accumulate + trained.gradient_bytes
         daily = written / answer.best.prediction.seconds * _DAY
@@ -214,14 +228,13 @@ def _step(estimate: Estimate) -> list[str]:
         return []
     how = "layer by layer beside the device's work"
     if step.overlap == "off":
-        how = (
-            "and the device waits: torch's fused optimizers, and torchao's with a state of few bits, can run beside it"
-        )
+        how = "and the device waits; torch's fused optimizers, and torchao's of few bits, can run beside it"
     return [f"{step.name}: each step takes {step.why}, {how}"]
 
 
 def _assumed(estimate: Estimate) -> str:
-    question, optimizer = estimate.question, "" if estimate.step is None else f"{estimate.step.name} (--optimizer), "
+    question, step = estimate.question, estimate.step
+    optimizer = "" if step is None else f"{step.name} ({step.source}), "
     line = (
         f"assumed: {optimizer}{question.tflops:g} TFLOP/s, {question.device_bandwidth / 1e9:g} GB/s on the device, "
         f"{question.pcie / 1e9:g} GB/s each way, {question.dram / 1e9:g} GB/s of host memory "
@@ -239,8 +252,8 @@ def _windows(answer: Answer) -> list[str]:
     estimate, per = answer.estimate, f"s/{_unit(answer.question)}"
     lines = [f"   k  k' {'weights+grads':>14} {'with the rest':>14} {per:>9} {'waiting':>8}  binds"]
     for row in answer.rows:
-        weights = human_bytes(estimate.weight_bytes(row.plan))
-        everything = "?" if estimate.why_guessed else human_bytes(row.device_bytes)
+        weights = in_gib(estimate.weight_bytes(row.plan))
+        everything = "?" if estimate.why_guessed else in_gib(row.device_bytes)
         mark = " ◀" if row is answer.best else "" if row.fits else "  does not fit"
         lines.append(
             f"{row.plan.k:>4} {row.plan.k_prime:>3} {weights:>14} {everything:>14} "
@@ -269,19 +282,14 @@ def _experts(estimate: Estimate, row: Row) -> list[str]:
 
 def _faster(estimate: Estimate, row: Row) -> str:
     """What would make it faster."""
-    plan, now = row.plan, row.prediction.seconds
-    what, saved = longest_wait(estimate, row)
-    # Seconds, because the share would differ from the column's: what is waited for hides other waits.
-    why = f"{saved:.3g} of {now:.3g} s are waited for {what}; {remedy(what, plan)}."
-    if saved < LEAST_WAITING * now:
-        why = f"the device computes {1 - row.waiting:.0%} of the time; fewer operations or a faster device help."
-        if row.waiting > 0.5:
-            why = (
-                f"{row.waiting:.0%} of the time is waited, for several things at once; more work per batch (tokens, images) "
-                "hides them."
-            )
+    plan, now, waited = row.plan, row.prediction.seconds, waits(estimate, row)
+    what = max(waited, key=waited.__getitem__, default="")
+    why = f"the device computes {1 - row.waiting:.0%} of the time; fewer operations or a faster device help."
+    if waited.get(what, 0) >= LEAST_WAITING * now:
+        # Seconds, as in the line of a run; their share of the time is in the verdict.
+        why = f"{waited[what]:.3g} of {now:.3g} s are waited for {what}; {remedy(what, plan)}."
     sliced = without_waits(estimate, row).get("whole uploads", now)
-    if what != "whole uploads" and now - sliced >= LEAST_WAITING * now:
+    if now - sliced >= LEAST_WAITING * now:
         why += f' transfer="sliced" takes {sliced:.3g} s.'
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
@@ -303,7 +311,7 @@ def _nodes(estimate: Estimate, row: Row) -> list[str]:
 
 def _notes(estimate: Estimate, row: Row) -> list[str]:
     """Sentences: what of a batch is not counted, and what is saved outside of all layers, if that is much."""
-    work, notes = estimate.work, [estimate.uncounted] if estimate.uncounted else []
+    work, notes = estimate.work, list(estimate.notes)
     if estimate.why_guessed or estimate.question.predict:
         return notes
     notes += [estimate.found.grouping_advice] if estimate.found.grouping_advice else []
@@ -314,7 +322,7 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
             "If that is the loss, --loss-tokens 1024 says what it takes in chunks: see examples/guide/activations.md."
         )
         notes.append(
-            f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says."
+            f"{in_gib(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says."
             + f" {loss}" * ("token" in estimate.items)
         )
     return notes
@@ -334,9 +342,9 @@ def _fields(answer: Answer) -> dict[str, object]:
     plan, modes = answer.rows[0].plan, answer.rows[0].modes
     known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "dram", "links", "network")
     return {
-        "model": question.model,
-        "precision": question.precision,
-        "parameters": estimate.parameters,
+        "model": question.model, "precision": question.precision, "batch": estimate.items, "training": not question.predict,
+        "devices": question.devices, "nodes": question.nodes, "generated_tokens": question.generate,
+        "parameters": estimate.parameters, "trained_parameters": estimate.trained,
         "tables": [{"name": table.name, "bytes": table.nbytes} for table in plan.tables],
         "layers": [{"name": layer.name, "bytes": layer.nbytes} for layer in plan.layers],
         "activations": question.activations,
@@ -345,24 +353,17 @@ def _fields(answer: Answer) -> dict[str, object]:
         "offloaded_bytes": work.offloaded if known else None,
         "flops": estimate.flops(plan, modes) if known else None,
         "why_no_activations": estimate.why_guessed or None,
-        "batch": estimate.items,
-        "training": not question.predict,
-        "devices": question.devices,
-        "nodes": question.nodes,
-        "disk": _disk(answer) or None,
-        "generated_tokens": question.generate,
         "prompt_seconds": answer.prompt_seconds,
         "plain_bytes": estimate.plain_bytes if known else None,
         "checkpointed_bytes": estimate.checkpointed_bytes if known else None,
-        "host_bytes": estimate.host.nbytes,
-        "host_fits": estimate.host.fits,
+        "host_bytes": estimate.host.nbytes, "host_fits": estimate.host.fits, "disk": _disk(answer) or None,
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
         "assumed": {"tflops": question.tflops}
         | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},
         "windows": [_window(row) for row in answer.rows],
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},
         "verdict": verdict(answer),
-    }
+    }  # fmt: skip
 
 
 def _window(row: Row) -> dict[str, object]:

@@ -10,12 +10,14 @@ from typing import Any
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.estimate import Estimate
+from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.units import enough_bytes, exact_bytes, human_bytes
+from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib
 
 LEAST_WAITING = 0.05
-"""Waiting that takes a smaller share of the time is not worth a word."""
+"""Waiting that takes a smaller share of the time is not worth a word of advice."""
+_NOTICED = 0.005  # the share that is a percent
 
 
 def verdict(answer: Answer) -> str:
@@ -39,12 +41,12 @@ def verdict(answer: Answer) -> str:
 
 
 def _of(needed: int, limit: int) -> str:
-    return f"{human_bytes(needed)} of {human_bytes(limit)}"
+    return f"{in_gib(needed)} of {in_gib(limit)}"
 
 
 def _too_little(needed: int, limit: int) -> str:
     """What there is, and what is missing, which may be less than the last digit of both."""
-    return f"{human_bytes(limit)} are there, {human_bytes(needed - limit)} too little"
+    return f"{in_gib(limit)} are there, {in_gib(needed - limit)} too little"
 
 
 def _refused(answer: Answer) -> str:
@@ -56,9 +58,9 @@ def _refused_by_host(answer: Answer) -> str:
     disk = question.disk is not None
     processes = "the process" if question.devices == 1 else "the processes"
     return (
-        f"{_refused(answer)}{', although there is a disk' * disk}: {human_bytes(host.nbytes)} of host memory are needed "
+        f"{_refused(answer)}{', although there is a disk' * disk}: {in_gib(host.nbytes)} of host memory are needed "
         f"beside what {processes} and libraries take, {_too_little(host.nbytes, host.limit or 0)}: --host-memory "
-        f"{enough_bytes(enough_host_memory(answer))} is enough."
+        f"{enough_gib(enough_host_memory(answer))} is enough."
     )
 
 
@@ -71,8 +73,8 @@ def enough_host_memory(answer: Answer) -> int:
 def _refused_by_device(answer: Answer) -> str:
     least, limit = answer.shown.device_bytes, answer.question.gpu_memory or 0
     return (
-        f"{_refused(answer)}: the least is {human_bytes(least)} of device memory, of which "
-        f"{human_bytes(answer.estimate.activation_bytes)} are activations; {_too_little(least, limit)}."
+        f"{_refused(answer)}: the least is {in_gib(least)} of device memory, of which "
+        f"{in_gib(answer.estimate.activation_bytes)} are activations; {_too_little(least, limit)}."
     )
 
 
@@ -84,7 +86,7 @@ def _recommended(answer: Answer, best: Row) -> str:
         fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
     elif answer.fits_plain or answer.fits_checkpointed:
         fits = "With this strategy"
-    plain = "" if limited else " Plain Lightning fits where --gpu-memory is " + human_bytes(estimate.plain_bytes) + "."
+    plain = "" if limited else " Plain Lightning fits where --gpu-memory is " + in_gib(estimate.plain_bytes) + "."
     if estimate.why_guessed:
         return f"{fits}: {_choice(question, best.plan)}."
     return f"{fits}: {_choice(question, best.plan)}, {speed(answer)}; {waiting(answer)}.{plain}"
@@ -111,23 +113,47 @@ def per_second(answer: Answer) -> str:
 
 def waiting(answer: Answer) -> str:
     """The share of the time in which the device waits, and for what."""
-    row = answer.shown
-    what, saved = longest_wait(answer.estimate, row)
-    long = saved >= LEAST_WAITING * row.prediction.seconds
-    return f"the device waits {row.waiting:.0%} of the time" + f", most of it for {what}" * (long and row.waiting > 0)
+    total, parts, row = 0.0, list[str](), answer.shown
+    for what, seconds in waits(answer.estimate, row).items():
+        before, total = total, total + 100 * seconds / row.prediction.seconds
+        if percent := round(total) - round(before):  # so that the parts add up to the whole
+            parts.append(f"{percent}% for {what}")
+    return f"the device waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
 
 
-def longest_wait(estimate: Estimate, row: Row) -> tuple[str, float]:
-    """What is waited for longest, and how many seconds a batch takes less without that."""
-    waits = without_waits(estimate, row)
-    what = min(waits, key=waits.__getitem__)
-    return what, row.prediction.seconds - waits[what]
+def waits(estimate: Estimate, row: Row) -> dict[str, float]:
+    """The seconds that the device waits, by what for: of each cause, the longest first, what it takes without those before it."""
+    alone, now = without_waits(estimate, row), row.prediction.seconds
+    left, found = row.waiting * now, dict[str, float]()
+    for what in sorted(alone.keys() - {"whole uploads"}, key=alone.__getitem__):
+        if left > 0 and row.prediction.seconds - alone[what] >= _NOTICED * row.prediction.seconds:
+            then = _seconds_without(estimate, row, {*found, what})
+            found[what] = min(left, max(0.0, now - then))
+            left, now = left - found[what], then
+    return found | ({"several things at once": left} if left > 0 else {})
 
 
 def without_waits(estimate: Estimate, row: Row) -> dict[str, float]:
     """The seconds of a batch, predicted without each kind of waiting."""
-    rates, plan, modes = estimate.rates, row.plan, row.modes
-    changes: dict[str, dict[str, Any]] = {
+    rates = estimate.rates
+    causes = [what for what, change in _changes(estimate).items() if replace(rates, **change) != rates]
+    causes += ["updates", *["activations"] * ("offload" in row.modes.values())]
+    return {what: _seconds_without(estimate, row, {what}) for what in causes}
+
+
+def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:
+    """The seconds of a batch, predicted without some kinds of waiting."""
+    changed = {
+        name: value for what, each in _changes(estimate).items() if what in causes for name, value in each.items()
+    }
+    modes: Modes = dict.fromkeys(row.modes, "keep") if "activations" in causes else row.modes
+    rates = replace(estimate.rates, **changed)
+    return estimate.predict(row.plan, modes, rates, updates="updates" not in causes).seconds
+
+
+def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
+    """The rates without each kind of waiting."""
+    return {
         # In inference, fetches alone pass over the host's memory.
         "fetches": {"upload": math.inf} | ({"host_memory": math.inf} if estimate.question.predict else {}),
         "gradients to leave": {"download": math.inf},
@@ -137,12 +163,6 @@ def without_waits(estimate: Estimate, row: Row) -> dict[str, float]:
         "sums over nodes": {"network": math.inf},
         "the disk": {"disk": math.inf},
     }
-    others = {what: replace(rates, **change) for what, change in changes.items()}
-    without = {what: estimate.predict(plan, modes, other) for what, other in others.items() if other != rates}
-    without["updates"] = estimate.predict(plan, modes, updates=False)
-    if "offload" in modes.values():
-        without["activations"] = estimate.predict(plan, dict.fromkeys(modes, "keep"))
-    return {what: prediction.seconds for what, prediction in without.items()}
 
 
 def _choice(question: Question, plan: Plan) -> str:

@@ -33,6 +33,17 @@ def no_inference_mode() -> AbstractContextManager[None]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors are made in that dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Hides operators from dispatch modes (selective checkpoints, counters of FLOPs), which are to see the model's alone."""
     return disable_dispatch_modes() if count_dispatch_modes() else _NOTHING

@@ -66,8 +66,7 @@ class Stats:
     @property
     def waited_seconds(self) -> float:
         """Seconds of waiting of all kinds."""
-        transfers = self.stall_seconds + self.drain_stall_seconds + self.activation_stall_seconds
-        return transfers + self.update_stall_seconds + self.step_seconds
+        return sum(_waits(self).values())
 
 
 DEFAULT_METRICS = ("waited", "window")
@@ -126,15 +125,25 @@ def state_line(
 def counters_line(stats: Stats) -> str:
     """The counters as one sentence."""
     activations = f"{human_bytes(stats.stored_bytes)} of activations stored; " if stats.stored_bytes else ""
-    held_up = f" and {stats.host_waits} times for compute" if stats.host_waits else ""
-    waited = f", {stats.activation_stall_seconds:.2f} s for activations" if stats.stored_bytes else ""
+    held_up = f"; the host could not run ahead {stats.host_waits} times" if stats.host_waits else ""
+    parts = ", ".join(f"{seconds:.2f} s for {what}" for what, seconds in _waits(stats).items() if seconds)
     return (
         f"Superpipeline: {stats.fetched_layers} layers fetched ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
         f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; {human_bytes(stats.drained_bytes)} of "
         f"gradients drained; {activations}peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; waited "
-        f"{stats.stall_seconds:.2f} s for fetches, {stats.drain_stall_seconds:.2f} s for gradients, "
-        f"{stats.update_stall_seconds:.2f} s for updates, {stats.step_seconds:.2f} s for optimizers' steps{waited}{held_up}."
+        f"{stats.waited_seconds:.2f} s{f' ({parts})' * bool(parts)}{held_up}."
     )
+
+
+def _waits(stats: Stats) -> dict[str, float]:
+    """The parts of :attr:`Stats.waited_seconds`, by what was waited for."""
+    return {
+        "fetches": stats.stall_seconds,
+        "gradients to leave": stats.drain_stall_seconds,
+        "updates": stats.update_stall_seconds,
+        "activations": stats.activation_stall_seconds,
+        "optimizers' steps": stats.step_seconds,
+    }
 
 
 def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
@@ -145,14 +154,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
         seconds: the time that it took.
         plan: what it ran with.
     """
-    waits = {
-        "fetches": stats.stall_seconds,
-        "gradients to leave": stats.drain_stall_seconds,
-        "updates": stats.update_stall_seconds,
-        "activations": stats.activation_stall_seconds,
-        "optimizers' steps": stats.step_seconds,
-    }
-    what, most = max(waits.items(), key=lambda each: each[1])
+    what, most = max(_waits(stats).items(), key=lambda each: each[1])
     share = min(most / max(seconds, 1e-9), 1.0)
     if share < _LITTLE or most < _SHORT:
         return ""
@@ -168,6 +170,7 @@ def remedy(what: str, plan: Plan) -> str:
         "gradients to leave": "a larger k_prime leaves them more time",
         "updates": rarer,
         "the host": "larger layers (layers=), or more work per batch (tokens, images), leave it more time",
+        "several things at once": "more work per batch (tokens, images) hides them",
         "sums of gradients": "more work per batch (tokens, images) hides them",
         "whole uploads": 'transfer="sliced" has each device upload a part and get the rest from the others',
         "sums over nodes": "more work per batch (tokens, images) hides them, or a faster --network",

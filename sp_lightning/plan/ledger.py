@@ -53,6 +53,7 @@ class Ledger:
         staging: bytes of memory that they pass through.
         disk_traffic: bytes that were read and written there for each step so far but the first; 0 before the second one.
         weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk, too.
+        fused: whether the step runs fused.
     """
 
     parameters: int
@@ -66,6 +67,7 @@ class Ledger:
     disk_traffic: float = 0.0
     weights_on_disk: int = 0
     gradients_on_disk: int = 0
+    fused: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -92,13 +94,14 @@ class Ledger:
             state += f", {human_bytes(self.staging)} for what is on a disk"
         passes = ", ".join(f"{each.what} {each.read / count:.3g}/{each.written / count:.3g}" for each in self.passes)
         read, written = (sum(getattr(each, way) for each in self.passes) / count for way in ("read", "written"))
+        step = "fused optimizer step, at most" if self.fused else "optimizer step, which does not run fused, more than"
         of = f" of the node's {self.ranks} devices together" if self.ranks > 1 else ""
         return (
             f"Superpipeline: host memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
             f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those on "
             f"their way, {state}).\n"
-            f"Superpipeline: host memory traffic per parameter and fused optimizer step, at most: {read:.3g} bytes read and "
-            f"{written:.3g} written (read/written by {passes})." + self._of_disk(count)
+            f"Superpipeline: host memory traffic per parameter and {step}: {read:.3g} bytes read and {written:.3g} "
+            f"written (read/written by {passes})." + self._of_disk(count)
         )
 
     def _of_disk(self, count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 
@@ -14,13 +15,26 @@ def human_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def in_gib(nbytes: float) -> str:
+    """A number of bytes in GiB, so that figures which are compared have one unit; what would be nothing, as people read it."""
+    gib = nbytes / 2**30
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{gib:.3g} GiB" if gib >= 0.0005 else human_bytes(nbytes)
+
+
+def enough_gib(nbytes: int) -> str:
+    """Thousandths of a gibibyte that are at least so many bytes, as options take them."""
+    return f"{math.ceil(nbytes / 2**30 * 1000) / 1000:.15g}GiB"
+
+
 def enough_bytes(nbytes: int) -> str:
     """Whole mebibytes that are at least so many bytes, as options take them."""
     return f"{-(-nbytes // 2**20)}MiB"
 
 
 def exact_bytes(nbytes: int) -> str:
-    """A number of bytes as options take it, with the largest unit of which it is a whole number."""
+    """A number of bytes as options take it, with the largest unit of which it is a whole number; half a GiB is written so."""
+    if nbytes % 2**30 == 2**29:
+        return f"{nbytes / 2**30:.15g}GiB"
     units = {
         f"{prefix}{infix}B": base**n for base, infix in ((1024, "i"), (1000, "")) for n, prefix in enumerate("KMGT", 1)
     }

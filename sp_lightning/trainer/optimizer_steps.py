@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,9 @@ class OptimizerSteps:
             narrow=pieces and self._narrow(),
             sliced=self._run.placement.sliced,
         )
-        ledger = without(make_ledger(self._run.plan, trainer.optimizers, steps), self._run.placement)
+        ledger = make_ledger(self._run.plan, trainer.optimizers, steps)
+        fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
+        ledger = without(replace(ledger, fused=fused), self._run.placement)
         return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
 
     def _narrow(self) -> bool:

@@ -34,7 +34,7 @@ from sp_lightning.device.torch_private import (
 from sp_lightning.model.found import Found
 from sp_lightning.model.stacks import routed_share
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode, Modes, peak_bytes
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.units import in_gib
 from sp_lightning.tune.visits import Visit
 
 
@@ -70,7 +70,7 @@ class Saved:
     shape: torch.Size
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}, {human_bytes(self.nbytes)}"
+        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}, {in_gib(self.nbytes)}"
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Work:
         small: the same calls with the small storages only, which are kept or computed again and never travel.
         outside: bytes that autograd saves outside of all units, as a rule in the loss. No mode changes them.
         largest_outside: the largest tensor saved there, unless all of them are small.
+        whole: the names of tables of which more than rows was read.
     """
 
     costs: tuple[Cost, ...]
@@ -93,6 +94,7 @@ class Work:
     small: tuple[Call, ...]
     outside: int
     largest_outside: Saved | None
+    whole: frozenset[str] = frozenset()
 
     @property
     def offloaded(self) -> int:
@@ -167,7 +169,9 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
     large = (saved for saved in outside if not is_small(saved.nbytes))
     largest = max(large, key=lambda saved: saved.nbytes, default=None)
     calls, small = tuple(saves.calls), tuple(saves.small)
-    return Work(trial.costs(), trial.peak, calls, small, sum(saved.nbytes for saved in outside), largest)
+    return Work(
+        trial.costs(), trial.peak, calls, small, sum(saved.nbytes for saved in outside), largest, frozenset(trial.whole)
+    )
 
 
 class _Saves:
@@ -241,6 +245,8 @@ class _Trial(TorchDispatchMode):
             for _, p in (*layer.parameters, *layer.lowered)
         }
         self._weights.update({storage_id(p.untyped_storage()): -1 for _, p in found.residents.parameters})
+        self._tables = {storage_id(p.untyped_storage()): t.name for t in found.tables for _, p in t.parameters}
+        self.whole: set[str] = set()
         # Buffers, and modules that are moved whole, are on the device all the time.
         root = [*found.visits, *(module for _, module in found.aside)]
         staying = [*(b for module in root for b in module.buffers())]
@@ -315,6 +321,8 @@ class _Trial(TorchDispatchMode):
                 self._see(tensor)
         if func.is_view or func.overloadpacket is torch.ops.aten.detach:
             return result  # these compute nothing
+        if func is not torch.ops.aten.embedding.default:
+            self.whole.update(self._tables[key] for key in keys if key in self._tables)
         if self.now.backward:
             layers = (self._weights.get(key, -1) for key in keys)
             self.now.needs |= dict.fromkeys(layer for layer in layers if layer >= 0)

@@ -71,8 +71,8 @@ def test_gradients_that_stay_in_16_bits_are_counted_so(
 ) -> None:
     main(["plan", "resnet18", "--k", "1", "--k-prime", "1", "--precision", precision])
     (line,) = re.findall(r"^host memory (.*)$", capsys.readouterr().out, re.MULTILINE)
-    (mib,) = re.findall(r"gradients (.*?) MiB", line)
-    assert float(mib) == pytest.approx(gradients * 11.69e6 / 2**20, rel=0.05)
+    (gib,) = re.findall(r"gradients (.*?) GiB", line)
+    assert float(gib) == pytest.approx(gradients * 11.69e6 / 2**30, rel=0.05)
 
 
 @pytest.mark.long("the largest torchvision model")
@@ -203,3 +203,81 @@ def test_steps_that_cannot_be(arguments: list[str], said: str, capsys: pytest.Ca
         main(["plan", "resnet18", *arguments])
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
+
+
+class TiedByCode(Module):
+    """Its head reads the weight of its embedding, which no module's call shows."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.tok = nn.Embedding(4096, 32)
+        self.net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        self.example_input_array = torch.zeros(2, 4, dtype=torch.long)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.net(self.tok(x))
+        return hidden @ self.tok.weight.T
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_table_whose_whole_weight_is_read_is_planned_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was planned as if only rows came: a run's peak was nine times what had been said."""
+    found = plan(
+        capsys,
+        "tests.cli.test_plan_advice:TiedByCode",
+        "--precision",
+        "32-true",
+        "--overlap",
+        "off",
+        "--k",
+        "1",
+        "--k-prime",
+        "1",
+    )
+    assert found["tables"] == []
+    assert any(note.startswith("tok: more than rows of it are read") for note in found["notes"])
+    assert 'SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="off", layers=["tok"])' in found["verdict"]
+    bound = found["windows"][0]["device_bytes"] - found["activation_bytes"]
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, layers=["tok"])
+    fit(TiedByCode, [torch.zeros(2, 4, dtype=torch.long)] * 2, strategy)
+    assert 4096 * 32 * 4 < strategy.stats().peak_device_bytes <= bound
+
+
+class Descends(Module):
+    """Its optimizer has a state of one tensor per parameter, and its rate needs nothing of a run."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.example_input_array = torch.zeros(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+class DescendsInARun(Descends):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1 / self.trainer.max_steps)
+
+
+def test_the_optimizer_is_the_modules_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Or AdamW where the module's own needs a run, and what the command line names in any case."""
+    texts = {}
+    for name, more, expected in (
+        ("Descends", [], "SGD (configure_optimizers)"),
+        ("DescendsInARun", [], "AdamW (--optimizer)"),
+        ("Descends", ["--optimizer", "adamw"], "AdamW (--optimizer)"),
+    ):
+        main(["plan", f"tests.cli.test_plan_advice:{name}", "--k", "1", *more])
+        texts[name, *more] = capsys.readouterr().out
+        assert f"\nassumed: {expected}, " in texts[name, *more]
+    own, named = (
+        plan(capsys, "tests.cli.test_plan_advice:Descends", "--k", "1", *more)
+        for more in ([], ["--optimizer", "adamw"])
+    )
+    assert named["host_bytes"] - own["host_bytes"] == 4 * own["parameters"], "one tensor of state less"

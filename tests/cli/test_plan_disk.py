@@ -92,7 +92,7 @@ def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pyte
     assert "disk: as much as possible, and host memory is too small even so" in said
     assert "\nthe times are those without a disk, with enough host memory\n" in said
     assert re.search(
-        r"^It does not fit, although there is a disk: .*: --host-memory \d+MiB is enough", said, re.MULTILINE
+        r"^It does not fit, although there is a disk: .*: --host-memory [\d.]+GiB is enough", said, re.MULTILINE
     )
 
 
@@ -104,16 +104,16 @@ def test_the_memory_that_is_said_to_be_enough_is(
 ) -> None:
     arguments = ["plan", *MODEL[:-1], precision, "--disk", "1GB/s", "--overlap", overlap, "--host-memory"]
 
-    def enough(limit: str) -> int:
+    def enough(limit: str) -> float:
         with pytest.raises(SystemExit):
             main([*arguments, limit])
-        found = set(re.findall(r"--host-memory (\d+)MiB is enough", capsys.readouterr().out))
+        found = set(re.findall(r"--host-memory ([\d.]+)GiB is enough", capsys.readouterr().out))
         assert len(found) == 1
-        return int(found.pop())
+        return float(found.pop())
 
     least = enough("512MiB")
-    assert enough(f"{least - 1}MiB") == least
-    main([*arguments, f"{least}MiB"])
+    assert enough(f"{least - 0.001:.3f}GiB") == least
+    main([*arguments, f"{least}GiB"])
     assert "are waited for the disk; more host memory leaves less on it" in capsys.readouterr().out
 
 
@@ -125,10 +125,10 @@ def test_processes_take_memory_without_a_disk_too(devices: str, capsys: pytest.C
         main(["plan", *MODEL, *asked, "900MiB"])
     said = capsys.readouterr().out
     assert "\nthe times are those with enough host memory\n" in said
-    (enough,) = re.findall(r"--host-memory (\d+)MiB is enough", said)
-    assert answer(capsys, *asked, f"{enough}MiB")["host_fits"]
+    (enough,) = re.findall(r"--host-memory ([\d.]+)GiB is enough", said)
+    assert answer(capsys, *asked, f"{enough}GiB")["host_fits"]
     with pytest.raises(SystemExit):
-        main(["plan", *MODEL, *asked, f"{int(enough) - 1}MiB"])
+        main(["plan", *MODEL, *asked, f"{float(enough) - 0.001:.3f}GiB"])
 
 
 @pytest.mark.rest("plans of a whole model; the first tier has one of them")
@@ -145,7 +145,9 @@ def test_several_devices_have_state_on_the_disk_and_nothing_else(capsys: pytest.
         main(["plan", *MODEL, *asked, "1900MiB"])
     said = capsys.readouterr().out
     assert "trained weights" not in said
-    (enough,) = re.findall(r"beside what the processes and libraries take, .* --host-memory (\d+MiB) is enough", said)
+    (enough,) = re.findall(
+        r"beside what the processes and libraries take, .* --host-memory ([\d.]+GiB) is enough", said
+    )
     assert answer(capsys, *asked, enough)["host_fits"]
 
 

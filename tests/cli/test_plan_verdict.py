@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shlex
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from sp_lightning.__main__ import main
 from sp_lightning.cli.arguments import Question, command, make_parser
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.units import in_gib
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
 from tests.support.tiers import first
@@ -70,17 +71,17 @@ def test_a_model_that_fits_is_left_to_plain_lightning(
     found = plan(capsys, *asked, "--gpu-memory", "40GiB")
     needed = found["plain_bytes"]
     assert needed > found["activation_bytes"] + found["parameters"] * 16, "weights, gradients, two moments"
-    verdict = f"It fits without us: plain Lightning needs {human_bytes(needed)} of 40.0 GiB and is faster. Use it."
+    verdict = f"It fits without us: plain Lightning needs {in_gib(needed)} of 40.0 GiB and is faster. Use it."
     assert said(capsys, *asked, "--gpu-memory", "40GiB").startswith(f"{verdict}\nWith this strategy: Super")
     assert said(capsys, *asked, "--gpu-memory", f"{needed}B").startswith("It fits without us: ")
     less = found["checkpointed_bytes"]
-    again = f"It fits without us if each layer runs in torch.utils.checkpoint: plain Lightning needs {human_bytes(less)} of "
+    again = f"It fits without us if each layer runs in torch.utils.checkpoint: plain Lightning needs {in_gib(less)} of "
     assert less < needed
     assert said(capsys, *asked, "--gpu-memory", f"{needed - 1}B").startswith(again)
     assert said(capsys, *asked, "--gpu-memory", f"{less - 1}B").startswith("It fits: Super")
     without_limit = said(capsys, *asked)
     assert without_limit.startswith("The fastest: Super")
-    assert f" Plain Lightning fits where --gpu-memory is {human_bytes(needed)}.\n" in without_limit
+    assert f" Plain Lightning fits where --gpu-memory is {in_gib(needed)}.\n" in without_limit
     # Plain Lightning has nothing in the host's memory.
     nothing = said(capsys, *asked, "--gpu-memory", "40GiB", "--host-memory", "1KiB")
     assert nothing.startswith(f"{verdict}\nWith this strategy it does not fit: ")
@@ -97,7 +98,7 @@ def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
     lines = said(capsys, *asked).splitlines()
     line = re.fullmatch(
         r"It fits: SuperpipelineStrategy\(k=(\d+), k_prime=(\d+)\).*, (\S+) s per batch, (\S+) tokens/s; "
-        r"the device waits (\d+)% of the time(, most of it for [a-z ]+)?\.",
+        r"the device waits (\d+)% of the time( \((\d+% for [a-z ]+(, )?)+\))?\.",
         lines[0],
     )
     assert line is not None, lines[0]
@@ -105,6 +106,7 @@ def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
     assert float(line[3]) == pytest.approx(best["seconds"], rel=0.01)
     assert float(line[4]) == pytest.approx(int(asked[2]) / best["seconds"], rel=0.01)
     assert float(line[5]) / 100 == pytest.approx(1 - best["busy_seconds"]["compute"] / best["seconds"], abs=0.01)
+    assert sum(map(int, re.findall(r"(\d+)% for ", lines[0]))) == int(line[5]), "the parts add up to the whole"
     assert lines[1] == ""
     assert 4 <= len(lines) - 3 <= 10, "reasons"
     assert any(re.match(r"device memory .*; plain Lightning needs ", each) for each in lines)
@@ -130,7 +132,7 @@ def test_speed_is_of_all_devices_and_of_what_the_model_takes(capsys: pytest.Capt
 
 def remedies(text: str) -> list[tuple[str, str, str, str, str]]:
     """Of each remedy: what is changed, device memory, host memory, speed, and the command."""
-    needed = r"(\S+ \w+) of device and (\S+ \w+) of host memory, ([^;\n]+)(?:; plain Lightning fits .+)?"
+    needed = r"(\S+ \w+) of device and (\S+ \w+) of host memory, ([^;\n]+)(?:; .+)?"
     return re.findall(rf"^  (.+): {needed}\n    (python -m sp_lightning plan .+)$", text, re.MULTILINE)
 
 
@@ -151,10 +153,10 @@ def check_remedies(capsys: pytest.CaptureFixture[str], text: str) -> list[str]:
     ("options", "lacking", "expected"),
     [
         pytest.param(
-            ["--gpu-memory", "8MiB"], "device", ["--activations recompute", "--gpu-memory 8GiB"], marks=SEVERAL
+            ["--gpu-memory", "8MiB"], "device", ["--activations recompute", "--gpu-memory 0.5GiB"], marks=SEVERAL
         ),
-        pytest.param(["--gpu-memory", "4MiB", "--batch", "4"], "device", ["--gpu-memory 8GiB"], marks=SEVERAL),
-        (["--gpu-memory", "12MiB", "--k", "6"], "device", ["without --k", "--gpu-memory 8GiB"]),
+        pytest.param(["--gpu-memory", "4MiB", "--batch", "4"], "device", ["--gpu-memory 0.5GiB"], marks=SEVERAL),
+        (["--gpu-memory", "12MiB", "--k", "6"], "device", ["without --k", "--gpu-memory 0.5GiB"]),
         (["--host-memory", "1GiB"], "", []),
         (["--host-memory", "981MiB"], "host", ["--disk 7GB/s", "--precision bf16-true", "--host-memory 1GiB"]),
     ],
@@ -179,7 +181,8 @@ def test_remedies_of_a_large_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert " of device memory, of which " in second_line
     changes = check_remedies(capsys, text)
     assert "--precision bf16-true" in changes
-    assert changes[-1] == "--gpu-memory 32GiB --host-memory 121GiB"
+    assert changes[-1] == "--gpu-memory 26GiB --host-memory 121GiB"
+    assert not re.search(r"\d (MiB|KiB|GB(?!/s))\b", text), "one unit"
 
 
 @pytest.mark.long(BILLIONS)
@@ -187,7 +190,30 @@ def test_a_loss_in_chunks_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> Non
     asked = [LLAMA, "--checkpointing", "--tokens", "8192", "--precision", "bf16-true", "--gpu-memory", "16GiB"]
     changes = check_remedies(capsys, said(capsys, *asked, status=1))
     assert changes[0] == "--loss-tokens 1024"
-    assert changes[-1] == "--gpu-memory 24GiB"
+    assert changes[-1] == "--gpu-memory 18GiB"
+
+
+@pytest.mark.rest("several plans of a model")
+def test_where_adapters_let_plain_lightning_do_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither of the two cheapest remedies does without this strategy. Each says its price."""
+    asked = [small_llama(tmp_path), "--tokens", "64", "--gpu-memory", "9MiB", "--host-memory", "975MiB"]
+    text = said(capsys, *asked, status=1)
+    changes = check_remedies(capsys, text)
+    assert changes == [
+        "--disk 7GB/s",
+        "--precision bf16-true",
+        "--precision bf16-true --loss-tokens 1024 --lora 16",
+        "--host-memory 1GiB",
+    ]
+    prices = dict(re.findall(r"^  (.+): .+ tokens/s(.*)$", text, re.MULTILINE))
+    rounded = (
+        "; its price: without float32 weights each update is rounded to 8 bits of mantissa, and small ones are lost"
+    )
+    assert prices[changes[0]] == prices[changes[3]] == ""
+    assert prices[changes[1]] == rounded
+    assert re.fullmatch(
+        rounded + r"; 0\.21 M parameters are trained; plain Lightning fits with .+, and is faster", prices[changes[2]]
+    )
 
 
 @pytest.mark.long(BILLIONS)
@@ -221,19 +247,50 @@ def test_several_models_and_options_are_one_table(tmp_path: Path, capsys: pytest
     asked = ["--precision", "bf16-mixed", "32-true", "--tokens", "64", "--gpu-memory", "25MiB"]
     text = said(capsys, *models, *asked)
     head, *rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
-    assert head == ["model", "precision", "fits plain", "fits here", "device", "host", "speed", "waiting"]
+    assert head == ["model", "precision", "fits plain", "fits here", "k", "k'", "device", "host", "speed", "waiting"]
     assert [row[:2] for row in rows] == [[model, name] for model in models for name in ("bf16-mixed", "32-true")]
     assert [row[2].partition(",")[0] for row in rows] == ["yes", "yes", "no", "no"]
     main(["plan", *models, *asked, "--json"])
     found = json.loads(capsys.readouterr().out)
     for row, answer in zip(rows, found, strict=True):
         best = next(each for each in answer["windows"] if {n: each[n] for n in ("k", "k_prime")} == answer["best"])
-        assert row[2].endswith(f", {human_bytes(answer['plain_bytes'])}")
-        assert row[3:6] == ["yes", human_bytes(best["device_bytes"]), human_bytes(answer["host_bytes"])]
-        assert float(row[6].removesuffix(" tokens/s")) == pytest.approx(64 / best["seconds"], rel=0.01)
-        assert float(row[7].removesuffix("%")) <= 100
+        assert row[2].endswith(f", {in_gib(answer['plain_bytes'])}")
+        assert row[3:6] == ["yes", str(best["k"]), str(best["k_prime"])]
+        assert row[6:8] == [in_gib(best["device_bytes"]), in_gib(answer["host_bytes"])]
+        assert float(row[8].removesuffix(" tokens/s")) == pytest.approx(64 / best["seconds"], rel=0.01)
+        assert float(row[9].removesuffix("%")) <= 100
     little = said(capsys, *models, *asked[:-1], "4MiB", status=1)
     assert {re.split(r"\s{2,}", line)[3] for line in little.splitlines()[1:]} == {"no"}
+
+
+def test_a_row_comes_as_soon_as_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second model cannot be made, which is noticed after the first row."""
+    (tmp_path / "other.json").write_text(json.dumps({"model_type": "none such"}))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "tests.support.models:Stack", str(tmp_path / "other.json"), "--tokens", "4"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert "no model_type 'none such'" in printed.err
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["model", "tests.support.models:Stack"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.json", "'missing.json' does not exist"),
+        ("nobody/nothing", "'nobody/nothing' is no folder here, and its"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_libraries_are_imported(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And before other models are made, which takes longer still."""
+    for library in ("transformers", "torchvision"):
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "tests.support.models:Stack", name])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_picture_is_of_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,6 +324,20 @@ def test_adapters_without_a_factory(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert 4 * everything + 12 * trained < found["host_bytes"] < 6 * everything + 16 * trained + 2**18
     assert ' and PEFT\'s LoraConfig(r=4, target_modules="all-linear"), ' in found["verdict"]
     assert found["plain_bytes"] < plan(capsys, file, "--tokens", "64", "--k", "1", "--k-prime", "1")["plain_bytes"]
+    text = said(capsys, file, "--tokens", "64", "--lora", "4", "--k", "1", "--k-prime", "1")
+    assert f": {everything / 1e6:.2f} M parameters, of which {trained / 1e6:.2f} M are trained, bf16-mixed" in text
+    assert "experts" not in text
+
+
+def test_stacked_experts_without_adapters_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, num_experts=4, architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    found = plan(capsys, str(tmp_path), "--tokens", "8", "--lora", "4", "--k", "1")
+    names = ", ".join(f"model.layers.*.mlp.experts.{name} (2)" for name in ("gate_up_proj", "down_proj"))
+    assert f"stacked experts get no adapters, only linear layers do: {names}" in found["notes"]
 
 
 @pytest.mark.parametrize(

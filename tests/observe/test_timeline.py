@@ -18,7 +18,7 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.timeline import Interval, Timeline
 from sp_lightning.model.find import find_layers
-from sp_lightning.observe.stats import Stats, bottleneck
+from sp_lightning.observe.stats import Stats, bottleneck, counters_line
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import measured
@@ -156,6 +156,13 @@ def test_the_bottleneck_is_named_with_the_option_that_helps(seconds: dict[str, f
     plan = make_plan(find_layers(Stack()), k=1, k_prime=1)
     assert said in bottleneck(stats(**seconds), 10.0, plan)
     assert "larger k or" not in bottleneck(stats(**seconds), 10.0, make_plan(find_layers(Stack()), k=9, k_prime=1))
+
+
+def test_what_was_waited_is_one_figure_with_its_parts() -> None:
+    """The figures were of five kinds without a sum, with a number of times behind them."""
+    line = counters_line(stats(stall_seconds=4.0, drain_stall_seconds=0.5, update_stall_seconds=1.25))
+    assert line.endswith("; waited 5.75 s (4.00 s for fetches, 0.50 s for gradients to leave, 1.25 s for updates).")
+    assert counters_line(stats()).endswith("; waited 0.00 s.")
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.9])  # of a short run it would be noise

@@ -54,7 +54,7 @@ def test_it_counts_adamw() -> None:
         "update": (16, 12),
     }
     assert "16 bytes per parameter" in str(ledger)
-    assert "at most: 32 bytes read and 20 written (read/written by fetch 8/0, gradients 0/4," in str(ledger)
+    assert "more than: 32 bytes read and 20 written (read/written by fetch 8/0, gradients 0/4," in str(ledger)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
@@ -272,3 +272,12 @@ def test_memory_grows_by_what_it_says(mode: str, precision: str, most: float) ->
     growth, ledger, device, count = map(int, ran.stdout.split()[-4:])
     assert 0.95 * ledger <= growth <= 1.05 * (ledger + device)
     assert ledger / count <= most
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_line_says_whether_the_step_runs_fused(fused: bool) -> None:
+    """It called every step fused, and the count the most, on a CPU, too, where the optimizer runs as it was written."""
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=fused)
+    fit(wide, BATCHES[:2], strategy)
+    expected = "fused optimizer step, at most: " if fused else "optimizer step, which does not run fused, more than: "
+    assert f"host memory traffic per parameter and {expected}" in str(strategy.ledger)

@@ -362,4 +362,4 @@ def test_what_keeps_the_host_from_running_ahead_is_counted(net: Any, waits: int)
     trainer_for(strategy).fit(Descends(net()), loader(vectors(3)))
     stats = strategy.stats()
     assert stats.host_waits == waits
-    assert (f"and {waits} times for compute." in counters_line(stats)) == (waits > 0)
+    assert (f"; the host could not run ahead {waits} times." in counters_line(stats)) == (waits > 0)
