@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.weights.gradient_sink import GradientSink
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.layer import Slot, StreamedLayer
 from sp_lightning.weights.lent_weights import Tenants
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.slots import BlockSource, Slot, Slots
+from sp_lightning.weights.slots import BlockSource, Slots
 
 
 class Residency:

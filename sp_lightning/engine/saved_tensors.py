@@ -25,8 +25,7 @@ from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part
 from sp_lightning.weights.casts import SavedValues
 from sp_lightning.weights.device_parameter import DeviceParameter
-from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.rows import Rows
+from sp_lightning.weights.layer import Kind, Rows, StreamedLayer
 
 
 class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValues | None, Rows]):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,6 @@ from sp_lightning.device.torch_private import (
 )
 from sp_lightning.weights.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast
 
-if TYPE_CHECKING:
-    from sp_lightning.weights.parameter_group import ParameterGroup
-
 Untouched = torch.DisableTorchFunctionSubclass  # in this context a stand-in itself is read, and no layer is brought
 # The attributes of the tensor itself, which the properties of DeviceParameter hide.
 tensor_data: Any = Tensor.data
@@ -46,7 +43,7 @@ set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 class DeviceParameter(nn.Parameter):
     """A parameter's view of the slot that its layer is in. Only :class:`ParameterGroup` makes one."""
 
-    _of: ParameterGroup
+    _of: Any  # the ParameterGroup; its file imports this one
     _index: int
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
@@ -84,7 +81,8 @@ class DeviceParameter(nn.Parameter):
     @property
     def host(self) -> nn.Parameter:
         """The user's parameter."""
-        return self._of.hosts[self._index]
+        found: nn.Parameter = self._of.hosts[self._index]
+        return found
 
     @property
     def data(self) -> Tensor:
@@ -199,8 +197,8 @@ class StandIn(DeviceParameter):
             args, kwargs = tree_map_only(DeviceParameter, _host, (args, kwargs))
             return func(*args, **kwargs)
         with away[0]._of.doors.on_demand(away):
-            stacked = any(each._of.layer.rows.stacks for each in away)  # these stay stand-ins
-            if stacked or away[0]._of.shared or away[0]._of.doors.saves_raw():
+            by_rows = any(each._of.by_rows for each in away)  # these stay stand-ins
+            if by_rows or away[0]._of.shared or away[0]._of.doors.saves_raw():
                 args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             if func is Tensor.detach or func is torch.detach:
                 # state_dict() detaches. Writes through the .data of a detached tensor change no version.
@@ -223,7 +221,7 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     Returns:
         The result; None if the function needs the masters themselves.
     """
-    casts: dict[ParameterGroup, Any] = {}
+    casts: dict[Any, Any] = {}  # by ParameterGroup
     for argument in (*args, *kwargs.values()) if kwargs else args:
         # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
         if type(argument) is not Tensor and issubclass(type(argument), StandIn) and argument._of not in casts:
@@ -248,11 +246,9 @@ def _compute_by_rows(func: Callable[..., Any], types: Any, args: Sequence[Any], 
     for argument in (*args, *kwargs.values()) if kwargs else args:
         if issubclass(type(argument), StandIn):  # isinstance is slow: the metaclass of Parameter checks in Python
             group = argument._of
-            return (
-                NotImplemented
-                if group.doors.at_host()
-                else group.layer.rows.compute(argument, func, types, args, kwargs)
-            )
+            if group.compute is None or group.doors.at_host():
+                return NotImplemented
+            return group.compute(argument, func, types, args, kwargs)
     return NotImplemented
 
 
@@ -266,7 +262,7 @@ def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     return func(*[_cast(argument, casts) for argument in reversed(args)][::-1], **last)
 
 
-def _cast(argument: Any, casts: dict[ParameterGroup, Sequence[Tensor]]) -> Any:
+def _cast(argument: Any, casts: dict[Any, Sequence[Tensor]]) -> Any:
     """The cast of an argument that is a stand-in; any other argument as it is."""
     if not issubclass(type(argument), StandIn):  # isinstance is slow: the metaclass of Parameter checks in Python
         return argument

@@ -27,8 +27,7 @@ from sp_lightning.device.torch_private import (
     transforms_active,
     will_execute_node,
 )
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.rows import AllRows
+from sp_lightning.weights.layer import AllRows, StreamedLayer
 from sp_lightning.weights.slots import Staged
 
 
@@ -44,6 +43,7 @@ class EmbeddingRows(AllRows):
 
     def __init__(self, module: nn.Embedding, layer: StreamedLayer, device: Device, *, pin: bool) -> None:
         self.layer = layer
+        layer.parameters.compute = self.compute
         self._block = layer.block
         self._device = device
         self._pin = pin

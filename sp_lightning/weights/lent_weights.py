@@ -11,9 +11,9 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import shared
 from sp_lightning.weights.device_parameter import same_place
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.layer import Slot, StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
-from sp_lightning.weights.slots import Slot, Slots
+from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.writes import KeptMemory, WeightWatch, digest
 
 

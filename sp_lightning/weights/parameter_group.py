@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,12 @@ from sp_lightning.weights.device_parameter import (
     tensor_data,
 )
 
-if TYPE_CHECKING:
-    from sp_lightning.weights.layer import StreamedLayer
-    from sp_lightning.weights.slots import Staged
-
 
 class Doors(Protocol):
-    """The calls by which uses of weights reach the engine: the only way up from this wing."""
+    """The calls by which uses of weights reach the engine: the only way up from this wing.
+
+    A ``layer`` is a :class:`~sp_lightning.weights.layer.StreamedLayer`, which the callers here only pass on.
+    """
 
     device: Device
     at_host: Callable[[], bool]  # whether no step runs, so that modules hold the host's parameters
@@ -49,22 +48,22 @@ class Doors(Protocol):
     def saves_raw(self) -> bool:
         """Whether autograd would now save tensors as they are, without the engine's hooks packing them."""
 
-    def gradient_arrived(self, layer: StreamedLayer, index: int, parameter: Tensor) -> None:
+    def gradient_arrived(self, layer: Any, index: int, parameter: Tensor) -> None:
         """Called after autograd has put a gradient on a device parameter."""
 
-    def gradients_complete(self, layer: StreamedLayer) -> None:
+    def gradients_complete(self, layer: Any) -> None:
         """Called when all parameters of a layer and of its masters have their gradients in this backward."""
 
-    def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
+    def replacing(self, layer: Any, index: int, value: Tensor) -> None:
         """Called before ``param.data = value``, while the layer is on the device."""
 
-    def take_back_writes(self, layer: StreamedLayer) -> None:
+    def take_back_writes(self, layer: Any) -> None:
         """Has the host take over what was written on the device, because recompute asks which weights were written."""
 
-    def host_is_used(self, layer: StreamedLayer) -> None:
+    def host_is_used(self, layer: Any) -> None:
         """Called within a step before user code reads the host's weights of a layer, or writes them."""
 
-    def reading_rows(self, layer: StreamedLayer) -> AbstractContextManager[Staged | None]:
+    def reading_rows(self, layer: Any) -> AbstractContextManager[tuple[Tensor, Any] | None]:
         """A context in which no update writes a table's weight; yields its bytes, or None if all of it is on the device."""
 
 
@@ -81,6 +80,9 @@ class ParameterGroup:
 
     Attributes:
         layer, doors: the layer, and the engine that is asked for it; set by :meth:`connect`.
+        by_rows: whether only rows of some parameters come to the device: these stay stand-ins (:meth:`come_by_rows`).
+        compute: computes with a stand-in of which only rows are needed: it is given the stand-in and the arguments of
+            ``__torch_function__``, and returns NotImplemented if the whole layer has to come. None where all rows come.
         resting: whether they are on the device although no call uses the layer.
         shared: whether several threads use the parameters.
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
@@ -94,7 +96,7 @@ class ParameterGroup:
             fused step of an optimizer is such a write.
     """
 
-    layer: StreamedLayer
+    layer: Any
     doors: Doors
 
     def __init__(
@@ -118,7 +120,8 @@ class ParameterGroup:
         self.apart: dict[int, Tensor] = {}
         self.outside: dict[int, Tensor] = {}
         self.unversioned_writes = [0] * len(spans)
-        self.attached = self.resting = self.shared = False
+        self.attached = self.resting = self.shared = self.by_rows = False
+        self.compute: Callable[..., Any] | None = None
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
@@ -137,10 +140,11 @@ class ParameterGroup:
 
     def come_by_rows(self, stacks: Iterable[int]) -> None:
         """Has every use of a stack noticed although its layer is on the device, because some of its rows may be away."""
+        self.by_rows = True
         for index in stacks:
             self._present[index] = self._absent[index]
 
-    def connect(self, layer: StreamedLayer, doors: Doors) -> None:
+    def connect(self, layer: Any, doors: Doors) -> None:
         """Sets the layer, and the engine that is asked for it. The parameters can be used from now on."""
         self.layer = layer
         self.doors = doors

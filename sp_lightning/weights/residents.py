@@ -5,9 +5,9 @@ from __future__ import annotations
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.layer import Slot, StreamedLayer
 from sp_lightning.weights.lent_weights import LentWeights
-from sp_lightning.weights.slots import BlockSource, Slot
+from sp_lightning.weights.slots import BlockSource
 
 
 class Residents:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,61 +22,12 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.rows import ExpertCache
-from sp_lightning.weights.uploads import OnItsWay, Uploads
-from sp_lightning.weights.writes import KeptMemory
+from sp_lightning.weights.expert_cache import ExpertCache
+from sp_lightning.weights.layer import Slot, StreamedLayer
+from sp_lightning.weights.uploads import Uploads
 
 Staged = tuple[Tensor, Any]
 """A layer's bytes on the host, flat ``uint8``, and the event after which they may be read; None for at once."""
-
-
-@dataclass(eq=False)
-class Slot:
-    """Device memory for one layer.
-
-    Attributes:
-        ring: the index of its ring in the plan.
-        memory: its memory as transfers write it, flat ``uint8``.
-        lease: the same memory as compute has it.
-        extra: whether it was made beyond the plan, because all others were in use or held.
-        layer: the layer whose weights are in it; None if they are out of date.
-        lent: whether it is in use.
-        escaped: whether views of it outlived its last use.
-        stale: whether its layer's weights were or may have been written on the host since it was fetched. Its layer is to
-            come to it again, because of those views.
-        kept: what such views are compared with, which may be written at any time; None within the step that took them.
-        filled: the event of the transfer into it.
-        coming: its layer, while other ranks have yet to announce that they bring it, too.
-        idle: the event after the last kernel that used it.
-        begun: the mark in the timeline, if there is one, at which its last use began.
-        backward: whether that use was in backward.
-    """
-
-    ring: int
-    memory: Tensor
-    lease: Lease
-    extra: bool = False
-    layer: StreamedLayer | None = None
-    lent: bool = False
-    escaped: bool = False
-    stale: bool = False
-    kept: KeptMemory | None = None
-    filled: Any = None
-    coming: OnItsWay | None = None
-    idle: Any = None
-    begun: Any = None
-    backward: bool = False
-
-    @property
-    def held(self) -> bool:
-        """Whether some tensor still views it after its last use (an escaped view, a graph). It must not be overwritten."""
-        return not self.lent and self.lease.in_use
-
-    @property
-    def overwritable(self) -> bool:
-        """Whether another layer may be fetched into it."""
-        return not self.lent and not self.lease.in_use
 
 
 class BlockSource:

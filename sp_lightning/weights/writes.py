@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor
@@ -19,9 +18,7 @@ from sp_lightning.model.wrapped import parts
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.mapped_file import page_out
 from sp_lightning.store.weights_in_files import FilePlace, place_of
-
-if TYPE_CHECKING:
-    from sp_lightning.weights.parameter_group import ParameterGroup
+from sp_lightning.weights.parameter_group import ParameterGroup
 
 _in_files: dict[tuple[FilePlace, torch.dtype, torch.Size], str] = {}
 """The digests of weights that are in files, each of which is read once."""

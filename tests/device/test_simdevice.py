@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from sp_lightning.device.device import Stream, Wait
-from sp_lightning.weights.captured import Captured
 from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.swap import Swap
+from sp_lightning.weights.swap import Captured, Swap
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated

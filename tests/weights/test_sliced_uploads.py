@@ -28,8 +28,9 @@ from sp_lightning.device.lease import Lease
 from sp_lightning.device.shared_memory import SharedMemory, create
 from sp_lightning.engine.placement import Placement
 from sp_lightning.weights import uploads
-from sp_lightning.weights.slots import Slot, Slots
-from sp_lightning.weights.uploads import OnItsWay, SlicedUploads, Uploads, gather_log_bytes
+from sp_lightning.weights.layer import OnItsWay, Slot
+from sp_lightning.weights.slots import Slots
+from sp_lightning.weights.uploads import SlicedUploads, Uploads, gather_log_bytes
 from tests.equality.cases import CASES
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import poison
