@@ -31,7 +31,6 @@ from sp_lightning.device.torch_private import (
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.module_hooks import Visits
-from sp_lightning.engine.residency import refuse_updated
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
 from sp_lightning.engine.step import Part, Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
@@ -193,7 +192,7 @@ class Access(Part):
         with held(self.lock):
             self._notice_thread()
             for layer in layers:
-                refuse_updated(layer)
+                layer.refuse_updated()
                 layer.rows.need(None)
             self.residency.begin_call(layers, backward=bool(self._backward.tasks))
         try:
@@ -226,7 +225,7 @@ class Access(Part):
             RuntimeError: the running backward has updated the table already.
         """
         with held(self.lock):
-            refuse_updated(layer)
+            layer.refuse_updated()
             layer.parameters.sync_requires_grad()
             staged = None
             if layer.slot is None:

@@ -13,7 +13,6 @@ from functools import partial
 from torch import Tensor
 
 from sp_lightning.device.torch_private import current_graph_task, queue_callback
-from sp_lightning.engine.residency import refuse_updated
 from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.weights.device_parameter import Untouched, tensor_grad
 from sp_lightning.weights.gradient_sink import Wanted
@@ -133,8 +132,7 @@ class Backward(Part):
             if current_graph_task() not in self.tasks:
                 self.join()
             self._accumulates = True
-            if layer.owner.updated_early:  # nearly never; this comes for each gradient
-                refuse_updated(layer, "another gradient arrived for it")
+            layer.refuse_updated("another gradient arrived for it")
             if len(self.tasks) > 1 or not self._announced:
                 self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
             complete = self.gradients.arrived(layer, index, gradient)  # (7)
@@ -177,13 +175,8 @@ class Backward(Part):
         self.tasks.clear()
         self._given.clear()
         self._nested = self._announced = self._accumulates = False
-        self.clear_early_updates()
+        self.updates.end_early()
         self.gradients.drop()
-
-    def clear_early_updates(self) -> None:
-        """Allows uses of the layers that backward has updated, because the step is over."""
-        for layer in self.layers:
-            layer.updated_early = False
 
     def close(self) -> None:
         """The run is over."""

@@ -126,7 +126,7 @@ class Residency:
         if not layer.whole:
             layer.rows.begin_use()
         if absent or not layer.rows.complete:
-            refuse_updated(layer)
+            layer.refuse_updated()
             self.demand_fetches += 1
             self._fetch([(layer, layer.slot or self.slots.find(layer, self.prefetch.trace.next_use))])
             self._noted()
@@ -136,7 +136,7 @@ class Residency:
     def _complete(self, layer: StreamedLayer) -> None:
         """Brings the rows of stacked experts that are missing, into the slot that is in use."""
         slot = self.used[layer]
-        refuse_updated(layer)
+        layer.refuse_updated()
         if layer.outdated:
             layer.invalidate()
         self.demand_fetches += 1
@@ -244,16 +244,3 @@ class Peak:
             now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
         if now > self.most:
             self.most = now
-
-
-def refuse_updated(layer: StreamedLayer, why: str = "its weights were needed again") -> None:
-    """Refuses what needs the weights of a layer as they were before the running backward has updated it.
-
-    Raises:
-        RuntimeError: it has.
-    """
-    if layer.owner.updated_early:
-        raise RuntimeError(
-            f'optimizer_overlap="backward" had updated layer {layer.name!r} when, in the same backward, '
-            f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
-        )

@@ -302,6 +302,18 @@ class StreamedLayer:
         """Whether the host's weights were written since the layer was fetched, as far as versions show it."""
         return self.parameters.stale or not self.casts.current
 
+    def refuse_updated(self, why: str = "its weights were needed again") -> None:
+        """Refuses what needs the layer's weights as they were before the running backward has updated them.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if self.owner.updated_early:
+            raise RuntimeError(
+                f'optimizer_overlap="backward" had updated layer {self.name!r} when, in the same backward, '
+                f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
+            )
+
     def close(self) -> None:
         """The run is over: drops the device parameters, and leaves ordinary ones on the host, whose gradients are wide."""
         self.parameters.close()
