@@ -102,8 +102,7 @@ class Residency:
             if not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
-        if self._tenants.layers_outside:
-            self._tenants.before_use(layer)
+        self._tenants.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
                 layer.visits += not backward
@@ -111,8 +110,7 @@ class Residency:
                 slot = self.used[layer] = self.resting.pop(layer)
                 return slot
             self._release_resting(layer)
-        if self.slots.idle_since is not None:
-            self.slots.resume()
+        self.slots.resume()
         layer.visits += not backward
         if not layer.on_demand:
             self.prefetch.trace.visit(layer)
@@ -123,8 +121,7 @@ class Residency:
         if not early and layer.outdated:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
-        if not layer.whole:
-            layer.rows.begin_use()
+        layer.rows.begin_use()
         if absent or not layer.rows.complete:
             layer.refuse_updated()
             self.demand_fetches += 1
@@ -189,8 +186,7 @@ class Residency:
         loose = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
         for layer in loose:
             self._leave(layer)
-        freed = bool(self._tenants.kept) and self._tenants.free_dropped()
-        return freed or bool(loose)
+        return self._tenants.free_dropped() or bool(loose)
 
     def _leave(self, layer: StreamedLayer) -> None:
         """Releases a layer that no call uses any more, or lets it rest."""

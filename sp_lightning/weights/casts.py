@@ -72,65 +72,53 @@ def came_from_cast(gradient: Tensor) -> bool:
 
 
 class SavedValues:
-    """Values at one place of a layer's memory, of which graphs may have saved some. Once others have taken their place,
-    only such graphs keep it alive.
+    """The values at one place of a layer's memory. Graphs that have saved some of them hold this object.
+
+    The layer has a list of such objects, of the present values. Once other values take their place (:func:`keep_saved_values`),
+    only graphs keep the object alive.
 
     Args:
         begin: bytes from the start of the slot to the first value; a multiple of :data:`ALIGNMENT`.
 
     Attributes:
-        kept: the values' bytes on the host, flat ``uint8``, once other values have taken their place; None before.
+        begin: the same.
+        copy: the values' bytes on the host, flat ``uint8``, once other values have taken their place; None before.
     """
 
     def __init__(self, begin: int) -> None:
-        self.kept: Tensor | None = None
-        self._begin = begin
+        self.copy: Tensor | None = None
+        self.begin = begin
 
     def recall(self, device: Device, place: SavedView) -> Tensor:
-        """Returns some of the kept values, those that lay at a place of the slot, in new device memory."""
-        assert self.kept is not None
-        # The values keep the alignment that they had, because kernels are chosen by it.
+        """Returns some of these values, those that lay at a place of the slot, in new device memory."""
+        assert self.copy is not None
+        # They keep the alignment that they had, because kernels are chosen by it.
         ahead = place.offset % ALIGNMENT
         last = sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))
-        source = self.kept[place.offset - ahead - self._begin :][: ahead + (last + 1) * place.dtype.itemsize]
+        source = self.copy[place.offset - ahead - self.begin :][: ahead + (last + 1) * place.dtype.itemsize]
         memory = device.send(source)
         with no_inference_mode():
             return strided(memory, ahead, place.dtype, place.shape, place.stride)
 
 
-class PresentValues:
-    """The present values of one place of a layer's memory.
+def are_saved(present: list[SavedValues], index: int) -> bool:
+    """Whether a graph that is still alive has saved some of these present values."""
+    return sys.getrefcount(present[index]) > _UNSAVED
+
+
+_one = [SavedValues(0)]
+_UNSAVED = sys.getrefcount(_one[0])
+"""What is counted where no graph holds any. Versions of Python differ in it."""
+
+
+def keep_saved_values(present: list[SavedValues], index: int, values: Tensor) -> None:
+    """Keeps present values for the graphs that have saved some of them, before others take their place.
 
     Args:
-        begin: bytes from the start of the slot to the place; see :class:`SavedValues`.
-
-    Attributes:
-        now: the present values, for a graph that saves some of them.
+        present: the layer's list.
+        index: which of them.
+        values: their bytes, flat ``uint8`` on the host. No other code writes this memory.
     """
-
-    def __init__(self, begin: int) -> None:
-        self._begin = begin
-        self.now = SavedValues(begin)
-
-    @property
-    def saved(self) -> bool:
-        """Whether a graph that is still alive has saved some of the present values."""
-        return self._references > _UNSAVED
-
-    @property
-    def _references(self) -> int:
-        return sys.getrefcount(self.now)
-
-    def keep(self, values: Tensor) -> None:
-        """Keeps the present values for the graphs that have saved some of them, before others take their place.
-
-        Args:
-            values: the bytes of the present values, flat ``uint8`` on the host. No other code writes this memory.
-        """
-        if self.saved:
-            self.now.kept = values
-            self.now = SavedValues(self._begin)
-
-
-_UNSAVED = PresentValues(0)._references
-"""What is counted where no graph holds any. Versions of Python differ in it."""
+    if are_saved(present, index):
+        present[index].copy = values
+        present[index] = SavedValues(present[index].begin)

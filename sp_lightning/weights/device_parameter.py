@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
@@ -179,8 +178,12 @@ class StandIn(DeviceParameter):
         if func in METADATA:
             with Untouched():
                 return func(*args, **kwargs)
-        if (output := _compute_by_rows(func, types, args, kwargs)) is not NotImplemented:
-            return output
+        # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
+        first = next((each for each in (*args, *kwargs.values()) if issubclass(type(each), StandIn)), None)
+        if first is not None and first._of.compute is not None and not first._of.doors.at_host():
+            output = first._of.compute(first, func, types, args, kwargs)
+            if output is not NotImplemented:
+                return output
         if func is torch.autograd.grad:
             return _grad_by_edges(*args, **kwargs)
         if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
@@ -194,7 +197,7 @@ class StandIn(DeviceParameter):
                 "SuperpipelineStrategy(resident=[…])."
             )
         if away[0]._of.doors.at_host():  # a parameter that was kept is the host's between steps
-            args, kwargs = tree_map_only(DeviceParameter, _host, (args, kwargs))
+            args, kwargs = tree_map_only(DeviceParameter, lambda each: each.host, (args, kwargs))
             return func(*args, **kwargs)
         with away[0]._of.doors.on_demand(away):
             by_rows = any(each._of.by_rows for each in away)  # these stay stand-ins
@@ -241,17 +244,6 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         return None if None in casts.values() else _call(casts, func, args, kwargs)
 
 
-def _compute_by_rows(func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Computes with a weight of which only rows may be there; NotImplemented if all of its layer is needed."""
-    for argument in (*args, *kwargs.values()) if kwargs else args:
-        if issubclass(type(argument), StandIn):  # isinstance is slow: the metaclass of Parameter checks in Python
-            group = argument._of
-            if group.compute is None or group.doors.at_host():
-                return NotImplemented
-            return group.compute(argument, func, types, args, kwargs)
-    return NotImplemented
-
-
 def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     if not (kwargs or torch.is_grad_enabled()):  # the same in one go, for inference, where it counts most
         given = [casts[each._of][each._index] if issubclass(type(each), StandIn) else each for each in args]
@@ -280,35 +272,6 @@ def same_place(tensor: Tensor, other: Tensor) -> bool:
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
         other.data_ptr(), other.dtype, other.shape, other.stride()
     )  # fmt: skip
-
-
-def requires_grad(parameter: Tensor) -> bool:
-    """Whether the device parameter itself requires a gradient, as autograd sees it."""
-    with Untouched():
-        return tensor_requires_grad.__get__(parameter)
-
-
-def set_requires_grad(parameter: Tensor, value: bool) -> None:
-    """Sets whether the device parameter itself requires a gradient."""
-    with Untouched():
-        tensor_requires_grad.__set__(parameter, value)
-
-
-def follow_gradients(
-    parameter: Any, hook: Callable[..., Any], arrived: Callable[[Tensor], None]
-) -> list[RemovableHandle]:
-    """Has autograd call these for each gradient of a device parameter: before and after it is accumulated.
-
-    A frozen one takes no hooks, and may thaw later. What users register on a device parameter is the host's.
-    """
-    kind, requires = type(parameter), parameter.requires_grad
-    set_class(parameter, nn.Parameter)
-    parameter.requires_grad_(True)
-    # The user's hooks, which the first one runs, run where they do on a plain parameter, with torch.autograd.grad as well.
-    handles = [parameter.register_hook(hook), parameter.register_post_accumulate_grad_hook(arrived)]
-    parameter.requires_grad_(requires)
-    set_class(parameter, kind)
-    return handles
 
 
 def hides_stand_ins(inputs: Any) -> bool:
@@ -354,14 +317,10 @@ def _present_edge(parameter: DeviceParameter) -> GradientEdge:
     return gradient_edge(parameter)
 
 
-def _host(parameter: DeviceParameter) -> nn.Parameter:
-    return parameter.host
-
-
 def _alias(parameter: DeviceParameter) -> Tensor:
     """Returns the weight as another tensor. A graph that keeps it keeps the memory with it."""
-    wanted = torch.is_grad_enabled() and requires_grad(parameter)
     with Untouched(), no_dispatch_modes():
+        wanted = torch.is_grad_enabled() and tensor_requires_grad.__get__(parameter)
         return parameter.view_as(parameter) if wanted else parameter.detach()
 
 

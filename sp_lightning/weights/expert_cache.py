@@ -44,7 +44,10 @@ class ExpertCache:
     def __init__(self, device: Device, nbytes: int, layers: Sequence[StreamedLayer]) -> None:
         self._device = device
         layers = [layer for layer in layers if layer.planned.rows]
-        self._place = max((_row_bytes(layer) for layer in layers), default=0)
+        rows = [
+            [layer.planned.spans[at].nbytes // layer.planned.rows for at in layer.planned.stacks] for layer in layers
+        ]
+        self._place = max((sum(map(aligned, each)) for each in rows), default=0)
         experts = sum(layer.planned.rows for layer in layers)
         self._count = min(nbytes // self._place, experts) if self._place else 0
         self._memory = device.empty(self._count * self._place)
@@ -132,8 +135,3 @@ class ExpertCache:
                 self._device.access(target, Stream.COMPUTE, write=True)
                 target.copy_(source)
                 offset += aligned(nbytes)
-
-
-def _row_bytes(layer: StreamedLayer) -> int:
-    spans = layer.planned.spans
-    return sum(aligned(spans[index].nbytes // layer.planned.rows) for index in layer.planned.stacks)

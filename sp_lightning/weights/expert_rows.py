@@ -78,7 +78,7 @@ class ExpertRows(AllRows):
         self.count = layer.planned.rows
         self.stacks = frozenset(layer.planned.stacks)
         layer.parameters.compute = self.compute
-        layer.parameters.come_by_rows(self.stacks)
+        layer.parameters.notice_uses_of(self.stacks)
         self.needed: Rows = NOTHING
         self.present: Rows = NOTHING
         self.comes_whole = ""
@@ -293,22 +293,20 @@ class ExpertRows(AllRows):
         layers = re.sub(r"\d+", "*", self.layer.name)  # one line for all layers of which the same holds
         say_once(self._log, f"Superpipeline: all experts of {layers!r} come with each call, because {why}.")
 
-    def saved_rows(self, index: int | None, tensor: Tensor, offset: int) -> Rows:
+    def saved_rows(self, index: int | None, view: Tensor | None = None, offset: int = 0) -> Rows:
         """The rows in which a saved view lies; if it is of several, those that its call reads."""
+        if view is None:
+            call = self._call()
+            return call.rows if call is not None and call.trusted else None
         if index is None or index not in self.stacks:
             return NOTHING if index is not None else None
         call, span = self._call(), self.layer.planned.spans[index]
         row = span.nbytes // self.count
-        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.element_size()
+        extent = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) * view.element_size()
         first, last = (offset - span.offset) // row, (offset - span.offset + extent) // row
         if first == last:
             return frozenset({first})
         return call.rows if call is not None and call.trusted else self.present
-
-    def saved_stack_rows(self) -> Rows:
-        """The rows of a stack that was saved itself."""
-        call = self._call()
-        return call.rows if call is not None and call.trusted else None
 
     # ------------------------------------------------------------------ rows go back
 

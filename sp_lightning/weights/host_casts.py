@@ -11,7 +11,7 @@ from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.layout import addresses, part, versions
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.casts import PresentValues, SavedValues
+from sp_lightning.weights.casts import SavedValues, are_saved, keep_saved_values
 from sp_lightning.weights.layer import NoCasts, StreamedLayer
 
 
@@ -31,7 +31,7 @@ class Casts(NoCasts):
         self._device = device
         self._spans = list(zip(block.planned.casts, masters.planned.spans, strict=True))
         self._begin = block.planned.casts[0].offset
-        self._present_values = PresentValues(self._begin)
+        self._present = [SavedValues(self._begin)]
         self._made_of: tuple[list[int], list[int]] | None = None
         self._given = False  # whether the places were given to the update that is under way
 
@@ -54,7 +54,7 @@ class Casts(NoCasts):
         It may not if a graph has saved casts: :meth:`refresh` sees to it that the graph keeps their values.
         """
         self.invalidate()
-        self._given = not self._present_values.saved
+        self._given = not are_saved(self._present, 0)
         if not self._given:
             return {}
         self._device.access(self._block.weights, by, write=True)
@@ -80,19 +80,19 @@ class Casts(NoCasts):
         self._device.access(self._block.weights, by, write=True)
         wire = self._block.weights
         with no_inference_mode(), torch.no_grad():
-            if not self._present_values.saved:
+            if not are_saved(self._present, 0):
                 self._cast_into(wire, but if self._given else ())
             else:
                 casts = wire.clone()
                 self._cast_into(casts)
                 if not torch.equal(casts, wire):
-                    self._present_values.keep(wire[self._begin :].clone())
+                    keep_saved_values(self._present, 0, wire[self._begin :].clone())
                     wire.copy_(casts)
         self._made_of = state
 
     def saved_values(self, offset: int) -> SavedValues | None:
         """The present values of the casts, if ``offset`` of the slot is among them; otherwise None."""
-        return self._present_values.now if offset >= self._begin else None
+        return self._present[0] if offset >= self._begin else None
 
     def offer(self, views: Sequence[Tensor]) -> None:
         """Lets views of the casts stand for the masters, unless those are on the device, where they may be written."""

@@ -21,7 +21,7 @@ from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.casts import SavedValues
 from sp_lightning.weights.narrow_gradient import widen
 from sp_lightning.weights.parameter_group import ParameterGroup
-from sp_lightning.weights.writes import KeptMemory
+from sp_lightning.weights.writes import ViewDigests
 
 Rows = frozenset[int] | None
 """The numbers of rows; None for all of them."""
@@ -35,7 +35,7 @@ class AllRows:
         stacks: the indices of the parameters of which only rows may be on the device.
         ahead: the rows that are worth a fetch before anybody asks.
         complete: whether the rows that the present use may read are in the layer's slot.
-        compacted: whether the layer's gradient is sparse on the device in this backward, although ``param.grad`` is to be dense.
+        sparse_on_device: whether its gradient is sparse there in this backward, although ``param.grad`` is to be dense.
         looked_up_bytes: bytes of the rows that look-ups have sent.
         host_waits: how often the host has waited for the numbers of rows.
         hits, misses: how many rows of experts uses have asked for that were on the device, and that were not.
@@ -46,7 +46,7 @@ class AllRows:
     stacks: frozenset[int] = NOTHING
     ahead: Rows = None
     complete = True
-    compacted = False
+    sparse_on_device = False
     cache: Any = None
     looked_up_bytes = host_waits = hits = misses = sent_bytes = 0
 
@@ -82,18 +82,14 @@ class AllRows:
     def read_whole(self) -> None:
         """Something computes with all of the weights, and its graph may reach any row."""
 
-    def saved_rows(self, index: int | None, tensor: Tensor, offset: int) -> Rows:
+    def saved_rows(self, index: int | None, view: Tensor | None = None, offset: int = 0) -> Rows:
         """The rows that a saved tensor needs in backward.
 
         Args:
             index: of the parameter in which it begins.
-            tensor: a view of the slot's memory.
-            offset: bytes from the start of the slot.
+            view: a view of the slot's memory; None if a weight was saved itself.
+            offset: bytes from the start of the slot to the view.
         """
-        return None
-
-    def saved_stack_rows(self) -> Rows:
-        """The rows of a weight that was saved itself."""
         return None
 
     def completed(self, index: int, value: Tensor, slots: Collection[int]) -> Tensor:
@@ -172,7 +168,7 @@ class Slot:
         escaped: whether views of it outlived its last use.
         stale: whether its layer's weights were or may have been written on the host since it was fetched. Its layer is to
             come to it again, because of those views.
-        kept: what such views are compared with, which may be written at any time; None within the step that took them.
+        digests: what such views are compared with, which may be written at any time; None within the step that took them.
         filled: the event of the transfer into it.
         coming: its layer, while other ranks have yet to announce that they bring it, too.
         idle: the event after the last kernel that used it.
@@ -188,7 +184,7 @@ class Slot:
     lent: bool = False
     escaped: bool = False
     stale: bool = False
-    kept: KeptMemory | None = None
+    digests: ViewDigests | None = None
     filled: Any = None
     coming: OnItsWay | None = None
     idle: Any = None
@@ -243,7 +239,6 @@ class StreamedLayer:
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
         rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
-        whole: whether all of it comes, and as it is: it has neither casts nor rows, and neither has to be asked.
         update: its update in the background that the engine has not waited for yet. Masters have none of their own.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
@@ -277,7 +272,6 @@ class StreamedLayer:
         self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
         self.rows = AllRows()
-        self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
         self.update: Future[None] | None = None
         self.slot: Slot | None = None
         self.transfer: Any = None
@@ -334,8 +328,7 @@ class StreamedLayer:
 
     def leave_slot(self) -> None:
         """As :meth:`invalidate`, but weights were given other memory: views of the old one keep the old values."""
-        if not self.whole:
-            self.rows.drop_cached()
+        self.rows.drop_cached()
         if self.kind is Kind.RESIDENTS and self.slot is not None:
             self.slot.stale = True  # they take another one when they are used next
             return

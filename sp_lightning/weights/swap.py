@@ -32,7 +32,7 @@ from sp_lightning.weights.roles import Role, leave_all, left, take_all
 from sp_lightning.weights.writes import WeightWatch
 
 _Exchange = tuple[nn.Module, bool, str, Any, Any]
-"""A module, whether its ``__setattr__`` is to be called, its attribute, what is put there and what is there before that."""
+"""A module, whether its ``__setattr__`` is to be called, its attribute, the host parameter and its device parameter."""
 
 
 class Swap:
@@ -77,8 +77,7 @@ class Swap:
             for pair in (*plain, *wrapped.items())
             for place in places.get(pair[0], ())
         ]
-        self._to_device: list[_Exchange] = [(*place, device, host) for place, host, device in pairs]
-        self._to_host: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
+        self._pairs: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
         self.captured = Captured(plain, lambda: self.on_device)
         self._wrapped = list(wrapped)
         # What changed() compares. It is asked before each batch, so it walks along lists, and calls no function of Python's own.
@@ -94,7 +93,7 @@ class Swap:
         """Puts the device's parameters into the modules, which hold the host's."""
         self._residents.group.ask(before_use=False)
         self.on_device = True
-        _swap(self._to_device)
+        _swap(self._pairs, to_device=True)
         self._pruned.hold_device()
 
     def to_host(self) -> None:
@@ -106,9 +105,9 @@ class Swap:
         for average in self.averages:
             average.send_back()
         if self._watch is not None:
-            self._watch.look_away()
+            self._watch.forget()
         self.captured.watch(False)
-        _swap(self._to_host)
+        _swap(self._pairs, to_device=False)
         for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
             parameters: dict[str, Any] = module._parameters
             for attribute, parameter in parameters.items() if parameters else ():
@@ -135,8 +134,7 @@ class Swap:
 
     def close(self) -> None:
         """Drops the device parameters. Buffers stay on the host for good."""
-        self._to_device.clear()
-        self._to_host.clear()
+        self._pairs.clear()
         for average in self.averages:
             average.close()
 
@@ -144,9 +142,10 @@ class Swap:
         return [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]
 
 
-def _swap(exchanges: Iterable[_Exchange]) -> None:
-    """Puts ``new`` into every place that holds ``old``. User code has put something else into the other places."""
-    for module, keeps_list, attribute, new, old in exchanges:
+def _swap(exchanges: Iterable[_Exchange], *, to_device: bool) -> None:
+    """Puts device parameters into every place that holds their hosts, or back. User code has filled the other places."""
+    for module, keeps_list, attribute, host, device in exchanges:
+        old, new = (host, device) if to_device else (device, host)
         parameters = module._parameters
         if parameters.get(attribute) is old:
             parameters[attribute] = new

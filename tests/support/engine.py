@@ -96,7 +96,7 @@ def events() -> Iterator[list[str]]:
         drain(self, layer)
 
     def note_apply(self: Gradients, landed: Any) -> None:
-        happened.append(f"apply {name(landed.layer)}")
+        happened.append(f"apply {name(landed[0])}")
         apply(self, landed)
 
     with (
