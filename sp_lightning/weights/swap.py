@@ -49,7 +49,6 @@ class Swap:
 
     Attributes:
         averages: the buffers that are on the device from their first use in a step until its end.
-        captured: the host's parameters, as user code may have captured them.
     """
 
     def __init__(
@@ -78,7 +77,9 @@ class Swap:
             for place in places.get(pair[0], ())
         ]
         self._pairs: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
-        self.captured = Captured(plain, lambda: self.on_device)
+        of = {id(host): device for host, device in plain if isinstance(host, nn.Parameter)}
+        self._captured = [device.host for device in of.values()]
+        self._role: type[_InStep] = type("InStep", (_InStep,), {"device_of": of, "swap": self})
         self._wrapped = list(wrapped)
         # What changed() compares. It is asked before each batch, so it walks along lists, and calls no function of Python's own.
         self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
@@ -106,7 +107,7 @@ class Swap:
             average.send_back()
         if self._watch is not None:
             self._watch.forget()
-        self.captured.watch(False)
+        self.watch_captured(False)
         _swap(self._pairs, to_device=False)
         for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
             parameters: dict[str, Any] = module._parameters
@@ -116,6 +117,24 @@ class Swap:
                 if kind is not nn.Parameter and issubclass(kind, (DeviceParameter, StandInForWrapped)):
                     parameters[attribute] = parameter.host
         self.on_device = False  # set last, so that a call that was interrupted is repeated
+
+    def watch_captured(self, watch: bool, *, thread: int | None = None) -> None:
+        """Sets whether what is computed with the host's parameters for a graph is computed with the device's.
+
+        Args:
+            watch: whether it is. Otherwise each use is an ordinary one: an optimizer's, or one between steps.
+            thread: the identifier of the thread that runs the step; None for the same as before.
+        """
+        if watch:
+            self._role.thread = self._role.thread if thread is None else thread
+            take_all(self._captured, self._role)
+        else:
+            leave_all(self._captured, self._role)
+
+    def watch_captured_in_forward(self, *, begins: bool) -> None:
+        """Does the same for a forward within backward, if user code has computed with one: no other pays for that."""
+        if self._role.used:
+            self.watch_captured(begins)
 
     def changed(self) -> bool:
         """Whether modules or parameters were replaced or renamed, or parameters changed their dtype, shape or strides."""
@@ -153,44 +172,12 @@ def _swap(exchanges: Iterable[_Exchange], *, to_device: bool) -> None:
                 setattr(module, attribute, new)
 
 
-class Captured:
-    """The host's parameters of a module, as user code may have captured them.
-
-    Args:
-        pairs: each host parameter with its device parameter.
-        on_device: says whether modules hold device parameters now.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[nn.Parameter, DeviceParameter]], on_device: Callable[[], bool]) -> None:
-        of = {id(host): device for host, device in pairs if isinstance(host, nn.Parameter)}
-        self._hosts = [device.host for device in of.values()]
-        self._role: type[_InStep] = type("InStep", (_InStep,), {"device_of": of, "on_device": staticmethod(on_device)})
-
-    def watch(self, watch: bool, *, thread: int | None = None) -> None:
-        """Sets whether what is computed with the host's parameters for a graph is computed with the device's.
-
-        Args:
-            watch: whether it is. Otherwise each use is an ordinary one: an optimizer's, or one between steps.
-            thread: the identifier of the thread that runs the step; None for the same as before.
-        """
-        if watch:
-            self._role.thread = self._role.thread if thread is None else thread
-            take_all(self._hosts, self._role)
-        else:
-            leave_all(self._hosts, self._role)
-
-    def watch_forward(self, *, begins: bool) -> None:
-        """Does the same for a forward within backward, if user code has computed with one: no other pays for that."""
-        if self._role.used:
-            self.watch(begins)
-
-
 class _InStep(Role):
     """A host parameter while a step runs."""
 
     rank = 1
     device_of: dict[int, DeviceParameter]
-    on_device: Callable[[], bool]
+    swap: Swap
     used = False
     thread = 0
 
@@ -237,7 +224,7 @@ def _on_device(func: Callable[..., Any], others: Sequence[Tensor], role: type[_I
         return True
     if func in (Tensor.detach, torch.detach):
         # It may be written. Other threads look at the host's memory, which never leaves.
-        return role.on_device() and threading.get_ident() == role.thread
+        return role.swap.on_device and threading.get_ident() == role.thread
     device = next(iter(role.device_of.values()))._of.doors.device
     others = [other for other in others if other.ndim]
     if any(map(device.has, others)):
