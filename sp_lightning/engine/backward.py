@@ -132,7 +132,8 @@ class Backward(Part):
             if current_graph_task() not in self.tasks:
                 self.join()
             self._accumulates = True
-            layer.refuse_updated("another gradient arrived for it")
+            if layer.owner.updated_early:  # nearly never; this comes for each gradient
+                layer.refuse_updated("another gradient arrived for it")
             if len(self.tasks) > 1 or not self._announced:
                 self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
             complete = self.gradients.arrived(layer, index, gradient)  # (7)

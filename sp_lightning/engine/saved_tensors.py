@@ -175,7 +175,7 @@ class SavedTensors(Part):
             version, values = group.counters[which]._version, group.present_values[which]
             if tensor._version != version:  # a view of .data, for example, whose writes autograd does not check
                 which = None
-        rows = layer.rows.saved_rows(index, tensor, offset)
+        rows = None if layer.whole else layer.rows.saved_rows(index, tensor, offset)
         return _Packed((layer, which, version, self._views[layer.layout].find(tensor, offset), values, rows))
 
     @never_compiled
@@ -218,7 +218,8 @@ class SavedTensors(Part):
         with held(self.lock, leaves_inference_mode=True):
             if current_graph_task() not in backward.tasks:
                 backward.join()
-            layer.rows.need(rows)
+            if not layer.whole:
+                layer.rows.need(rows)
             slot = residency.used.get(layer)
             new = slot is None
             if slot is None or not layer.rows.complete:

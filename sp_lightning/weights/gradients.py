@@ -145,7 +145,7 @@ class Gradients(GradientSink[_Drain]):
                 span = block.planned.spans[index]
                 target = strided(staging.common, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
-            rows = layer.rows.gradient_rows(index)
+            rows = None if layer.whole else layer.rows.gradient_rows(index)
             if rows is None:
                 targets.append(target)
                 sources.append(gradient)

@@ -239,6 +239,8 @@ class StreamedLayer:
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
         rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
+        whole: whether all of it comes, and as it is: neither its rows nor its casts have anything to do. What is done for each
+            weight asks this first, which saves a call.
         update: its update in the background that the engine has not waited for yet. Masters have none of their own.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
@@ -272,6 +274,7 @@ class StreamedLayer:
         self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
         self.rows = AllRows()
+        self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
         self.update: Future[None] | None = None
         self.slot: Slot | None = None
         self.transfer: Any = None

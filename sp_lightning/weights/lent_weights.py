@@ -170,6 +170,8 @@ class LentWeights(Tenants):
 
     def free_dropped(self) -> bool:
         """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were held."""
+        if not self._held:  # nearly always
+            return False
         freed = {layer for layer in self._held if layer.parameters.free_dropped()}
         self._held -= freed
         return bool(freed)
