@@ -5,7 +5,7 @@
 - anything else computes with a weight whose layer is away (:meth:`Access.on_demand`, by way of a stand-in's class),
 - a table's rows are looked up (:meth:`Access.reading_rows`).
 
-A wrong guess of the prefetch, which fetches layers before anybody asks, costs a fetch and never a result.
+A wrong guess of the prefetch, which fetches layers before a call asks for them, costs a fetch and never a result.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Backward(Part):
         """Takes a gradient that autograd has put on a device parameter, and sends it to the host.
 
         Raises:
-            RuntimeError: the running backward has updated the layer already.
+            RuntimeError: the running backward has updated the layer already, or the gradient has a graph of its own.
         """
         with Untouched():  # autograd has put it on the device parameter itself
             gradient = tensor_grad.__get__(parameter)
@@ -123,6 +123,11 @@ class Backward(Part):
         # is in param.grad already, whether its parameter is frozen later or not.
         if gradient is None or not host.requires_grad:
             return
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"The gradient of {group.spans[index].name!r} has a graph of its own (backward(create_graph=True)); it would be "
+                "lost on the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
+            )
         if gradient.dtype is not host.dtype:
             # param.data = other: the host's parameter takes the other dtype before the gradient
             self.lent.take_back(layer)

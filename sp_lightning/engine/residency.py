@@ -25,7 +25,7 @@ class Residency:
 
     Args:
         slots: the slots that they are in.
-        prefetch: chooses the layers that come before anybody asks for them.
+        prefetch: chooses the layers that come before a call asks for them.
         source: the source of their bytes.
         tenants: the users of their memory.
         noted: called after a layer may have taken an extra slot, so that more memory may be in use than ever before.

@@ -165,7 +165,7 @@ class ExpertRows(AllRows):
 
     @property
     def ahead(self) -> Rows:  # type: ignore[override]
-        """The rows that are worth a fetch before anybody asks: in backward, those of forward; otherwise, if calls are alike."""
+        """The rows worth a fetch before a call asks for them: in backward, those of forward; otherwise, if calls are alike."""
         certain = self._last is None or (self._training and self._this_step)
         return self._last if certain or self._steadiness >= _STEADY else NOTHING
 

@@ -202,7 +202,7 @@ class GradientPlaces:
                 parameter.grad.copy_(family.of(place))
 
     def merge(self) -> None:
-        """Makes what the primary's user code has written to gradients everybody's, and forgets what another rank's has.
+        """Makes what the primary's user code has written to gradients that of all ranks, and forgets what another rank's has.
 
         A gradient that user code has put into ``param.grad`` moves to its place first.
         """
@@ -248,7 +248,7 @@ class GradientPlaces:
                 self._show_again(family, place, gradient)
 
     def _show_again(self, family: Family, place: Place, gradient: Tensor | None) -> None:
-        """After a turn: what an optimizer has put into ``param.grad`` everybody sees, unless it is None."""
+        """After a turn: what an optimizer has put into ``param.grad`` is what all ranks see, unless it is None."""
         now = gradient_of(place)
         if now is None:
             return

@@ -125,13 +125,4 @@ def bytes_of_dense(gradient: Tensor) -> int:
     return gradient.nbytes if gradient.layout is torch.strided else 0
 
 
-def has_graph(layer: StreamedLayer, index: int) -> str:
-    """The error message for a gradient that could be differentiated itself (``backward(create_graph=True)``)."""
-    name = layer.planned.spans[index].name
-    return (
-        f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
-        f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
-    )
-
-
 _nbytes: Callable[[Tensor], int] = attrgetter("nbytes")

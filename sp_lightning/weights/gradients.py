@@ -23,7 +23,7 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_values
 from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.weights.embedding_rows import each_row_once
-from sp_lightning.weights.gradient_sink import GradientSink, bytes_of_dense, has_graph
+from sp_lightning.weights.gradient_sink import GradientSink, bytes_of_dense
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
 
@@ -80,12 +80,7 @@ class Gradients(GradientSink[_Drain]):
 
         Returns:
             Whether all gradients of the layer have arrived; never for residents.
-
-        Raises:
-            RuntimeError: the gradient has a graph of its own (``backward(create_graph=True)``).
         """
-        if gradient.requires_grad:
-            raise RuntimeError(has_graph(layer, index))
         owner, place = layer.owner, (layer, index)
         received = self._received.get(owner)
         if received is None:

@@ -33,7 +33,7 @@ class AllRows:
 
     Attributes:
         stacks: the indices of the parameters of which only rows may be on the device.
-        ahead: the rows that are worth a fetch before anybody asks.
+        ahead: the rows that are worth a fetch before a call asks for them.
         complete: whether the rows that the present use may read are in the layer's slot.
         sparse_on_device: whether its gradient is sparse there in this backward, although ``param.grad`` is to be dense.
         looked_up_bytes: bytes of the rows that look-ups have sent.

@@ -2,7 +2,7 @@
 
 Ranks match what they send by its order alone, so all of them send the layers in one agreed order: that in which those of rank 0
 were complete in the last backward. A layer that is complete before its turn waits on the device; if more than
-``in_flight`` wait, the oldest goes to this rank's host memory until then. At the end of backward everybody sends what is left,
+``in_flight`` wait, the oldest goes to this rank's host memory until then. At the end of backward every rank sends what is left,
 with zeros for what it lacks, so ranks that took different paths stay together.
 """
 
@@ -20,7 +20,7 @@ from sp_lightning.device.ranks import Ranks
 from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, gradient_of, present
-from sp_lightning.weights.gradient_sink import GradientSink, Wanted, has_graph
+from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rank_sum import is_narrow, sum_over_ranks
 
@@ -68,8 +68,6 @@ class ReducedGradients(GradientSink[None]):
             RuntimeError: it cannot be summed over ranks, or its layer's gradients have left already.
         """
         name = layer.planned.spans[index].name
-        if gradient.requires_grad:
-            raise RuntimeError(has_graph(layer, index))
         self.expect()
         family, place = self._families[layer.owner], (layer, index)
         if family.reduced:

@@ -97,7 +97,7 @@ class Residents:
 
     @property
     def _held(self) -> bool:
-        """Whether anybody but the device parameters holds the memory."""
+        """Whether anything but the device parameters holds the memory."""
         own = sum(
             self.group.value(index).untyped_storage().data_ptr() == self.address for index in range(len(self.group.all))
         )

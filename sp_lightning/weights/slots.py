@@ -246,9 +246,8 @@ class Slots:
             self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
             self.idle_since = self._device.mark(Stream.COMPUTE)
         slot.lent = False
-        slot.escaped = slot.lease.in_use
+        self.forget_dropped(slot)
         if not slot.escaped:
-            slot.digests = None
             if self.poisons:
                 self._poison(slot)
             slot.idle = self._device.record(Stream.COMPUTE)

@@ -88,7 +88,7 @@ class SlicedUploads(Uploads):
         device: copies, and says in which order.
         ranks: those who upload.
         lock: the engine's. The caller of a method holds it, but for :meth:`close`.
-        own: whether what a rank uploads of a layer is its own and not everybody's.
+        own: whether what a rank uploads of a layer is its own and not that of all ranks.
         log: for the one line that says that ranks do not agree; None for Lightning's.
     """
 
