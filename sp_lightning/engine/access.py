@@ -184,7 +184,7 @@ class Access(Part):
                 f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
                 f"it from its module: dict(module.named_parameters())[{name!r}]."
             )
-        wanted = {parameter._of.layer for parameter in parameters}
+        wanted: set[StreamedLayer] = {parameter._of.layer for parameter in parameters}
         residents = self.residents.layer in wanted
         layers = sorted(wanted - {self.residents.layer}, key=lambda layer: layer.index)
         if casts:

@@ -225,6 +225,7 @@ class _BeingUpdated(Role):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._updates.finish()
+        self._updates.refuse_updated([self])
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
 
 

@@ -247,6 +247,14 @@ def reads(parameter: nn.Parameter) -> None:
     parameter.detach().sum()
 
 
+def copies_it(parameter: nn.Parameter) -> None:
+    copy.deepcopy(parameter)
+
+
+def takes_its_gradient(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+
+
 class UsesCaptured(Module):
     """A hook in backward uses a weight of the last layer, which is updated by then, captured before the run."""
 
@@ -261,7 +269,7 @@ class UsesCaptured(Module):
         self.use(self.captured[0])
 
 
-@pytest.mark.parametrize("use", [writes_data, writes_in_place, reads])
+@pytest.mark.parametrize("use", [writes_data, writes_in_place, reads, copies_it, takes_its_gradient])
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("k", [1, 8])
 def test_a_captured_weight_that_is_updated_already_is_refused(k: int, lazy: bool, use: Any) -> None:
