@@ -224,8 +224,9 @@ class _BeingUpdated(Role):
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._updates.finish()
-        self._updates.refuse_updated([self])
+        updates = self._updates  # its ordinary class has none
+        updates.finish()
+        updates.refuse_updated([self])
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
 
 
