@@ -5,7 +5,7 @@
 - anything else computes with a weight whose layer is away (:meth:`Access.on_demand`, by way of a stand-in's class),
 - a table's rows are looked up (:meth:`Access.reading_rows`).
 
-A wrong guess of the prefetch, which fetches layers before anybody asks, costs a fetch and never a result.
+A wrong guess of the prefetch, which fetches layers before a call asks for them, costs a fetch and never a result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from sp_lightning.device.torch_private import (
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.module_hooks import Visits
-from sp_lightning.engine.residency import refuse_updated
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
 from sp_lightning.engine.step import Part, Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
@@ -104,7 +103,7 @@ class Access(Part):
             packs_any = self._moves or "offload" in self.activations.modes.values()
             self.calls.begin(self._saved_tensors.hooks if packs_any else None)
             if self._backward.tasks and self.calls.depth == 1:
-                self.swap.captured.watch_forward(begins=True)
+                self.swap.watch_captured_in_forward(begins=True)
             for layer in entered:
                 layer.parameters.watch()
         return visits
@@ -125,7 +124,7 @@ class Access(Part):
             finally:  # what was written on the device may be refused
                 self.calls.end()
                 if self._backward.tasks and not self.calls.depth:
-                    self.swap.captured.watch_forward(begins=False)
+                    self.swap.watch_captured_in_forward(begins=False)
                 if outside := self._is_outside():
                     self._step.end(writes_follow=True)
             if visits and not outside:
@@ -185,7 +184,7 @@ class Access(Part):
                 f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
                 f"it from its module: dict(module.named_parameters())[{name!r}]."
             )
-        wanted = {parameter._of.layer for parameter in parameters}
+        wanted: set[StreamedLayer] = {parameter._of.layer for parameter in parameters}
         residents = self.residents.layer in wanted
         layers = sorted(wanted - {self.residents.layer}, key=lambda layer: layer.index)
         if casts:
@@ -193,7 +192,7 @@ class Access(Part):
         with held(self.lock):
             self._notice_thread()
             for layer in layers:
-                refuse_updated(layer)
+                layer.refuse_updated()
                 layer.rows.need(None)
             self.residency.begin_call(layers, backward=bool(self._backward.tasks))
         try:
@@ -226,7 +225,7 @@ class Access(Part):
             RuntimeError: the running backward has updated the table already.
         """
         with held(self.lock):
-            refuse_updated(layer)
+            layer.refuse_updated()
             layer.parameters.sync_requires_grad()
             staged = None
             if layer.slot is None:

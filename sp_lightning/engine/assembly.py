@@ -16,9 +16,9 @@ from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, Staging
-from sp_lightning.weights.casts import Casts
 from sp_lightning.weights.embedding_rows import EmbeddingRows
 from sp_lightning.weights.expert_rows import ExpertRows
+from sp_lightning.weights.host_casts import Casts
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
 
@@ -85,7 +85,6 @@ def make_rows(
     for layer in layers:
         if layer.planned.rows:
             layer.rows = ExpertRows(layer, device, log or logging.getLogger("lightning.pytorch"))
-            layer.parameters.come_by_rows(layer.rows.stacks)
     return embeddings
 
 

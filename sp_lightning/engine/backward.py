@@ -13,7 +13,6 @@ from functools import partial
 from torch import Tensor
 
 from sp_lightning.device.torch_private import current_graph_task, queue_callback
-from sp_lightning.engine.residency import refuse_updated
 from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.weights.device_parameter import Untouched, tensor_grad
 from sp_lightning.weights.gradient_sink import Wanted
@@ -113,7 +112,7 @@ class Backward(Part):
         """Takes a gradient that autograd has put on a device parameter, and sends it to the host.
 
         Raises:
-            RuntimeError: the running backward has updated the layer already.
+            RuntimeError: the running backward has updated the layer already, or the gradient has a graph of its own.
         """
         with Untouched():  # autograd has put it on the device parameter itself
             gradient = tensor_grad.__get__(parameter)
@@ -124,6 +123,11 @@ class Backward(Part):
         # is in param.grad already, whether its parameter is frozen later or not.
         if gradient is None or not host.requires_grad:
             return
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"The gradient of {group.spans[index].name!r} has a graph of its own (backward(create_graph=True)); it would be "
+                "lost on the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
+            )
         if gradient.dtype is not host.dtype:
             # param.data = other: the host's parameter takes the other dtype before the gradient
             self.lent.take_back(layer)
@@ -134,7 +138,7 @@ class Backward(Part):
                 self.join()
             self._accumulates = True
             if layer.owner.updated_early:  # nearly never; this comes for each gradient
-                refuse_updated(layer, "another gradient arrived for it")
+                layer.refuse_updated("another gradient arrived for it")
             if len(self.tasks) > 1 or not self._announced:
                 self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
             complete = self.gradients.arrived(layer, index, gradient)  # (7)
@@ -177,13 +181,8 @@ class Backward(Part):
         self.tasks.clear()
         self._given.clear()
         self._nested = self._announced = self._accumulates = False
-        self.clear_early_updates()
+        self.updates.end_early()
         self.gradients.drop()
-
-    def clear_early_updates(self) -> None:
-        """Allows uses of the layers that backward has updated, because the step is over."""
-        for layer in self.layers:
-            layer.updated_early = False
 
     def close(self) -> None:
         """The run is over."""
@@ -227,7 +226,7 @@ class Backward(Part):
             accumulated, self._accumulates = self._accumulates, False
             self._nested = self._announced = False
             for layer in self.layers:
-                layer.rows.compacted = False  # of a backward that has failed on the way
+                layer.rows.sparse_on_device = False  # of a backward that has failed on the way
             if not step.running or (accumulated and step.ends_with_backward):
                 step.end(compare=well)  # otherwise there is an error already
             elif accumulated and step.kind is StepKind.MANUAL:

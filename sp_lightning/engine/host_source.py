@@ -95,7 +95,7 @@ class HostSource(BlockSource):
             layer.invalidate()
             # User code that writes weights waits for their updates first. A layer whose update is under way was therefore
             # not written.
-            if not layer.whole and layer.owner.update is None:
+            if layer.owner.update is None:
                 layer.casts.invalidate()
 
     def adopt(self) -> None:

@@ -139,6 +139,7 @@ class LayerwiseStep:
             nothing to do; otherwise it is to update all at once.
         """
         self._engine.backward.on_complete = self._engine.backward.wanted = None
+        self._updates.end_early()
         self._engine.before(deferred=bool(self.begun))  # a forward without a backward may have left transfers
         self._engine.gather(self._optimizer)
         try:
@@ -157,7 +158,6 @@ class LayerwiseStep:
         self.begun.clear()
         if type(self._optimizer) is self._class:  # all updates were waited for in backward
             self._drop_places()
-        self._engine.backward.clear_early_updates()  # all updates are submitted
         self._updates.partially_updated = None
         if self._waits:
             self._updates.finish()

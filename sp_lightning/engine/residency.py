@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.weights.gradient_sink import GradientSink
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.layer import Slot, StreamedLayer
 from sp_lightning.weights.lent_weights import Tenants
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.slots import BlockSource, Slot, Slots
+from sp_lightning.weights.slots import BlockSource, Slots
 
 
 class Residency:
@@ -25,7 +25,7 @@ class Residency:
 
     Args:
         slots: the slots that they are in.
-        prefetch: chooses the layers that come before anybody asks for them.
+        prefetch: chooses the layers that come before a call asks for them.
         source: the source of their bytes.
         tenants: the users of their memory.
         noted: called after a layer may have taken an extra slot, so that more memory may be in use than ever before.
@@ -102,8 +102,7 @@ class Residency:
             if not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
-        if self._tenants.layers_outside:
-            self._tenants.before_use(layer)
+        self._tenants.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
                 layer.visits += not backward
@@ -111,8 +110,7 @@ class Residency:
                 slot = self.used[layer] = self.resting.pop(layer)
                 return slot
             self._release_resting(layer)
-        if self.slots.idle_since is not None:
-            self.slots.resume()
+        self.slots.resume()
         layer.visits += not backward
         if not layer.on_demand:
             self.prefetch.trace.visit(layer)
@@ -123,10 +121,9 @@ class Residency:
         if not early and layer.outdated:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
-        if not layer.whole:
-            layer.rows.begin_use()
+        layer.rows.begin_use()
         if absent or not layer.rows.complete:
-            refuse_updated(layer)
+            layer.refuse_updated()
             self.demand_fetches += 1
             self._fetch([(layer, layer.slot or self.slots.find(layer, self.prefetch.trace.next_use))])
             self._noted()
@@ -136,7 +133,7 @@ class Residency:
     def _complete(self, layer: StreamedLayer) -> None:
         """Brings the rows of stacked experts that are missing, into the slot that is in use."""
         slot = self.used[layer]
-        refuse_updated(layer)
+        layer.refuse_updated()
         if layer.outdated:
             layer.invalidate()
         self.demand_fetches += 1
@@ -189,8 +186,7 @@ class Residency:
         loose = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
         for layer in loose:
             self._leave(layer)
-        freed = bool(self._tenants.kept) and self._tenants.free_dropped()
-        return freed or bool(loose)
+        return self._tenants.free_dropped() or bool(loose)
 
     def _leave(self, layer: StreamedLayer) -> None:
         """Releases a layer that no call uses any more, or lets it rest."""
@@ -244,16 +240,3 @@ class Peak:
             now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
         if now > self.most:
             self.most = now
-
-
-def refuse_updated(layer: StreamedLayer, why: str = "its weights were needed again") -> None:
-    """Refuses what needs the weights of a layer as they were before the running backward has updated it.
-
-    Raises:
-        RuntimeError: it has.
-    """
-    if layer.owner.updated_early:
-        raise RuntimeError(
-            f'optimizer_overlap="backward" had updated layer {layer.name!r} when, in the same backward, '
-            f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
-        )

@@ -25,8 +25,7 @@ from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part
 from sp_lightning.weights.casts import SavedValues
 from sp_lightning.weights.device_parameter import DeviceParameter
-from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.rows import Rows
+from sp_lightning.weights.layer import Kind, Rows, StreamedLayer
 
 
 class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValues | None, Rows]):
@@ -173,7 +172,7 @@ class SavedTensors(Part):
         if which is None:
             version, values = -1, layer.casts.saved_values(offset)
         else:
-            version, values = group.counters[which]._version, group.present_values[which].now
+            version, values = group.counters[which]._version, group.present_values[which]
             if tensor._version != version:  # a view of .data, for example, whose writes autograd does not check
                 which = None
         rows = None if layer.whole else layer.rows.saved_rows(index, tensor, offset)
@@ -188,8 +187,7 @@ class SavedTensors(Part):
         version = group.version_once_fetched(index)
         if weight.dtype is not group.spans[index].dtype:  # param.data = other, for which the slot has no place
             return weight.detach(), weight._version
-        rows = group.layer.rows.saved_stack_rows()
-        return _Packed((group.layer, index, version, None, None, rows))
+        return _Packed((group.layer, index, version, None, None, group.layer.rows.saved_rows(index)))
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:  # most saved tensors are of this kind
@@ -198,11 +196,11 @@ class SavedTensors(Part):
         elif type(packed) is _Packed:
             layer, which, expected, place, values, rows = packed
             group = layer.parameters
-            if which is not None and (group.exposed or group.apart):
+            if which is not None and (group.exposed or group.retyped):
                 group.refuse_exchanged(which)
             tensor = self._bring(layer, which, place, rows)
             version = expected if which is None else group.counters[which]._version
-            if values is not None and values.kept is not None:  # the layer has other values by now
+            if values is not None and values.copy is not None:  # the layer has other values by now
                 assert place is not None
                 tensor = values.recall(self.device, place)
         elif isinstance(packed, SavedReference):

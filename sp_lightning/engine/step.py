@@ -150,7 +150,7 @@ class Step(Part):
         if self._watch is not None:
             self.residents.group.expose()
         if held_host:
-            self.swap.captured.watch(not in_backward, thread=self.thread)
+            self.swap.watch_captured(not in_backward, thread=self.thread)
             self._look_at_weights()
 
     def share(self, shared: bool) -> None:
@@ -194,7 +194,7 @@ class Step(Part):
         """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
         self.take_back_writes()
         self.swap.to_host()
-        self.swap.captured.watch(True)  # the graph of a backward may be kept
+        self.swap.watch_captured(True)  # the graph of a backward may be kept
         self.invalidate_unused()
         self.residents.invalidate()
 
@@ -203,11 +203,11 @@ class Step(Part):
         if self.running and self.kind is StepKind.MANUAL and self.swap.on_device:
             self.swap.to_host()
             self._held = True
-        self.swap.captured.watch(False)
+        self.swap.watch_captured(False)
 
     def compute_on_host(self, on_host: bool) -> None:
         """Sets whether what is computed with the host's parameters is left to the host: in backward, which adds up gradients."""
-        self.swap.captured.watch(self.running and not on_host)
+        self.swap.watch_captured(self.running and not on_host)
 
     def await_backward(self, *, seen: bool) -> None:
         """Has the step end with the next backward, because user code has returned a loss (automatic optimization).
@@ -283,7 +283,7 @@ class Step(Part):
 
     def _to_host_for_good(self, well: bool) -> None:
         self.swap.to_host()
-        self.swap.captured.watch(False)
+        self.swap.watch_captured(False)
         self.activations.remove()
         self.activations.flush()
         if self.training:

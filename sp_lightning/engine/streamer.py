@@ -258,7 +258,7 @@ class Streamer:
             self._step.take_back_writes()
             self._step.expected = None  # for this window
             self.plan = plan
-            self._gradients.limit(plan.k_prime + 1)
+            self._gradients.in_flight = plan.k_prime + 1
             self._residency.resize(plan)
             self._peak.note()
 
@@ -303,7 +303,7 @@ class Streamer:
             demand_fetches=self._residency.demand_fetches,
             host_waits=self._lent.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),
             extra_slots=self._slots.extra_slots,
-            gathered_bytes=self._slots.gathered_bytes,
+            gathered_bytes=self._slots.uploads.gathered_bytes,
             peak_device_bytes=self._peak.most,
             peak_allocated_bytes=self.device.most_bytes(),
             stored_bytes=offload.stored_bytes,

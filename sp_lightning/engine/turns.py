@@ -98,7 +98,7 @@ class Turns:
         return self.ranks.end_turn()
 
     def merge(self) -> None:
-        """Makes the primary's weights everybody's, without a turn. Collective."""
+        """Makes the primary's weights those of all ranks, without a turn. Collective."""
         self._prepare()
         self.ranks.barrier(Wait.STEP_AFTER_ARRIVAL)
         if self._store.merge() and self.ranks.primary:

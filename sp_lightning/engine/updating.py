@@ -92,12 +92,12 @@ class Updating(Part):
             if group.attached:  # whatever user code does with the weights from now on is refused
                 group.ask(before_use=True)
             own = len(group.all) if group.attached else 0
-            viewed = slot if slot is not None and slot.kept is None and slot.lease.in_use_beside(own) else None
+            viewed = slot if slot is not None and slot.digests is None and slot.lease.in_use_beside(own) else None
             if group.exposed or viewed is not None:
                 with held(self.lock):
                     self.lent.take_back(member)
                     if viewed is not None:
-                        self.lent.keep(viewed)  # a view that user code has may be written from now on, too
+                        self.lent.take_digests(viewed)  # a view that user code has may be written from now on, too
                 member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
 
     def step_of(self, optimizer: Optimizer) -> str:

@@ -23,6 +23,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import UNCHANGED_BY_UPDATES
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import publish
+from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.store.block_memory import merge
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
@@ -140,10 +141,25 @@ class BackgroundUpdates:
             while self._afterwards:
                 self._afterwards.pop()()
 
+    def refuse_updated(self, values: Iterable[Any]) -> None:
+        """Refuses values among which is a parameter that the running backward has updated: a RuntimeError."""
+        used = {id(value) for value in values}
+        for layer in [each for each in self._layers if each.owner.updated_early]:
+            if used & set(map(id, layer.block.parameters)):
+                layer.refuse_updated()
+
     def recover(self) -> None:
         """Does what :meth:`join` does after an error that may have occurred while an update was being submitted."""
         self.join()
         _restore_classes(self._layers)
+
+    def end_early(self) -> None:
+        """Allows uses of the layers that backward has updated, because the step is over."""
+        with self._lock:
+            for layer in [each for each in self._layers if each.updated_early]:
+                layer.updated_early = False
+                if layer not in self._under_way:
+                    _restore_classes(layer.family)
 
     def close(self) -> None:
         """Drops an error that was raised. Its traceback holds activations, whose graph holds this object in turn."""
@@ -155,9 +171,11 @@ class BackgroundUpdates:
                 # A KeyboardInterrupt may come here; the update is still known then.
                 self._device.finish(layer.update, why)
             then, layer.update = self._under_way.pop(layer), None
-            _restore_classes(layer.family)
+            if not layer.updated_early:
+                _restore_classes(layer.family)
             if then is not None:
-                then()
+                with torch.DisableTorchFunctionSubclass():  # the layer's parameters may be refused to user code still
+                    then()
 
     def _raise(self) -> None:
         if self._failure is not None:
@@ -185,7 +203,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class _BeingUpdated(Role):
-    """A host parameter whose update is under way. Code that computes with it, or reads its gradient, waits first."""
+    """A host parameter whose update is under way. Code that computes with it, or reads its gradient, waits first.
+
+    If the running backward has begun the update, such code is refused: it is to come before the update.
+    """
 
     rank = 0
     _updates: BackgroundUpdates
@@ -200,10 +221,13 @@ class _BeingUpdated(Role):
         for kind in types:
             if issubclass(kind, _BeingUpdated):
                 kind._updates.finish()  # after this the arguments have their ordinary classes again
+                kind._updates.refuse_updated(tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._updates.finish()
+        updates = self._updates  # its ordinary class has none
+        updates.finish()
+        updates.refuse_updated([self])
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
 
 

@@ -29,7 +29,7 @@ class HostBlock:
     Attributes:
         planned: where each parameter lies.
         parameters: the user's parameters, in the order of ``planned.spans``.
-        apart: indices of parameters that were given another dtype inside a step (``module.float()`` in a forward). They
+        retyped: indices of parameters that were given another dtype inside a step (``module.float()`` in a forward). They
             have memory of their own until the engine is built anew, before the next batch.
         gradients: the memory in which the parameters' gradients arrive.
         addresses: where each parameter's data was when the block last absorbed parameters.
@@ -59,7 +59,7 @@ class HostBlock:
         self.parameters: Sequence[nn.Parameter] = [parameter for _, parameter in layer.parameters]
         self._device = device
         self._fetched_seldom = fetched_seldom
-        self.apart: set[int] = set()
+        self.retyped: set[int] = set()
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
         self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
@@ -81,7 +81,7 @@ class HostBlock:
         if now == self.addresses:
             return []
         pairs = enumerate(zip(now, self.addresses, strict=True))
-        return [index for index, (at, before) in pairs if at != before and index not in self.apart]
+        return [index for index, (at, before) in pairs if at != before and index not in self.retyped]
 
     @property
     def pinned(self) -> bool:
@@ -110,7 +110,7 @@ class HostBlock:
         target, name = self.parameters[index], self.planned.spans[index].name
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
-                self.apart.add(index)
+                self.retyped.add(index)
                 with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # as below
                     target.data = value.to("cpu", copy=True)
                 return True
@@ -120,7 +120,7 @@ class HostBlock:
                 f"trainer.fit, or keep it on the device: SuperpipelineStrategy(resident=[{name!r}])."
             )
         with no_inference_mode(), torch.no_grad():
-            if index not in self.apart:
+            if index not in self.retyped:
                 # Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
                 written = torch.empty(target.nbytes, dtype=torch.uint8)
                 view(written, self._alone[index]).copy_(value)
@@ -153,7 +153,7 @@ class HostBlock:
                 )
         if any((lent := self._lent[index]) is not None and not lent.expired() for index in displaced):
             self.memory.anew()
-            displaced = [index for index in range(len(self.parameters)) if index not in self.apart]
+            displaced = [index for index in range(len(self.parameters)) if index not in self.retyped]
         for index in displaced:
             self._take(index, self.memory.seen)
         self.addresses = addresses(self.parameters)
@@ -188,7 +188,7 @@ class HostBlock:
         It steps those with a gradient. One that was frozen may have kept its own.
         """
         stepped = [i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None]
-        seen = {i: self.parameters[i].data for i in stepped if i not in self.apart}
+        seen = {i: self.parameters[i].data for i in stepped if i not in self.retyped}
         try:
             with no_inference_mode(), torch.no_grad():
                 for index in seen:

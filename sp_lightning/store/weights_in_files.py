@@ -229,7 +229,7 @@ class FileBlock(HostBlock):
     def complete(self, memory: Tensor) -> None:
         """Copies what is not in files, or not any more, to such memory, which has been read to."""
         # User code may have written the mapping since the read began: torch counts no write of numpy's, the system does.
-        for index in self.in_file - self.apart:
+        for index in self.in_file - self.retyped:
             if was_written(self._mapped[index]):
                 self.in_file.discard(index)
         for index, span in enumerate(self.planned.spans):

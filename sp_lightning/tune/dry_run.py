@@ -8,7 +8,7 @@ that is alive beside the parameters. A model of 70 billion parameters takes some
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -168,10 +168,8 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
     outside = saves.outside()
     large = (saved for saved in outside if not is_small(saved.nbytes))
     largest = max(large, key=lambda saved: saved.nbytes, default=None)
-    calls, small = tuple(saves.calls), tuple(saves.small)
-    return Work(
-        trial.costs(), trial.peak, calls, small, sum(saved.nbytes for saved in outside), largest, frozenset(trial.whole)
-    )
+    calls, small, whole = tuple(saves.calls), tuple(saves.small), frozenset(trial.whole)
+    return Work(trial.costs(), trial.peak, calls, small, sum(saved.nbytes for saved in outside), largest, whole)
 
 
 class _Saves:
@@ -303,14 +301,13 @@ class _Trial(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)  # it reads a tensor's device
+        if func.namespace == "prim":  # it reads a tensor's device
+            return func(*args, **kwargs)
         if func is torch.ops.aten.embedding.default and args[1].is_floating_point():
             # torch 2.10 and 2.11 refuse such indices only if the tensors are real.
             raise RuntimeError("embedding was given indices that are no whole numbers.")
         result = func(*args, **kwargs)
-        outputs = list(_tensors(result if isinstance(result, (tuple, list)) else (result,)))
-        inputs = list(_tensors((*args, *kwargs.values())))
+        outputs, inputs = _tensors(result), _tensors((*args, *kwargs.values()))
         keys = [storage_id(leaf.untyped_storage()) for leaf in inputs]
         casts = func.overloadpacket is to_copy_operator and keys[0] in self._lowered
         for tensor in outputs:
@@ -336,13 +333,11 @@ class _Trial(TorchDispatchMode):
         return result
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, which are tensors, lists of such, or something else."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (each for each in value if isinstance(each, Tensor))
+def _tensors(found: Any) -> list[Tensor]:
+    """The tensors of an operator, whose arguments and results are tensors, or lists of some at most."""
+    if isinstance(found, (tuple, list)):
+        return [tensor for each in found for tensor in _tensors(each)]
+    return [found] if isinstance(found, Tensor) else []
 
 
 class _Fused(TorchFunctionMode):

@@ -145,7 +145,10 @@ class PrunedWeights:
                 continue
             seen, version, sent = self._masks.get((module, name), (None, 0, host))
             if seen is not host or version != host._version:
-                sent = self._send(host)
+                with no_inference_mode(), torch.no_grad():
+                    whole = host.detach().clone()  # dense memory, whatever the strides of the user's tensor
+                    flat = strided(whole, 0, torch.uint8, (whole.nbytes,), (1,))
+                    sent = strided(self._device.send(flat), 0, whole.dtype, whole.shape, whole.stride())
                 self._masks[module, name] = host, host._version, sent
             module._buffers[f"{name}_mask"] = sent
 
@@ -160,9 +163,3 @@ class PrunedWeights:
             product = vars(module).get(name)
             if isinstance(product, Tensor):
                 vars(module)[name] = self._device.receive(product.detach()).requires_grad_(product.requires_grad)
-
-    def _send(self, host: Tensor) -> Tensor:
-        with no_inference_mode(), torch.no_grad():
-            whole = host.detach().clone()  # dense memory, whatever the strides of the user's tensor
-            flat = strided(whole, 0, torch.uint8, (whole.nbytes,), (1,))
-            return strided(self._device.send(flat), 0, whole.dtype, whole.shape, whole.stride())

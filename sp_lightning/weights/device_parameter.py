@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
@@ -30,9 +29,6 @@ from sp_lightning.device.torch_private import (
     tree_map_only,
 )
 from sp_lightning.weights.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast
-
-if TYPE_CHECKING:
-    from sp_lightning.weights.parameter_group import ParameterGroup
 
 Untouched = torch.DisableTorchFunctionSubclass  # in this context a stand-in itself is read, and no layer is brought
 # The attributes of the tensor itself, which the properties of DeviceParameter hide.
@@ -46,7 +42,7 @@ set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 class DeviceParameter(nn.Parameter):
     """A parameter's view of the slot that its layer is in. Only :class:`ParameterGroup` makes one."""
 
-    _of: ParameterGroup
+    _of: Any  # the ParameterGroup; its file imports this one
     _index: int
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
@@ -84,7 +80,8 @@ class DeviceParameter(nn.Parameter):
     @property
     def host(self) -> nn.Parameter:
         """The user's parameter."""
-        return self._of.hosts[self._index]
+        found: nn.Parameter = self._of.hosts[self._index]
+        return found
 
     @property
     def data(self) -> Tensor:
@@ -181,8 +178,12 @@ class StandIn(DeviceParameter):
         if func in METADATA:
             with Untouched():
                 return func(*args, **kwargs)
-        if (output := _compute_by_rows(func, types, args, kwargs)) is not NotImplemented:
-            return output
+        # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
+        first = next((each for each in (*args, *kwargs.values()) if issubclass(type(each), StandIn)), None)
+        if first is not None and first._of.compute is not None and not first._of.doors.at_host():
+            output = first._of.compute(first, func, types, args, kwargs)
+            if output is not NotImplemented:
+                return output
         if func is torch.autograd.grad:
             return _grad_by_edges(*args, **kwargs)
         if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
@@ -196,11 +197,11 @@ class StandIn(DeviceParameter):
                 "SuperpipelineStrategy(resident=[…])."
             )
         if away[0]._of.doors.at_host():  # a parameter that was kept is the host's between steps
-            args, kwargs = tree_map_only(DeviceParameter, _host, (args, kwargs))
+            args, kwargs = tree_map_only(DeviceParameter, lambda each: each.host, (args, kwargs))
             return func(*args, **kwargs)
         with away[0]._of.doors.on_demand(away):
-            stacked = any(each._of.layer.rows.stacks for each in away)  # these stay stand-ins
-            if stacked or away[0]._of.shared or away[0]._of.doors.saves_raw():
+            by_rows = any(each._of.by_rows for each in away)  # these stay stand-ins
+            if by_rows or away[0]._of.shared or away[0]._of.doors.saves_raw():
                 args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             if func is Tensor.detach or func is torch.detach:
                 # state_dict() detaches. Writes through the .data of a detached tensor change no version.
@@ -223,7 +224,7 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     Returns:
         The result; None if the function needs the masters themselves.
     """
-    casts: dict[ParameterGroup, Any] = {}
+    casts: dict[Any, Any] = {}  # by ParameterGroup
     for argument in (*args, *kwargs.values()) if kwargs else args:
         # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
         if type(argument) is not Tensor and issubclass(type(argument), StandIn) and argument._of not in casts:
@@ -243,19 +244,6 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         return None if None in casts.values() else _call(casts, func, args, kwargs)
 
 
-def _compute_by_rows(func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Computes with a weight of which only rows may be there; NotImplemented if all of its layer is needed."""
-    for argument in (*args, *kwargs.values()) if kwargs else args:
-        if issubclass(type(argument), StandIn):  # isinstance is slow: the metaclass of Parameter checks in Python
-            group = argument._of
-            return (
-                NotImplemented
-                if group.doors.at_host()
-                else group.layer.rows.compute(argument, func, types, args, kwargs)
-            )
-    return NotImplemented
-
-
 def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     if not (kwargs or torch.is_grad_enabled()):  # the same in one go, for inference, where it counts most
         given = [casts[each._of][each._index] if issubclass(type(each), StandIn) else each for each in args]
@@ -266,7 +254,7 @@ def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     return func(*[_cast(argument, casts) for argument in reversed(args)][::-1], **last)
 
 
-def _cast(argument: Any, casts: dict[ParameterGroup, Sequence[Tensor]]) -> Any:
+def _cast(argument: Any, casts: dict[Any, Sequence[Tensor]]) -> Any:
     """The cast of an argument that is a stand-in; any other argument as it is."""
     if not issubclass(type(argument), StandIn):  # isinstance is slow: the metaclass of Parameter checks in Python
         return argument
@@ -284,35 +272,6 @@ def same_place(tensor: Tensor, other: Tensor) -> bool:
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
         other.data_ptr(), other.dtype, other.shape, other.stride()
     )  # fmt: skip
-
-
-def requires_grad(parameter: Tensor) -> bool:
-    """Whether the device parameter itself requires a gradient, as autograd sees it."""
-    with Untouched():
-        return tensor_requires_grad.__get__(parameter)
-
-
-def set_requires_grad(parameter: Tensor, value: bool) -> None:
-    """Sets whether the device parameter itself requires a gradient."""
-    with Untouched():
-        tensor_requires_grad.__set__(parameter, value)
-
-
-def follow_gradients(
-    parameter: Any, hook: Callable[..., Any], arrived: Callable[[Tensor], None]
-) -> list[RemovableHandle]:
-    """Has autograd call these for each gradient of a device parameter: before and after it is accumulated.
-
-    A frozen one takes no hooks, and may thaw later. What users register on a device parameter is the host's.
-    """
-    kind, requires = type(parameter), parameter.requires_grad
-    set_class(parameter, nn.Parameter)
-    parameter.requires_grad_(True)
-    # The user's hooks, which the first one runs, run where they do on a plain parameter, with torch.autograd.grad as well.
-    handles = [parameter.register_hook(hook), parameter.register_post_accumulate_grad_hook(arrived)]
-    parameter.requires_grad_(requires)
-    set_class(parameter, kind)
-    return handles
 
 
 def hides_stand_ins(inputs: Any) -> bool:
@@ -358,14 +317,10 @@ def _present_edge(parameter: DeviceParameter) -> GradientEdge:
     return gradient_edge(parameter)
 
 
-def _host(parameter: DeviceParameter) -> nn.Parameter:
-    return parameter.host
-
-
 def _alias(parameter: DeviceParameter) -> Tensor:
     """Returns the weight as another tensor. A graph that keeps it keeps the memory with it."""
-    wanted = torch.is_grad_enabled() and requires_grad(parameter)
     with Untouched(), no_dispatch_modes():
+        wanted = torch.is_grad_enabled() and tensor_requires_grad.__get__(parameter)
         return parameter.view_as(parameter) if wanted else parameter.detach()
 
 

@@ -27,8 +27,7 @@ from sp_lightning.device.torch_private import (
     transforms_active,
     will_execute_node,
 )
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.rows import AllRows
+from sp_lightning.weights.layer import AllRows, StreamedLayer
 from sp_lightning.weights.slots import Staged
 
 
@@ -44,6 +43,7 @@ class EmbeddingRows(AllRows):
 
     def __init__(self, module: nn.Embedding, layer: StreamedLayer, device: Device, *, pin: bool) -> None:
         self.layer = layer
+        layer.parameters.compute = self.compute
         self._block = layer.block
         self._device = device
         self._pin = pin
@@ -55,7 +55,7 @@ class EmbeddingRows(AllRows):
 
     def begin_step(self, *, training: bool) -> None:
         """Nothing has computed with the whole weight yet."""
-        self.used_whole = self.compacted = False
+        self.used_whole = self.sparse_on_device = False
 
     def read_whole(self) -> None:
         """Something computes with the whole weight."""
@@ -166,8 +166,8 @@ class _LookUp(torch.autograd.Function):
         needs_whole = ctx.table.used_whole or ctx.table.module.sparse
         needs_whole = needs_whole or (gradient.dtype is torch.float16 and gradient.device.type == "cpu")
         backward = torch.ops.aten.embedding_backward
-        ctx.table.compacted = not (needs_whole or _is_looked_at(ctx))
-        if not ctx.table.compacted:
+        ctx.table.sparse_on_device = not (needs_whole or _is_looked_at(ctx))
+        if not ctx.table.sparse_on_device:
             result = backward(gradient, indices, len(ctx.weight), padding, by_frequency, sparse)
         else:
             numbers = ctx.numbers.to(gradient.device)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,7 @@ from sp_lightning.device.torch_private import (
 from sp_lightning.model.stacks import NEARLY_ALL, Reading, how_it_reads
 from sp_lightning.observe.messages import say_once
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
-from sp_lightning.weights.rows import NOTHING, AllRows, ExpertCache, Rows
-
-if TYPE_CHECKING:
-    from sp_lightning.weights.layer import StreamedLayer
-    from sp_lightning.weights.slots import Slot
+from sp_lightning.weights.layer import NOTHING, AllRows, Rows, Slot, StreamedLayer
 
 # The experts of the last call come ahead of time if that share of them was asked for again.
 _STEADY = 3 / 4
@@ -81,10 +77,11 @@ class ExpertRows(AllRows):
         self._device = device
         self.count = layer.planned.rows
         self.stacks = frozenset(layer.planned.stacks)
+        layer.parameters.compute = self.compute
+        layer.parameters.notice_uses_of(self.stacks)
         self.needed: Rows = NOTHING
         self.present: Rows = NOTHING
         self.comes_whole = ""
-        self._cache: ExpertCache | None = None  # keeps experts on the device that were used
         self._sent: list[int] = []  # the rows of the last fetch that the cache is to have
         self._log = log
         self._calls: dict[int, list[_Call]] = {}  # by thread, those that are running
@@ -168,7 +165,7 @@ class ExpertRows(AllRows):
 
     @property
     def ahead(self) -> Rows:  # type: ignore[override]
-        """The rows that are worth a fetch before anybody asks: in backward, those of forward; otherwise, if calls are alike."""
+        """The rows worth a fetch before a call asks for them: in backward, those of forward; otherwise, if calls are alike."""
         certain = self._last is None or (self._training and self._this_step)
         return self._last if certain or self._steadiness >= _STEADY else NOTHING
 
@@ -180,7 +177,7 @@ class ExpertRows(AllRows):
         self.present = None if wanted is None or before is None else before | wanted
         if before is None:
             return 0
-        cached = NOTHING if self._cache is None else self._cache.rows(self.layer)
+        cached = NOTHING if self.cache is None else self.cache.rows(self.layer)
         if wanted is None and not before and not cached:
             self._sent = []
             self.sent_bytes += self.layer.planned.nbytes
@@ -189,10 +186,10 @@ class ExpertRows(AllRows):
         self._sent = sorted(missing - cached)
         pieces = self._pieces(beside_stacks=fresh)
         self._device.copy([slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD)
-        if self._cache is not None and missing & cached:
+        if self.cache is not None and missing & cached:
             # What was fetched there before may have been overwritten unused, so that compute has not waited for it.
             self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
-            self._cache.bring(self.layer, missing & cached, slot.memory)
+            self.cache.bring(self.layer, missing & cached, slot.memory)
             if not (slot.lent or slot.escaped):  # otherwise the last kernel is still to come
                 slot.idle = self._device.record(Stream.COMPUTE)
         nbytes = sum(piece.stop - piece.start for piece in pieces)
@@ -214,21 +211,17 @@ class ExpertRows(AllRows):
     def arrived(self, slot: Tensor) -> None:
         """Has the cache keep the rows that were sent to a slot, once compute has waited for them."""
         sent, self._sent = self._sent, []
-        if self._cache is not None and sent:
-            self._cache.keep(self.layer, sent, slot)
+        if self.cache is not None and sent:
+            self.cache.keep(self.layer, sent, slot)
 
     def lost(self) -> None:
         """None of the rows can be relied on."""
         self.present = NOTHING
 
-    def keep_in(self, cache: ExpertCache) -> None:
-        """Keeps experts there from now on, if it has any memory."""
-        self._cache = cache if cache.nbytes else None
-
     def drop_cached(self) -> None:
         """The host's experts were or may have been written."""
-        if self._cache is not None:
-            self._cache.drop(self.layer)
+        if self.cache is not None:
+            self.cache.drop(self.layer)
 
     def end_use(self) -> None:
         """The next use says anew what it needs."""
@@ -238,10 +231,10 @@ class ExpertRows(AllRows):
         """Counts the rows of the use that begins, and those of them that are on the device."""
         slot = self.layer.slot
         present = NOTHING if slot is None else self.present
-        if self._cache is not None:
+        if self.cache is not None:
             if self.needed is not None:
-                self._cache.use(self.layer, self.needed)
-            present = None if present is None else present | self._cache.rows(self.layer)
+                self.cache.use(self.layer, self.needed)
+            present = None if present is None else present | self.cache.rows(self.layer)
         wanted = frozenset(range(self.count)) if self.needed is None else self.needed
         found = wanted if present is None else wanted & present
         self.hits += len(found)
@@ -300,22 +293,20 @@ class ExpertRows(AllRows):
         layers = re.sub(r"\d+", "*", self.layer.name)  # one line for all layers of which the same holds
         say_once(self._log, f"Superpipeline: all experts of {layers!r} come with each call, because {why}.")
 
-    def saved_rows(self, index: int | None, tensor: Tensor, offset: int) -> Rows:
+    def saved_rows(self, index: int | None, view: Tensor | None = None, offset: int = 0) -> Rows:
         """The rows in which a saved view lies; if it is of several, those that its call reads."""
+        if view is None:
+            call = self._call()
+            return call.rows if call is not None and call.trusted else None
         if index is None or index not in self.stacks:
             return NOTHING if index is not None else None
         call, span = self._call(), self.layer.planned.spans[index]
         row = span.nbytes // self.count
-        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.element_size()
+        extent = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) * view.element_size()
         first, last = (offset - span.offset) // row, (offset - span.offset + extent) // row
         if first == last:
             return frozenset({first})
         return call.rows if call is not None and call.trusted else self.present
-
-    def saved_stack_rows(self) -> Rows:
-        """The rows of a stack that was saved itself."""
-        call = self._call()
-        return call.rows if call is not None and call.trusted else None
 
     # ------------------------------------------------------------------ rows go back
 

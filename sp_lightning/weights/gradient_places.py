@@ -40,7 +40,7 @@ class Family:
         slot: if it is updated in this backward, the memory that all ranks have for its gradients until then.
         landed: then, the event after this rank's part has got there.
         lent: the storage that was lent for each ``param.grad``.
-        kept: for parameters without a gradient on this rank, their present ``param.grad`` in this rank's part.
+        overwritten: for parameters without a gradient on this rank, their present ``param.grad`` in this rank's part.
         pages: bytes of the shared memory, in whole pages.
         locked: whether the shared memory is page-locked.
     """
@@ -57,7 +57,7 @@ class Family:
     slot: Tensor | None = None
     landed: Any = None
     lent: dict[Place, StorageWeakRef] = field(default_factory=dict)
-    kept: list[tuple[Place, Tensor, Tensor]] = field(default_factory=list)
+    overwritten: list[tuple[Place, Tensor, Tensor]] = field(default_factory=list)
     locked: bool = False
     pages: int = field(init=False)
 
@@ -69,7 +69,7 @@ class Family:
         self.waiting.clear()
         self.stashed.clear()
         self.came.clear()
-        self.kept.clear()
+        self.overwritten.clear()
         self.reduced, self.slot = False, None
 
     def trainable(self) -> list[Place]:
@@ -82,7 +82,7 @@ class Family:
 
     def shows(self, place: Place) -> bool:
         """Whether ``param.grad`` is this rank's view of the place."""
-        gradient = _gradient(place)
+        gradient = gradient_of(place)
         at = self.view.bytes.data_ptr() + self.offset + self.places[place].offset
         return gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() == at
 
@@ -164,12 +164,12 @@ class GradientPlaces:
 
     def keep_held(self, family: Family) -> None:
         """If user code holds a gradient of an earlier step, leaves it to that and takes another view for this step's."""
-        if any(not lent.expired() and _gradient(place) is None for place, lent in family.lent.items()):
+        if any(not lent.expired() and gradient_of(place) is None for place, lent in family.lent.items()):
             self._leave(family)
 
     def _leave(self, family: Family) -> None:
         """Leaves a family's view to user code that holds gradients in it, and takes another one."""
-        gradients = {place: _gradient(place) for place in family.places if family.shows(place)}
+        gradients = {place: gradient_of(place) for place in family.places if family.shows(place)}
         family.view.keep(family.offset, family.offset + family.pages)
         family.view, family.offset = self._memory.view_anew(family.begin, family.begin + family.pages), 0
         family.lent.clear()
@@ -181,15 +181,15 @@ class GradientPlaces:
 
     def keep_others(self, family: Family) -> None:
         """Leaves gradients that are not summed in this backward (of frozen parameters) to their parameters, as they are."""
-        for layer, index in family.places.keys() - family.trainable():
-            gradient = layer.block.parameters[index].grad
-            if gradient is not None and family.shows((layer, index)):
+        for place in family.places.keys() - family.trainable():
+            gradient = gradient_of(place)
+            if gradient is not None and family.shows(place):
                 with no_inference_mode():
                     gradient.data = gradient.clone()
 
     def forget_writes(self) -> None:
         """Drops what this rank's user code has written to gradients, which are others now."""
-        self._settle([family for family in self.families.values() if family.reduced], commit=False)
+        self._keep_writes([family for family in self.families.values() if family.reduced], False)
 
     def show(self, family: Family, place: Place) -> None:
         """Lets ``param.grad`` show what is at its place."""
@@ -202,20 +202,20 @@ class GradientPlaces:
                 parameter.grad.copy_(family.of(place))
 
     def merge(self) -> None:
-        """Makes what the primary's user code has written to gradients everybody's, and forgets what another rank's has.
+        """Makes what the primary's user code has written to gradients that of all ranks, and forgets what another rank's has.
 
         A gradient that user code has put into ``param.grad`` moves to its place first.
         """
         for family in self.families.values():
             for place in family.places:
                 self._take_over(family, place)
-        self._settle(self.families.values(), commit=self._ranks.primary)
+        self._keep_writes(self.families.values(), self._ranks.primary)
 
-    def _settle(self, families: Iterable[Family], *, commit: bool) -> None:
+    def _keep_writes(self, families: Iterable[Family], commit: bool) -> None:
         commit_or_drop([(each.view, (each.offset, each.offset + each.pages)) for each in families], commit=commit)
 
     def _take_over(self, family: Family, place: Place) -> None:
-        gradient = _gradient(place)
+        gradient = gradient_of(place)
         if gradient is None or family.shows(place) or not _alike(gradient, family.of(place)):
             return
         lent = family.lent.get(place)
@@ -237,7 +237,7 @@ class GradientPlaces:
         """While this is active, what is written to ``param.grad`` of these layers is written for all ranks."""
         families = [self.families[owner] for owner in owners if owner in self.families]
         shown = [(family, place) for family in families for place in family.places if family.shows(place)]
-        gradients = [_gradient(place) for _, place in shown]
+        gradients = [gradient_of(place) for _, place in shown]
         try:
             with no_inference_mode():
                 for family, (layer, index) in shown:
@@ -248,8 +248,8 @@ class GradientPlaces:
                 self._show_again(family, place, gradient)
 
     def _show_again(self, family: Family, place: Place, gradient: Tensor | None) -> None:
-        """After a turn: what an optimizer has put into ``param.grad`` everybody sees, unless it is None."""
-        now = _gradient(place)
+        """After a turn: what an optimizer has put into ``param.grad`` is what all ranks see, unless it is None."""
+        now = gradient_of(place)
         if now is None:
             return
         common = self.whole(family, place)
@@ -271,13 +271,14 @@ def _alike(gradient: Tensor, place: Tensor) -> bool:
     )
 
 
-def _gradient(place: Place) -> Tensor | None:
+def gradient_of(place: Place) -> Tensor | None:
+    """A parameter's ``grad``."""
     return place[0].block.parameters[place[1]].grad
 
 
 def present(family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
     """A copy of a part of ``param.grad``, which stays as it is if no rank has a gradient for it."""
-    gradient, shown = family.of(place), _gradient(place)
+    gradient, shown = family.of(place), gradient_of(place)
     if shown is not None and shown.data_ptr() != gradient.data_ptr():
         gradient = torch.empty_like(gradient).copy_(shown)
     flat = gradient.as_strided((gradient.numel(),), (1,)).view(torch.uint8)

@@ -31,6 +31,7 @@ class GradientSink(Generic[W]):
         apply: called with what came, once the host has waited for a transfer.
 
     Attributes:
+        in_flight: the same number.
         keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until user code reads them.
         arriving: the layers, or families of them, of which gradients have arrived that :meth:`make_room` would send off.
         device_bytes: bytes of gradients that are on the device now.
@@ -40,7 +41,7 @@ class GradientSink(Generic[W]):
 
     def __init__(self, device: Device, in_flight: int, apply: Callable[[W], None]) -> None:
         self.device = device
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._apply_one = apply
         self.keep_narrow = False
         self.arriving: dict[Any, None] = {}
@@ -48,10 +49,6 @@ class GradientSink(Generic[W]):
         # What comes, the tensors on the device that are kept alive until compute has waited for the copy, and its event.
         self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
         self._landed: deque[tuple[W, Any]] = deque()
-
-    def limit(self, in_flight: int) -> None:
-        """Sets the number of layers whose gradients may be on the device at once."""
-        self._in_flight = in_flight
 
     def send(self, layer: int, targets: Sequence[Tensor], sources: Sequence[Any], alive: list[Tensor], what: W) -> None:
         """Issues a transfer, and retires others so that the limit holds for it and the next one."""
@@ -62,7 +59,7 @@ class GradientSink(Generic[W]):
             self.device.note("drain", layer, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
         self._flying.append((what, alive, self.device.record(Stream.DOWNLOAD)))
-        self.retire(self._in_flight - 1)
+        self.retire(self.in_flight - 1)
 
     def retire(self, keep: int) -> None:
         """Frees the device memory of all but the ``keep`` latest transfers, for which compute waits."""
@@ -126,15 +123,6 @@ class GradientSink(Generic[W]):
 def bytes_of_dense(gradient: Tensor) -> int:
     """Bytes of a gradient; 0 of a sparse one, whose bytes are few and are not known without a wait."""
     return gradient.nbytes if gradient.layout is torch.strided else 0
-
-
-def has_graph(layer: StreamedLayer, index: int) -> str:
-    """The error message for a gradient that could be differentiated itself (``backward(create_graph=True)``)."""
-    name = layer.planned.spans[index].name
-    return (
-        f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
-        f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
-    )
 
 
 _nbytes: Callable[[Tensor], int] = attrgetter("nbytes")

@@ -23,7 +23,7 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_values
 from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.weights.embedding_rows import each_row_once
-from sp_lightning.weights.gradient_sink import GradientSink, bytes_of_dense, has_graph
+from sp_lightning.weights.gradient_sink import GradientSink, bytes_of_dense
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
 
@@ -38,13 +38,8 @@ _Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 """
 
 
-@dataclass
-class _Drain:
-    """One transfer of one layer's gradients: where they land, and the staging memory if they need any."""
-
-    layer: StreamedLayer
-    landings: deque[_Landing]
-    staging: BlockMemory | None
+_Drain = tuple[StreamedLayer, deque[_Landing], BlockMemory | None]
+"""One transfer of one layer's gradients: the layer, where they land, and the staging memory if they need any."""
 
 
 @dataclass
@@ -85,12 +80,7 @@ class Gradients(GradientSink[_Drain]):
 
         Returns:
             Whether all gradients of the layer have arrived; never for residents.
-
-        Raises:
-            RuntimeError: the gradient has a graph of its own (``backward(create_graph=True)``).
         """
-        if gradient.requires_grad:
-            raise RuntimeError(has_graph(layer, index))
         owner, place = layer.owner, (layer, index)
         received = self._received.get(owner)
         if received is None:
@@ -115,8 +105,8 @@ class Gradients(GradientSink[_Drain]):
         self.device.access(gradients.values(), Stream.COMPUTE, write=True)
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         landings, staging, targets, sources = self._place(gradients)
-        owner.rows.compacted = False  # the layer's next gradient says anew whether it is
-        self.send(owner.index, targets, sources, list(gradients.values()), _Drain(owner, landings, staging))
+        owner.rows.sparse_on_device = False  # the layer's next gradient says anew whether it is
+        self.send(owner.index, targets, sources, list(gradients.values()), (owner, landings, staging))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
@@ -138,7 +128,7 @@ class Gradients(GradientSink[_Drain]):
                 landings.append(self._bring_sparse(layer, index, gradient))
                 continue
             own = target = None
-            if index in block.apart:
+            if index in block.retyped:
                 own = target = torch.empty_like(gradient, device="cpu")
             elif parameter.grad is None:
                 stays = self.keep_narrow and not self._looked_at and not accumulation_hooks(parameter)
@@ -171,10 +161,10 @@ class Gradients(GradientSink[_Drain]):
         self.host_waits += 1
         self.drained_bytes += sparse_values(sparse).nbytes
         parameter = layer.block.parameters[index]
-        if not layer.rows.compacted:
+        if not layer.rows.sparse_on_device:
             return parameter, sparse, sparse, False
         own = None
-        if parameter.grad is None and index not in layer.block.apart:
+        if parameter.grad is None and index not in layer.block.retyped:
             own = layer.block.gradients.target(index, parameter.dtype)
         return parameter, each_row_once(sparse), own, True
 
@@ -210,36 +200,37 @@ class Gradients(GradientSink[_Drain]):
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
-        for drain in self.drop_drains():
-            self.device.access(map(_memory, drain.landings), None, write=True)
-            if drain.staging is not None:
-                self._staging.give_back(drain.staging)
+        for _, landings, staging in self.drop_drains():
+            self.device.access(map(_memory, landings), None, write=True)
+            if staging is not None:
+                self._staging.give_back(staging)
         self._received.clear()
         self.arriving.clear()
 
     def _apply(self, drain: _Drain) -> None:
-        received = self._received[drain.layer]
+        layer, landings, staging = drain
+        received = self._received[layer]
         try:
             # They may become param.grad, which the user writes.
-            self.device.access(map(_memory, drain.landings), None, write=True)
-            if any(own is None for _, _, own, _ in drain.landings):  # these are added to others
-                drain.layer.use_gradients()
+            self.device.access(map(_memory, landings), None, write=True)
+            if any(own is None for _, _, own, _ in landings):  # these are added to others
+                layer.use_gradients()
             # Landings are taken out, so that its parameters alone hold a layer's gradients once it is complete.
-            while drain.landings:
-                received.applied.add(self._land(*drain.landings.popleft()))
+            while landings:
+                received.applied.add(self._land(*landings.popleft()))
         finally:
-            if drain.staging is not None:
-                self._staging.give_back(drain.staging)
-        if len(received.applied) == received.expected and drain.layer.kind is not Kind.RESIDENTS:
-            drain.layer.parameters.doors.gradients_complete(drain.layer)
+            if staging is not None:
+                self._staging.give_back(staging)
+        if len(received.applied) == received.expected and layer.kind is not Kind.RESIDENTS:
+            layer.parameters.doors.gradients_complete(layer)
 
     def _look(self) -> None:
         self._looked_at = True
 
-    def _land(self, parameter: nn.Parameter, gradient: Tensor, own: Tensor | None, compacted: bool) -> int:
+    def _land(self, parameter: nn.Parameter, gradient: Tensor, own: Tensor | None, sparse_on_device: bool) -> int:
         """Makes one gradient ``param.grad``, or adds it to that. Returns the parameter's identity."""
         first = parameter.grad is None
-        if compacted and own is None and first:
+        if sparse_on_device and own is None and first:
             gradient = gradient.to_dense()  # the block's memory for it is still held
         elif own is not None and own is not gradient and first:
             with no_inference_mode():

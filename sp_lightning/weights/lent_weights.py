@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import shared
+from sp_lightning.weights.casts import are_saved, keep_saved_values
 from sp_lightning.weights.device_parameter import same_place
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.parameter_group import ParameterGroup
-from sp_lightning.weights.slots import Slot, Slots
-from sp_lightning.weights.writes import KeptMemory, WeightWatch, digest
+from sp_lightning.weights.layer import Slot, StreamedLayer
+from sp_lightning.weights.slots import Slots
+from sp_lightning.weights.writes import ViewDigests, WeightWatch, digest
 
 
 class Tenants:
@@ -22,19 +20,13 @@ class Tenants:
 
     Args:
         slots: the slots, whose memory is lent.
-
-    Attributes:
-        kept: released layers of which user code may keep device parameters.
-        layers_outside: released layers with weights in other memory, which user code holds.
     """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self.kept: set[StreamedLayer] = set()
-        self.layers_outside: set[StreamedLayer] = set()
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used, if ``layers_outside`` has any. Its weights on the host have to be up to date then."""
+        """Called before a layer is used: its weights on the host have to be up to date then."""
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Called before slots are overwritten: what was written there is lost afterwards."""
@@ -57,17 +49,8 @@ class Tenants:
         return False
 
     def free_dropped(self) -> bool:
-        """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were ``kept``."""
+        """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were held."""
         return False
-
-
-class _Left(NamedTuple):
-    """A slot that a layer has left although it is still viewed, and the digests of the weights that go on elsewhere."""
-
-    layer: StreamedLayer
-    slot: Slot
-    values: Sequence[Tensor]
-    others: dict[int, str]
 
 
 class LentWeights(Tenants):
@@ -91,8 +74,14 @@ class LentWeights(Tenants):
         self.device = device
         self.resident_storages = resident_storages
         self._watch = watch
+        self._held: set[StreamedLayer] = set()  # released layers of which something still holds device parameters
+        self._replaced: set[StreamedLayer] = (
+            set()
+        )  # released layers with weights in other memory, which user code holds
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
-        self._left: list[_Left] = []
+        # Slots that their layers have left although they are still viewed, with name, value and digest of each weight that goes
+        # on elsewhere.
+        self._left: list[tuple[Slot, list[tuple[str, Tensor, str]]]] = []
         self.write_backs = 0
         self.refuses = True
 
@@ -100,15 +89,15 @@ class LentWeights(Tenants):
 
     def before_use(self, layer: StreamedLayer) -> None:
         """Takes back what was written outside of the layer's slot, before the layer comes."""
-        for member in layer.family:
-            self._take_back_outside(member)
+        for member in layer.family if self._replaced else ():
+            self._take_back_replaced(member)
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Notes that the device's copy is that of the host's present parameters."""
         layer.parameters.fetched()
-        if layer.slot is not None and layer.slot.kept is not None:
+        if layer.slot is not None and layer.slot.digests is not None:
             self._slots.join(layer.slot)  # user code that holds the slot may read it at any time
-            self.keep(layer.slot)
+            self.take_digests(layer.slot)
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
         """Makes the layer's device parameters views of its slot."""
@@ -124,8 +113,7 @@ class LentWeights(Tenants):
             group.ask(before_use=True)
         group.resting = False
         group.sync_requires_grad()
-        if not layer.whole:
-            layer.casts.offer(views[len(group.all) :])
+        layer.casts.offer(views[len(group.all) :])
 
     # ------------------------------------------------------------------ a use ends
 
@@ -143,12 +131,12 @@ class LentWeights(Tenants):
     def release(self, layer: StreamedLayer, slot: Slot) -> None:
         """Has the device parameters drop the slot's memory, and releases the slot."""
         try:
-            self._move_out(layer, slot)
+            self._detach(layer, slot)
         finally:  # what was written on the device may be refused
             self._slots.release(slot)  # (5)
-            self._moved_out(layer, slot)
+            self._after_release(layer, slot)
 
-    def _move_out(self, layer: StreamedLayer, slot: Slot) -> None:
+    def _detach(self, layer: StreamedLayer, slot: Slot) -> None:
         """Takes back what was written, and has the device parameters drop the slot's memory."""
         group = layer.parameters
         if not group.attached:
@@ -156,25 +144,24 @@ class LentWeights(Tenants):
             if slot.escaped:
                 self._take_back_escaped(slot)
             return
-        outside: dict[int, Tensor] = {}
+        replaced: dict[int, Tensor] = {}
         try:
-            _, outside = self.take_back_slot(slot)
+            _, replaced = self.take_back_slot(slot)
         finally:  # it may be refused
             if not group.detach():
-                self.kept.add(layer)
-        if outside:  # param.data = other: the slot does not have these values
-            self.leave_views(slot, outside)
+                self._held.add(layer)
+        if replaced:  # param.data = other: the slot does not have these values
+            self.leave_views(slot, replaced)
             layer.leave_slot()
-            self._set_outside(layer, outside)
+            self._set_replaced(layer, replaced)
 
-    def _moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
+    def _after_release(self, layer: StreamedLayer, slot: Slot) -> None:
         """Invalidates a layer that comes on demand after its use, unless user code still views it."""
-        if not layer.whole:
-            layer.casts.withdraw()
-            layer.rows.end_use()
+        layer.casts.withdraw()
+        layer.rows.end_use()
         group = layer.parameters
         if not slot.escaped:
-            group.exposed.intersection_update(group.outside)
+            group.exposed.intersection_update(group.replaced)
         if layer.on_demand:
             if slot.escaped:  # the weights may be written through a view at any time
                 group.casts = None
@@ -182,9 +169,11 @@ class LentWeights(Tenants):
                 layer.invalidate()
 
     def free_dropped(self) -> bool:
-        """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were ``kept``."""
-        freed = {layer for layer in self.kept if layer.parameters.free_dropped()}
-        self.kept -= freed
+        """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were held."""
+        if not self._held:  # nearly always
+            return False
+        freed = {layer for layer in self._held if layer.parameters.free_dropped()}
+        self._held -= freed
         return bool(freed)
 
     # ------------------------------------------------------------------ the host takes back
@@ -197,15 +186,19 @@ class LentWeights(Tenants):
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
-            if _written_on_both(group, index):
+            if group.version_once_fetched(index) != group.version(index):  # the host's was written, too
                 if self.refuses:
-                    raise RuntimeError(_both(group.spans[index].name))
+                    raise RuntimeError(
+                        f"Parameter {group.spans[index].name!r} was written on the host, through a view from before the step "
+                        "(.detach()), say, while the same weight was written on the device or handed out there (.data, "
+                        ".detach()); one of both would be lost. Take such views anew within the step, from the module."
+                    )
                 continue
             if self._watch is not None:
                 self._watch.compare_one(layer.block, index)
             if layer.block.write(index, value):
-                if index in layer.block.apart:
-                    group.set_apart(index, value)
+                if index in layer.block.retyped:
+                    group.set_retyped(index, value)
                 group.unversioned_writes[index] += 1
                 group.written_back()
                 group.casts = None
@@ -228,7 +221,7 @@ class LentWeights(Tenants):
         self._slots.forget_dropped(slot)
         group = layer.parameters
         if not slot.escaped and not group.attached:
-            group.exposed.intersection_update(group.outside)
+            group.exposed.intersection_update(group.replaced)
             if slot.stale:
                 layer.leave_slot()
 
@@ -243,23 +236,23 @@ class LentWeights(Tenants):
         layer = slot.layer
         assert layer is not None
         group, written = layer.parameters, set(layer.parameters.take_written())
-        if slot.kept is not None:  # any of them; an early update has them no longer among those that may be written
+        if slot.digests is not None:  # any of them; an early update has them no longer among those that may be written
             written.update(range(len(group.all)))
         if not written:
             return False, {}
         places = self._slots.views(layer, slot)
-        values = {i: group.value(i) if group.attached else group.apart.get(i, places[i]) for i in written}
-        outside = {i: value for i, value in values.items() if group.attached and not same_place(value, places[i])}
-        if slot.kept is not None:
-            written = set(slot.kept.written(group, self._values(slot), refuse=self.refuses))
+        values = {i: group.value(i) if group.attached else group.retyped.get(i, places[i]) for i in written}
+        replaced = {i: value for i, value in values.items() if group.attached and not same_place(value, places[i])}
+        if slot.digests is not None:
+            written = set(slot.digests.written(group, self._values(slot), refuse=self.refuses))
             if written:
                 group.fetched()  # the host's are those of before, whatever their versions say
-            written |= outside.keys()
+            written |= replaced.keys()
         self.device.access(slot.memory, Stream.COMPUTE, write=False)
         self.write_back(layer, ((index, values[index]) for index in sorted(written)))
-        if slot.kept is not None and written:
-            self.keep(slot)
-        return bool(written), outside
+        if slot.digests is not None and written:
+            self.take_digests(slot)
+        return bool(written), replaced
 
     def _values(self, slot: Slot) -> Sequence[Tensor]:
         """The weights in a slot, once everything is done that writes them."""
@@ -268,32 +261,32 @@ class LentWeights(Tenants):
         self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
         return self._slots.views(slot.layer, slot)[: len(slot.layer.parameters.spans)]
 
-    def keep(self, slot: Slot) -> None:
+    def take_digests(self, slot: Slot) -> None:
         """Has what may be written of a slot from now on compared with what it is: its views, and the host's weights."""
         assert slot.layer is not None
         group = slot.layer.parameters
         group.expose()
-        slot.kept = KeptMemory(group, self._values(slot))
+        slot.digests = ViewDigests(group, self._values(slot))
 
     def take_back(self, layer: StreamedLayer) -> None:
         """Takes back what may have been written of a layer through ``.data``."""
         if layer.parameters.attached and layer.slot is not None:
             self.take_back_slot(layer.slot)
         else:
-            self._take_back_outside(layer)
+            self._take_back_replaced(layer)
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
 
     def take_back_all(self) -> None:
         """Takes back everything that was written on the device, after a step or in its midst. No layer is in use."""
-        for layer in list(self.layers_outside):
-            self._take_back_outside(layer)
-            self._set_outside(layer, {})
+        for layer in list(self._replaced):
+            self._take_back_replaced(layer)
+            self._set_replaced(layer, {})
         self.resident_storages -= self._given
         self._given.clear()
         self.take_back_late(self._slots.all)
         for slot in self._slots.all:
-            if slot.layer is not None and slot.kept is None and slot.held:
-                self.keep(slot)
+            if slot.layer is not None and slot.digests is None and slot.held:
+                self.take_digests(slot)
 
     # ------------------------------------------------------------------ weights that are given other memory
 
@@ -303,37 +296,48 @@ class LentWeights(Tenants):
         Raises:
             RuntimeError: the value has other strides than the weight.
         """
-        group = layer.parameters
-        _refuse_other_order(group.spans[index], value)
+        group, span = layer.parameters, layer.parameters.spans[index]
+        strides = zip(span.shape, span.stride, value.stride(), strict=False)
+        if value.shape == span.shape and any(size > 1 and old != new for size, old, new in strides):
+            raise RuntimeError(
+                f"Parameter {span.name!r} has strides {span.stride} and was given memory with strides {value.stride()} inside a "
+                "step (param.data = other, module.to(memory_format=…)); kernels choose by them. Give it the same order, "
+                "param.data = torch.empty_like(param).copy_(other), or exchange it between two batches or before trainer.fit."
+            )
         address = value.untyped_storage().data_ptr()
         if address not in self.resident_storages:  # a weight may get its own memory back
             self._given.add(address)
         self.resident_storages |= self._given
-        if group.present_values[index].saved:
+        if are_saved(group.present_values, index):
             self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
             keep_saved(layer, index)
 
-    def leave_views(self, slot: Slot, outside: Collection[int]) -> None:
+    def leave_views(self, slot: Slot, replaced: Collection[int]) -> None:
         """Remembers the views of a slot that its layer leaves: what they show of other weights must not be written."""
         if slot.lease.in_use and slot.layer is not None:
-            values = self._values(slot)
-            others = {i: digest(value) for i, value in enumerate(values) if i not in outside}
-            self._left.append(_Left(slot.layer, slot, values, others))
+            weights = enumerate(zip(slot.layer.parameters.spans, self._values(slot), strict=True))
+            others = [(span.name, value, digest(value)) for i, (span, value) in weights if i not in replaced]
+            self._left.append((slot, others))
 
     def _refuse_lost_writes(self) -> None:
         """Raises an error if a weight was written through a view of memory that its layer has left."""
         if not self._left:  # nearly always; it is asked several times for each layer
             return
-        before, self._left = self._left, [left for left in self._left if left.slot.lease.in_use]
-        for left in before if self.refuses else ():
-            self.device.access(left.slot.memory, Stream.COMPUTE, write=False)
+        before, self._left = self._left, [left for left in self._left if left[0].lease.in_use]
+        for slot, others in before if self.refuses else ():
+            self.device.access(slot.memory, Stream.COMPUTE, write=False)
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
-            for index, value in left.others.items():
-                if digest(left.values[index]) != value:
+            for name, value, before_it in others:
+                if digest(value) != before_it:
                     self._left.clear()
-                    raise RuntimeError(_left_behind(left.layer.parameters.spans[index].name))
+                    raise RuntimeError(
+                        f"Parameter {name!r} was written through a view of it (.data, .detach(), weight[0]) that was taken "
+                        "before another weight of its layer was given other memory in a step (param.data = other); the write "
+                        "would be lost. Take the view anew, from its module, or write the other weight in place: "
+                        "param.data.copy_(other)."
+                    )
 
-    def _set_outside(self, layer: StreamedLayer, given: Mapping[int, Tensor]) -> None:
+    def _set_replaced(self, layer: StreamedLayer, given: Mapping[int, Tensor]) -> None:
         """Remembers weights that were given other memory (``param.data = other``) while user code holds it and may write it.
 
         Args:
@@ -341,56 +345,25 @@ class LentWeights(Tenants):
             given: that memory by the weight's index. The layer's other weights are forgotten, all of them if there is none.
         """
         group = layer.parameters
-        group.outside = {i: value for i, value in given.items() if i not in group.apart and shared(value)}
-        group.exposed.intersection_update(group.outside)
-        if group.outside:
-            self.layers_outside.add(layer)
+        group.replaced = {i: value for i, value in given.items() if i not in group.retyped and shared(value)}
+        group.exposed.intersection_update(group.replaced)
+        if group.replaced:
+            self._replaced.add(layer)
         else:
-            self.layers_outside.discard(layer)
+            self._replaced.discard(layer)
 
-    def _take_back_outside(self, layer: StreamedLayer) -> None:
+    def _take_back_replaced(self, layer: StreamedLayer) -> None:
         """Takes back what was written, while a layer is away, in other memory that its weights were given."""
         group = layer.parameters
-        if group.outside and not group.attached:
+        if group.replaced and not group.attached:
             before = list(group.unversioned_writes)
             self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be under way
-            self.write_back(layer, group.outside.items())
+            self.write_back(layer, group.replaced.items())
             if group.unversioned_writes != before:
                 layer.leave_slot()
-            self._set_outside(layer, group.outside)
+            self._set_replaced(layer, group.replaced)
 
 
 def keep_saved(layer: StreamedLayer, index: int) -> None:
     """Keeps the present values of a weight, which are about to be replaced, for graphs that saved views of it."""
-    layer.parameters.present_values[index].keep(layer.block.present(index).clone())
-
-
-def _written_on_both(group: ParameterGroup, index: int) -> bool:
-    """Whether a weight that the host is to take back was written there, too, since the device's came."""
-    return group.version_once_fetched(index) != group.version(index)
-
-
-def _both(name: str) -> str:
-    return (
-        f"Parameter {name!r} was written on the host, through a view from before the step (.detach()), say, while the same "
-        "weight was written on the device or handed out there (.data, .detach()); one of both would be lost. Take such views "
-        "anew within the step, from the module."
-    )
-
-
-def _refuse_other_order(span: Span, value: Tensor) -> None:
-    strides = zip(span.shape, span.stride, value.stride(), strict=False)
-    if value.shape == span.shape and any(size > 1 and old != new for size, old, new in strides):
-        raise RuntimeError(
-            f"Parameter {span.name!r} has strides {span.stride} and was given memory with strides {value.stride()} inside a step "
-            "(param.data = other, module.to(memory_format=…)); kernels choose by them. Give it the same order, param.data = "
-            "torch.empty_like(param).copy_(other), or exchange it between two batches or before trainer.fit."
-        )
-
-
-def _left_behind(name: str) -> str:
-    return (
-        f"Parameter {name!r} was written through a view of it (.data, .detach(), weight[0]) that was taken before another weight "
-        "of its layer was given other memory in a step (param.data = other); the write would be lost. Take the view anew, from "
-        "its module, or write the other weight in place: param.data.copy_(other)."
-    )
+    keep_saved_values(layer.parameters.present_values, index, layer.block.present(index).clone())

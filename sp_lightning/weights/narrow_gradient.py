@@ -3,7 +3,7 @@
 In mixed precision the gradient of a weight that travels as a cast comes in 16 bits, which hold all of it. Plain Lightning
 has float32 in ``p.grad``, and unscales and clips it there. Those twice as many bytes are not needed if the optimizer's step
 is taken apart by layers, because the update widens a gradient piece by piece, and unscales and clips each piece. For
-everybody else ``p.grad`` is the float32 tensor of plain Lightning, unscaled or clipped if it would be by then: while
+other code ``p.grad`` is the float32 tensor of plain Lightning, unscaled or clipped if it would be by then: while
 a gradient is narrow its parameter has a class whose ``grad`` widens it first. A tensor that widens itself when it is read
 would not do: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a tensor without asking its class.
 """

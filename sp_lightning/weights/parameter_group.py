@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +19,23 @@ from sp_lightning.device.layout import Span, absent, addresses, versions
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import gradient_hooks
 from sp_lightning.observe.messages import HIDDEN_READ
-from sp_lightning.weights.casts import PresentValues, came_from_cast
+from sp_lightning.weights.casts import SavedValues, came_from_cast
 from sp_lightning.weights.device_parameter import (
     DeviceParameter,
     StandIn,
     Untouched,
-    follow_gradients,
     gradient_edge,
-    requires_grad,
     set_class,
-    set_requires_grad,
     tensor_data,
+    tensor_requires_grad,
 )
-
-if TYPE_CHECKING:
-    from sp_lightning.weights.layer import StreamedLayer
-    from sp_lightning.weights.slots import Staged
 
 
 class Doors(Protocol):
-    """The calls by which uses of weights reach the engine: the only way up from this wing."""
+    """The calls by which uses of weights reach the engine: the only way up from this wing.
+
+    A ``layer`` is a :class:`~sp_lightning.weights.layer.StreamedLayer`, which the callers here only pass on.
+    """
 
     device: Device
     at_host: Callable[[], bool]  # whether no step runs, so that modules hold the host's parameters
@@ -49,22 +46,22 @@ class Doors(Protocol):
     def saves_raw(self) -> bool:
         """Whether autograd would now save tensors as they are, without the engine's hooks packing them."""
 
-    def gradient_arrived(self, layer: StreamedLayer, index: int, parameter: Tensor) -> None:
+    def gradient_arrived(self, layer: Any, index: int, parameter: Tensor) -> None:
         """Called after autograd has put a gradient on a device parameter."""
 
-    def gradients_complete(self, layer: StreamedLayer) -> None:
+    def gradients_complete(self, layer: Any) -> None:
         """Called when all parameters of a layer and of its masters have their gradients in this backward."""
 
-    def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
+    def replacing(self, layer: Any, index: int, value: Tensor) -> None:
         """Called before ``param.data = value``, while the layer is on the device."""
 
-    def take_back_writes(self, layer: StreamedLayer) -> None:
+    def take_back_writes(self, layer: Any) -> None:
         """Has the host take over what was written on the device, because recompute asks which weights were written."""
 
-    def host_is_used(self, layer: StreamedLayer) -> None:
+    def host_is_used(self, layer: Any) -> None:
         """Called within a step before user code reads the host's weights of a layer, or writes them."""
 
-    def reading_rows(self, layer: StreamedLayer) -> AbstractContextManager[Staged | None]:
+    def reading_rows(self, layer: Any) -> AbstractContextManager[tuple[Tensor, Any] | None]:
         """A context in which no update writes a table's weight; yields its bytes, or None if all of it is on the device."""
 
 
@@ -81,20 +78,23 @@ class ParameterGroup:
 
     Attributes:
         layer, doors: the layer, and the engine that is asked for it; set by :meth:`connect`.
+        by_rows: whether only rows of some parameters come to the device: these stay stand-ins (:meth:`notice_uses_of`).
+        compute: computes with a stand-in of which only rows are needed: it is given the stand-in and the arguments of
+            ``__torch_function__``, and returns NotImplemented if the whole layer has to come. None where all rows come.
         resting: whether they are on the device although no call uses the layer.
         shared: whether several threads use the parameters.
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
         present_values: for each weight, the values that graphs have saved views of.
         exposed: indices of the weights whose ``.data`` was handed out. User code may write them at any time.
-        apart: by index, the weights that were given another dtype; they have device memory of their own.
-        outside: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
+        retyped: by index, the weights that were given another dtype; they have device memory of their own.
+        replaced: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
         away: the data that each parameter has while its layer is away.
         counters: tensors that have the weights' versions, and can be asked for them without a call of Python's own.
         unversioned_writes: how often each weight was written without a change of its version, as far as the engine knows: a
             fused step of an optimizer is such a write.
     """
 
-    layer: StreamedLayer
+    layer: Any
     doors: Doors
 
     def __init__(
@@ -113,12 +113,13 @@ class ParameterGroup:
         self.autocast = autocast
         self.casts: Sequence[Tensor] | None = None
         self._lossless: tuple[int, int, int] | None = None  # index, address and version of a gradient on its way
-        self.present_values = [PresentValues(span.offset) for span in spans]
+        self.present_values = [SavedValues(span.offset) for span in spans]
         self.exposed: set[int] = set()
-        self.apart: dict[int, Tensor] = {}
-        self.outside: dict[int, Tensor] = {}
+        self.retyped: dict[int, Tensor] = {}
+        self.replaced: dict[int, Tensor] = {}
         self.unversioned_writes = [0] * len(spans)
-        self.attached = self.resting = self.shared = False
+        self.attached = self.resting = self.shared = self.by_rows = False
+        self.compute: Callable[..., Any] | None = None
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
@@ -129,25 +130,37 @@ class ParameterGroup:
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
         self._synced: list[bool] | None = None
         self._references: dict[int, int] = {}  # references to each parameter when its layer's forward began
-        self._kept: dict[int, int] = {}  # the same, for those that autograd or user code has kept since then
+        self._held: dict[int, int] = {}  # the same, for those that autograd or user code has kept since then
         with no_inference_mode(), Untouched():
             self.counters = [parameter.detach() for parameter in self.all]
         self._versions, self._host_versions = versions(self.counters), versions(hosts)
         self._addresses = addresses(hosts)
 
-    def come_by_rows(self, stacks: Iterable[int]) -> None:
+    def notice_uses_of(self, stacks: Iterable[int]) -> None:
         """Has every use of a stack noticed although its layer is on the device, because some of its rows may be away."""
+        self.by_rows = True
         for index in stacks:
             self._present[index] = self._absent[index]
 
-    def connect(self, layer: StreamedLayer, doors: Doors) -> None:
+    def connect(self, layer: Any, doors: Doors) -> None:
         """Sets the layer, and the engine that is asked for it. The parameters can be used from now on."""
         self.layer = layer
         self.doors = doors
         for index, host in enumerate(self.hosts):
             if host.is_floating_point() or host.is_complex():
-                arrived = partial(doors.gradient_arrived, layer, index)  # called for each gradient: no frame is between
-                self._handles += follow_gradients(self.all[index], partial(self._hooked, index), arrived)
+                # A frozen one takes no hooks, and may thaw later. What users register on a device parameter is the host's.
+                parameter, kind, requires = self.all[index], type(self.all[index]), host.requires_grad
+                set_class(parameter, nn.Parameter)
+                nn.Parameter.requires_grad_(parameter, True)
+                # The user's hooks, which the first one runs, run where they do on a plain parameter, with torch.autograd.grad
+                # as well. The second is called for each gradient: no frame is between.
+                arrived = partial(doors.gradient_arrived, layer, index)
+                self._handles += [
+                    Tensor.register_hook(parameter, partial(self._hooked, index)),
+                    Tensor.register_post_accumulate_grad_hook(parameter, arrived),
+                ]
+                nn.Parameter.requires_grad_(parameter, requires)
+                set_class(parameter, kind)
 
     def _make(self, index: int) -> DeviceParameter:
         host = self.hosts[index]
@@ -161,11 +174,15 @@ class ParameterGroup:
         return parameter
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
+        """Runs the user's hooks on a gradient, which each of them may replace."""
         hooks = gradient_hooks(self.hosts[index])  # they may write the gradient without a change of its version
         if self.autocast is not None:
             lossless = not hooks and came_from_cast(gradient)
             self._lossless = (index, gradient.data_ptr(), gradient._version) if lossless else None
-        return _run(hooks, gradient) if hooks else None
+        for hook in list(hooks.values()) if hooks else ():
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+        return gradient if hooks else None
 
     def lossless(self, index: int, gradient: Tensor) -> bool:
         """Whether the casts' dtype can represent a gradient that has arrived, because no hook has changed it."""
@@ -173,10 +190,12 @@ class ParameterGroup:
 
     def attach(self, views: Sequence[Tensor]) -> None:
         """Gives every parameter its view of the slot, because the layer is on the device."""
-        if self.outside:
-            views = [self.outside.get(index, value) for index, value in enumerate(views)]
-        if self.apart:
-            views = self._with_those_apart(views)
+        if self.replaced:
+            views = [self.replaced.get(index, value) for index, value in enumerate(views)]
+        if self.retyped:
+            with no_inference_mode(), torch.no_grad(), Untouched():
+                retyped = {index: weight.copy_(self.hosts[index]) for index, weight in self.retyped.items()}
+            views = [retyped.get(index, value) for index, value in enumerate(views)]
         with Untouched():
             kinds = self._absent if self.shared else self._present
             for parameter, value, kind in zip(self.all, views, kinds, strict=True):
@@ -187,10 +206,10 @@ class ParameterGroup:
     def _absent_like(self, value: Span | Tensor, index: int) -> Tensor:
         return absent(value, self.device, HIDDEN_READ.format(name=self.spans[index].name))
 
-    def set_apart(self, index: int, value: Tensor) -> None:
+    def set_retyped(self, index: int, value: Tensor) -> None:
         """Keeps a weight that was given another dtype, for which the layer's memory has no place."""
         with no_inference_mode():
-            self.apart[index] = value
+            self.retyped[index] = value
             self.away[index] = self._absent_like(value, index)
 
     def refuse_exchanged(self, index: int) -> None:
@@ -202,11 +221,6 @@ class ParameterGroup:
                 f"Parameter {self.spans[index].name!r} was given {now} (param.data = other) between a forward that used it "
                 f"as {self.spans[index].dtype} and the backward. Exchange it before the forward."
             )
-
-    def _with_those_apart(self, views: Sequence[Tensor]) -> Sequence[Tensor]:
-        with no_inference_mode(), torch.no_grad(), Untouched():
-            apart = {index: weight.copy_(self.hosts[index]) for index, weight in self.apart.items()}
-        return [apart.get(index, value) for index, value in enumerate(views)]
 
     def share(self, shared: bool) -> None:
         """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
@@ -221,39 +235,39 @@ class ParameterGroup:
 
     def watch(self) -> None:
         """Counts references as the layer's first forward since it came begins: hooks of autograd may keep parameters in it."""
-        self._references = self._references or dict(enumerate(self._count_references())) | self._still_kept()
+        self._references = self._references or dict(enumerate(map(sys.getrefcount, self.all))) | self._still_held()
 
     def detach(self) -> bool:
-        """Turns the parameters into stand-ins. Returns whether none is kept; if one is, until :meth:`free_dropped` says so.
+        """Turns the parameters into stand-ins. Returns whether none is held; if one is, until :meth:`free_dropped` says so.
 
         A device parameter that a graph has kept since :meth:`watch` stays a view of the slot's memory, because autograd
         would read it without a call. A checkpoint's recompute keeps frozen weights in this way, and so do saved-tensor
         hooks that return what they are given. Every other use is noticed, as it is of all stand-ins.
         """
-        self._kept, self._references = self._references or self._kept, {}
-        kept = self._kept = self._still_kept()
+        self._held, self._references = self._references or self._held, {}
+        held = self._held = self._still_held()
         set_data = tensor_data.__set__
         with Untouched():
             for index, (parameter, kind) in enumerate(zip(self.all, self._absent, strict=True)):
-                if index not in kept:
+                if index not in held:
                     set_data(parameter, self.away[index])
                 set_class(parameter, kind)
         self.attached = False
-        return not kept
+        return not held
 
     def free_dropped(self) -> bool:
-        """Takes the memory from the parameters that are kept no more. Returns whether none are kept now."""
-        if self._kept and not self.attached:
-            before, self._kept = self._kept, self._still_kept()
+        """Takes the memory from the parameters that are held no more. Returns whether none are held now."""
+        if self._held and not self.attached:
+            before, self._held = self._held, self._still_held()
             with Untouched():
-                for index in before.keys() - self._kept.keys():
+                for index in before.keys() - self._held.keys():
                     tensor_data.__set__(self.all[index], self.away[index])
-        return not self._kept
+        return not self._held
 
-    def _still_kept(self) -> dict[int, int]:
+    def _still_held(self) -> dict[int, int]:
         """The parameters that still have more references than before they were kept, with the number before."""
-        now = self._count_references() if self._kept else []
-        return {index: before for index, before in self._kept.items() if now[index] > before}
+        now = list(map(sys.getrefcount, self.all)) if self._held else []
+        return {index: before for index, before in self._held.items() if now[index] > before}
 
     def at(self, offset: int) -> int | None:
         """The index of the parameter at ``offset`` bytes of the layer's memory; None between parameters, and in casts."""
@@ -274,9 +288,6 @@ class ParameterGroup:
         with Untouched():
             return self.version(index) + (self.hosts[index]._version != self._host_versions[index])
 
-    def _count_references(self) -> list[int]:
-        return list(map(sys.getrefcount, self.all))
-
     def writes(self, index: int) -> int:
         """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not."""
         if index in self.exposed or self.version(index) != self._versions[index]:
@@ -291,7 +302,7 @@ class ParameterGroup:
 
     def written(self) -> bool:
         """Whether :meth:`take_written` would return any, or a weight has other memory than the layer's."""
-        return bool(self.exposed or self.apart) or versions(self.counters) != self._versions
+        return bool(self.exposed or self.retyped) or versions(self.counters) != self._versions
 
     def take_written(self) -> list[int]:
         """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.
@@ -322,14 +333,15 @@ class ParameterGroup:
         if wanted == self._synced:
             return
         self._synced = wanted
-        for index, (parameter, host) in enumerate(zip(self.all, self.hosts, strict=True)):
-            if requires_grad(parameter) != host.requires_grad:
-                set_requires_grad(parameter, host.requires_grad)
-            if host.requires_grad != (self._accumulators[index] is not None):
-                self._accumulators[index] = gradient_edge(parameter) if host.requires_grad else None
-                for counted in (self._references, self._kept):
+        for index, parameter in enumerate(self.all):
+            with Untouched():
+                if tensor_requires_grad.__get__(parameter) != wanted[index]:
+                    tensor_requires_grad.__set__(parameter, wanted[index])
+            if wanted[index] != (self._accumulators[index] is not None):
+                self._accumulators[index] = gradient_edge(parameter) if wanted[index] else None
+                for counted in (self._references, self._held):
                     if index in counted:
-                        counted[index] += 1 if host.requires_grad else -1
+                        counted[index] += 1 if wanted[index] else -1
 
     @property
     def stale(self) -> bool:
@@ -366,7 +378,7 @@ class ParameterGroup:
             handle.remove()
         self._handles.clear()
         self._accumulators.clear()
-        self._kept.clear()
+        self._held.clear()
         self.all.clear()
 
     def expose(self) -> None:
@@ -382,11 +394,3 @@ class ParameterGroup:
 def _with_user_class(kind: type[DeviceParameter], users: type[nn.Parameter]) -> type[DeviceParameter]:
     """A class of device parameters that also derives from the user's subclass of ``Parameter``, if there is one."""
     return kind if users in (nn.Parameter, Tensor) else type(f"{kind.__name__}{users.__name__}", (kind, users), {})
-
-
-def _run(hooks: dict[int, Callable[..., Any]], gradient: Tensor) -> Tensor:
-    """Runs hooks on a gradient, which each of them may replace."""
-    for hook in list(hooks.values()):
-        replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
-    return gradient

@@ -16,9 +16,8 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from sp_lightning.plan.plan import Plan, schedule
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.rows import NOTHING
-from sp_lightning.weights.slots import Slot, Slots
+from sp_lightning.weights.layer import NOTHING, Slot, StreamedLayer
+from sp_lightning.weights.slots import Slots
 
 L = TypeVar("L", bound=Hashable)
 

@@ -19,7 +19,7 @@ from sp_lightning.device.layout import Span, aligned, lay_out, part, total_bytes
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.rank_order import added_in, sum_in_order
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.weights.gradient_places import Family, Place
+from sp_lightning.weights.gradient_places import Family, Place, gradient_of
 
 
 @dataclass
@@ -40,17 +40,12 @@ class _Run:
     total: Tensor = field(init=False)
 
 
-@dataclass(frozen=True)
-class RankSum:
-    """This rank's part of the sum of one layer's gradients, on the device.
+RankSum = tuple[list[tuple[Place, int, Tensor]], list[Tensor]]
+"""This rank's part of the sum of one layer's gradients, on the device.
 
-    Attributes:
-        parts: for each gradient that has some of it: where that begins in the gradient, in bytes, and the bytes.
-        device: the memory that the part was made in, with its own. It has to stay until the part has left.
-    """
-
-    parts: list[tuple[Place, int, Tensor]]
-    device: list[Tensor]
+- for each gradient that has some of it: where that begins in the gradient, in bytes, and the bytes.
+- the memory that the part was made in, with its own. It has to stay until the part has left.
+"""
 
 
 def is_narrow(family: Family) -> bool:
@@ -94,7 +89,7 @@ def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool
             begun = device.mark(Stream.REDUCE)
             used += [*_over_nodes(device, ranks, runs, memory, what), *(run.total for run in runs)]
             device.note("network", family.owner.index, begun, Stream.REDUCE, memory.nbytes)
-    return RankSum(list(_parts(spans, runs)), used)
+    return list(_parts(spans, runs)), used
 
 
 def _parts(spans: Mapping[Place, Span], runs: Sequence[_Run]) -> Iterator[tuple[Place, int, Tensor]]:
@@ -110,8 +105,9 @@ def _parts(spans: Mapping[Place, Span], runs: Sequence[_Run]) -> Iterator[tuple[
 
 def _found(family: Family, place: Place) -> list[Tensor]:
     """What this rank adds of a gradient, in order: ``param.grad``, what is on the host, and what is on the device."""
-    present = place[0].block.parameters[place[1]].grad
-    return [each for each in (present, family.stashed.get(place), family.waiting.get(place)) if each is not None]
+    return [
+        each for each in (gradient_of(place), family.stashed.get(place), family.waiting.get(place)) if each is not None
+    ]
 
 
 def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Tensor) -> None:

@@ -2,13 +2,12 @@
 
 Ranks match what they send by its order alone, so all of them send the layers in one agreed order: that in which those of rank 0
 were complete in the last backward. A layer that is complete before its turn waits on the device; if more than
-``in_flight`` wait, the oldest goes to this rank's host memory until then. At the end of backward everybody sends what is left,
+``in_flight`` wait, the oldest goes to this rank's host memory until then. At the end of backward every rank sends what is left,
 with zeros for what it lacks, so ranks that took different paths stay together.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,19 +19,13 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.embedding_rows import each_row_once
-from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
-from sp_lightning.weights.gradient_sink import GradientSink, Wanted, has_graph
+from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, gradient_of, present
+from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.rank_sum import RankSum, is_narrow, sum_over_ranks
+from sp_lightning.weights.rank_sum import is_narrow, sum_over_ranks
 
-
-class _Agreed(enum.IntFlag):
-    """What holds of a layer's gradients on all ranks."""
-
-    NARROW = enum.auto()
-    """They may be sent in the dtype of casts."""
-    EARLY = enum.auto()
-    """They are complete, and a step waits for them."""
+_NARROW, _EARLY = 1, 2
+"""What holds of a layer's gradients on all ranks: they may be sent in the dtype of casts; they are complete, and a step waits."""
 
 
 class ReducedGradients(GradientSink[None]):
@@ -75,8 +68,6 @@ class ReducedGradients(GradientSink[None]):
             RuntimeError: it cannot be summed over ranks, or its layer's gradients have left already.
         """
         name = layer.planned.spans[index].name
-        if gradient.requires_grad:
-            raise RuntimeError(has_graph(layer, index))
         self.expect()
         family, place = self._families[layer.owner], (layer, index)
         if family.reduced:
@@ -100,7 +91,7 @@ class ReducedGradients(GradientSink[None]):
 
     def _to_dense(self, layer: StreamedLayer, name: str, gradient: Tensor) -> Tensor:
         """Rows of a table, summed on the host in the order of their uses, as one dense gradient on the device."""
-        if not layer.rows.compacted:
+        if not layer.rows.sparse_on_device:
             raise RuntimeError(
                 f"The gradient of {name!r} is sparse, and those of several devices are not summed. Use sparse=False, or "
                 "Trainer(devices=1)."
@@ -114,20 +105,20 @@ class ReducedGradients(GradientSink[None]):
         family = self._families.get(owner)
         if family is None or family.reduced or not (family.waiting or family.stashed):
             return
-        owner.rows.compacted = False
+        owner.rows.sparse_on_device = False
         self._completed[owner] = None
         if family.waiting:
             self.arriving.pop(family, None)
             self._ready[family] = None
         while self._turn < len(self._order) and self._order[self._turn] in self._completed:
             self._next()
-        for each in list(self._ready)[: -self._in_flight]:
+        for each in list(self._ready)[: -self.in_flight]:
             self._stash(each)
         self._make_way()
 
     def _make_way(self) -> None:
         """Lets as many transfers end as layers wait for their turn: together they keep to what the plan counts."""
-        self.retire(max(0, self._in_flight - 1 - len(self._ready)))
+        self.retire(max(0, self.in_flight - 1 - len(self._ready)))
         self.finish()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
@@ -165,7 +156,7 @@ class ReducedGradients(GradientSink[None]):
         compare_trained(self._ranks, self._families.values())
         if wanted is not None and not self.places.slots:
             # For those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
-            self.places.make_slots(self._in_flight + 2, self._staging)
+            self.places.make_slots(self.in_flight + 2, self._staging)
         self.places.lock(self._staging)
         self._begun = True
 
@@ -181,31 +172,29 @@ class ReducedGradients(GradientSink[None]):
         self.places.keep_others(family)
         self.places.keep_held(family)
         agreed = self._agree_on(family)
-        if _Agreed.EARLY in agreed:
+        if agreed & _EARLY:
             self.places.take_slot(family)
-        summed = sum_over_ranks(self.device, self._ranks, family, narrow=_Agreed.NARROW in agreed)
-        self.device_bytes += sum(each.nbytes for each in summed.device)
-        self._drain(family, summed)
+        self._drain(family, *sum_over_ranks(self.device, self._ranks, family, narrow=bool(agreed & _NARROW)))
         self._gone(family)
         family.stashed.clear()
         if family.slot is not None:
             self._hand_over(family)
 
-    def _agree_on(self, family: Family) -> _Agreed:
+    def _agree_on(self, family: Family) -> int:
         """Asks what holds of a layer's gradients on all ranks, where anything of it might."""
         casts = family.owner.masters is not None  # such a layer's gradients mostly come in 16 bits
         if not casts and self._wanted is None:
-            return _Agreed(0)
-        mine = _Agreed.NARROW * (casts and is_narrow(family)) | _Agreed.EARLY * self._may_be_early(family)
-        return _Agreed(self._ranks.all_have(mine, "what holds of a layer's gradients"))
+            return 0
+        mine = _NARROW * (casts and is_narrow(family)) | _EARLY * self._may_be_early(family)
+        return self._ranks.all_have(mine, "what holds of a layer's gradients")
 
     def _may_be_early(self, family: Family) -> bool:
         """Whether a step waits for a layer all of whose gradients are here, and none of which is added to another one."""
-        there = (
-            place in family.came and place[0].block.parameters[place[1]].grad is None for place in family.trainable()
-        )
-        wanted = self._wanted if family.owner.kind is not Kind.RESIDENTS else None
-        return wanted is not None and all(there) and wanted(family.owner)
+        if self._wanted is None or family.owner.kind is Kind.RESIDENTS:
+            return False
+        places = family.trainable()
+        there = all(place in family.came and gradient_of(place) is None for place in places)
+        return there and self._wanted(family.owner)
 
     def _hand_over(self, family: Family) -> None:
         """Gives a layer to the optimizer's step, which waits until all ranks' parts of its gradients have landed."""
@@ -226,16 +215,17 @@ class ReducedGradients(GradientSink[None]):
             return None
         return partial(self.device.synchronize, family.landed, Wait.APPLY_AFTER_DRAIN)
 
-    def _drain(self, family: Family, summed: RankSum) -> None:
-        """Copies this rank's part of a sum to where everybody sees it."""
+    def _drain(self, family: Family, parts: list[tuple[Place, int, Tensor]], used: list[Tensor]) -> None:
+        """Copies this rank's part of a sum to where all ranks see it. ``used``: the memory that it was made in."""
+        self.device_bytes += sum(each.nbytes for each in used)
         device, targets, sources = self.device, [], []
-        for place, begin, source in summed.parts:
+        for place, begin, source in parts:
             targets.append(self.places.common(family, place, begin, source.nbytes))
             sources.append(source)
-            if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
-                family.kept.append((place, targets[-1], present(family, place, begin, source.nbytes)))
+            if place not in family.came and gradient_of(place) is not None:
+                family.overwritten.append((place, targets[-1], present(family, place, begin, source.nbytes)))
         device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
-        self.send(family.owner.index, targets, sources, [*family.waiting.values(), *summed.device], None)
+        self.send(family.owner.index, targets, sources, [*family.waiting.values(), *used], None)
 
     # ------------------------------------------------------------------ backward ends
 
@@ -272,15 +262,20 @@ class ReducedGradients(GradientSink[None]):
         """
         count, indices = len(places), {owner: index for index, owner in enumerate(self._families)}
         came = [place in family.came for family, place in places]
-        before = [layer.block.parameters[of].grad is not None for _, (layer, of) in places]
-        order = [indices[owner] for owner in self._next_order()] if self._ranks.first else [0] * len(indices)
+        before = [gradient_of(place) is not None for _, place in places]
+        order = [0] * len(indices)
+        if (
+            self._ranks.first
+        ):  # as layers were complete in this backward; which experts get tokens differs from rank to rank
+            complete = dict.fromkeys([*self._completed, *self._order])
+            order = [indices[owner] for owner in sorted(complete, key=lambda owner: owner.expert)]
         words = torch.tensor([*came, *before, *order], dtype=torch.int32)
         self._ranks.largest(words)
         bits = words[: 2 * count].view(2, count).t().tolist()
         if any(before and not gradient for gradient, before in bits):
             unused = {place for (_, place), (gradient, _) in zip(places, bits, strict=True) if not gradient}
             for family in self._families.values():
-                for place, target, value in family.kept:
+                for place, target, value in family.overwritten:
                     if place in unused:
                         target.copy_(value)
             self._ranks.barrier(Wait.SHOW_AFTER_LANDING)
@@ -288,20 +283,11 @@ class ReducedGradients(GradientSink[None]):
         self._order = [owners[index] for index in words[2 * count :].tolist()]
         return bits
 
-    def _next_order(self) -> list[StreamedLayer]:
-        """The order of the next backward: as layers were complete in this one, the others behind them."""
-        order = dict.fromkeys([*self._completed, *self._order])
-        return sorted(order, key=lambda owner: owner.expert)  # which experts get tokens differs from rank to rank
-
-    def _end(self) -> None:
+    def drop(self) -> None:
+        """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
+        self.drop_drains()
         self._turn, self._begun = 0, False
         self._completed.clear()
         self.arriving.clear()
         self._ready.clear()
-        self.device_bytes = 0
         self.places.end_backward()
-
-    def drop(self) -> None:
-        """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
-        self.drop_drains()
-        self._end()

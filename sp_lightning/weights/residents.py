@@ -5,9 +5,9 @@ from __future__ import annotations
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.layer import Slot, StreamedLayer
 from sp_lightning.weights.lent_weights import LentWeights
-from sp_lightning.weights.slots import BlockSource, Slot
+from sp_lightning.weights.slots import BlockSource
 
 
 class Residents:
@@ -44,7 +44,7 @@ class Residents:
             self._source.wait(layer)
         if not group.hosts or (self._current and not group.stale):
             return
-        if not group.stale or self._slot.kept is not None:
+        if not group.stale or self._slot.digests is not None:
             self.take_back_writes()
         weights, staged = self._source.stage(layer)
         if self._slot.stale:
@@ -60,13 +60,13 @@ class Residents:
         layer.transfer = self._device.record(Stream.UPLOAD)
         self._device.wait(Stream.COMPUTE, layer.transfer, Wait.USE_AFTER_RESIDENTS)
         self._device.access(memory, Stream.COMPUTE, write=False)
-        if group.apart:
+        if group.retyped:
             self._attach()
         group.fetched()
         group.sync_requires_grad()
         self._current = True
-        if self._slot.kept is not None:
-            self._lent.keep(self._slot)
+        if self._slot.digests is not None:
+            self._lent.take_digests(self._slot)
 
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because host weights were or may have been written.
@@ -74,30 +74,30 @@ class Residents:
         Views of it that user code keeps see the present weights at once, as views of a plain parameter do.
         """
         self._current = False
-        if self._slot.kept is not None:
+        if self._slot.digests is not None:
             self.refresh()
 
     def take_back_writes(self) -> None:
         """Takes what was written on the device over to the host."""
-        written, outside = self._lent.take_back_slot(self._slot)
-        if outside:
+        written, replaced = self._lent.take_back_slot(self._slot)
+        if replaced:
             # A parameter was given other memory on the device (param.data = other). A graph that has saved a view
             # keeps the values that it saw, as with plain autograd.
             left = self._slot
             self._take_memory()
-            self._lent.leave_views(left, outside)
+            self._lent.leave_views(left, replaced)
         if written:
             self._attach()
             self._current = False
         if self.group.hosts and self._held:
-            self._lent.keep(self._slot)
+            self._lent.take_digests(self._slot)
         else:
-            self._slot.kept = None
+            self._slot.digests = None
             self.group.exposed.clear()
 
     @property
     def _held(self) -> bool:
-        """Whether anybody but the device parameters holds the memory."""
+        """Whether anything but the device parameters holds the memory."""
         own = sum(
             self.group.value(index).untyped_storage().data_ptr() == self.address for index in range(len(self.group.all))
         )

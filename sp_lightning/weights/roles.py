@@ -55,14 +55,12 @@ class Role(nn.Parameter):
 
 def take(parameter: nn.Parameter, role: type[Role]) -> None:
     """Gives a parameter a role, unless it has it."""
-    with _lock:
-        _change(parameter, lambda roles: (*roles, role))
+    take_all((parameter,), role)
 
 
 def leave(parameter: nn.Parameter, role: type[Role]) -> None:
     """Takes a role, or a role that derives from it, from a parameter that may have it."""
-    with _lock:
-        _change(parameter, lambda roles: tuple(each for each in roles if not issubclass(each, role)))
+    leave_all((parameter,), role)
 
 
 def take_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
@@ -73,7 +71,7 @@ def take_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
             if type(parameter) is nn.Parameter:
                 set_class(parameter, plain)
             else:
-                take(parameter, role)
+                _change(parameter, lambda roles: (*roles, role))
 
 
 def leave_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
@@ -84,7 +82,7 @@ def leave_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
             if type(parameter) is plain:
                 set_class(parameter, nn.Parameter)
             elif type(parameter) is not nn.Parameter:
-                leave(parameter, role)
+                _change(parameter, lambda roles: tuple(each for each in roles if not issubclass(each, role)))
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,62 +21,13 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.rows import ExpertCache
-from sp_lightning.weights.uploads import OnItsWay, Uploads
-from sp_lightning.weights.writes import KeptMemory
+from sp_lightning.plan.plan import Plan
+from sp_lightning.weights.expert_cache import ExpertCache
+from sp_lightning.weights.layer import Slot, StreamedLayer
+from sp_lightning.weights.uploads import Uploads
 
 Staged = tuple[Tensor, Any]
 """A layer's bytes on the host, flat ``uint8``, and the event after which they may be read; None for at once."""
-
-
-@dataclass(eq=False)
-class Slot:
-    """Device memory for one layer.
-
-    Attributes:
-        ring: the index of its ring in the plan.
-        memory: its memory as transfers write it, flat ``uint8``.
-        lease: the same memory as compute has it.
-        extra: whether it was made beyond the plan, because all others were in use or held.
-        layer: the layer whose weights are in it; None if they are out of date.
-        lent: whether it is in use.
-        escaped: whether views of it outlived its last use.
-        stale: whether its layer's weights were or may have been written on the host since it was fetched. Its layer is to
-            come to it again, because of those views.
-        kept: what such views are compared with, which may be written at any time; None within the step that took them.
-        filled: the event of the transfer into it.
-        coming: its layer, while other ranks have yet to announce that they bring it, too.
-        idle: the event after the last kernel that used it.
-        begun: the mark in the timeline, if there is one, at which its last use began.
-        backward: whether that use was in backward.
-    """
-
-    ring: int
-    memory: Tensor
-    lease: Lease
-    extra: bool = False
-    layer: StreamedLayer | None = None
-    lent: bool = False
-    escaped: bool = False
-    stale: bool = False
-    kept: KeptMemory | None = None
-    filled: Any = None
-    coming: OnItsWay | None = None
-    idle: Any = None
-    begun: Any = None
-    backward: bool = False
-
-    @property
-    def held(self) -> bool:
-        """Whether some tensor still views it after its last use (an escaped view, a graph). It must not be overwritten."""
-        return not self.lent and self.lease.in_use
-
-    @property
-    def overwritable(self) -> bool:
-        """Whether another layer may be fetched into it."""
-        return not self.lent and not self.lease.in_use
 
 
 class BlockSource:
@@ -132,10 +82,11 @@ class Slots:
         self._plan = plan
         self._layers = layers
         self._device = device
-        self._uploads = uploads or Uploads(device)
+        self.uploads = uploads or Uploads(device)
         layouts: dict[Hashable, int] = {}
         for layer in layers:
-            layer.layout = layouts.setdefault(_layout(layer.planned), len(layouts))
+            alike = tuple((span.offset, span.shape, span.stride, span.dtype) for span in layer.spans)
+            layer.layout = layouts.setdefault(alike, len(layouts))
         self.device_bytes = 0
         """Bytes of all slots that exist, extra ones included."""
         self.all: list[Slot] = []
@@ -158,7 +109,7 @@ class Slots:
         self.settled = {layer for layer in self._layers if layer.index in settled}
         """The layers of which none has to make room for another."""
         self.all_settled = len(settled) == len(self._plan.layers)
-        self._uploads.ring = self._plan.main_ring
+        self.uploads.ring = self._plan.main_ring
         self.cache = ExpertCache(self._device, self._plan.cache_bytes, self._layers)
         self.device_bytes += self.cache.nbytes
 
@@ -224,11 +175,11 @@ class Slots:
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            nbytes = None if layer.whole else layer.rows.send(slot, source)
+            nbytes = layer.rows.send(slot, source)
             if nbytes is None:
                 nbytes = source.nbytes
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
-                slot.coming = self._uploads.send(layer, target, source, partial(self._landed, layer, slot))
+                slot.coming = self.uploads.send(layer, target, source, partial(self._landed, layer, slot))
             if begun is not None:
                 self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer, slot.stale, layer.slot = layer, False, slot
@@ -245,7 +196,7 @@ class Slots:
     def _arrive(self, slot: Slot | None) -> None:
         """Has all issued that is on its way to a slot."""
         if slot is not None and slot.coming is not None:
-            self._uploads.finish(slot.coming)
+            self.uploads.finish(slot.coming)
 
     def end_round(self) -> None:
         """Has all issued that is on its way to any slot: what comes next may be other weights.
@@ -253,19 +204,14 @@ class Slots:
         Raises:
             RankError: another rank has failed.
         """
-        self._uploads.end_round()
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes that came from other devices of the node; they are among :attr:`fetched_bytes`."""
-        return self._uploads.gathered_bytes
+        self.uploads.end_round()
 
     def use(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
         """Lends a fetched layer's memory to compute, which waits for the transfer."""
         slot = layer.slot
         assert slot is not None
-        if self._uploads.pending:
-            self._uploads.go_on()
+        if self.uploads.pending:
+            self.uploads.go_on()
         self.join(slot)
         slot.lent = True
         slot.idle = None
@@ -283,7 +229,7 @@ class Slots:
             self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if slot.layer is not None and not slot.layer.whole:
+        if slot.layer is not None:
             slot.layer.rows.arrived(slot.memory)
 
     def resume(self) -> None:
@@ -300,9 +246,8 @@ class Slots:
             self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
             self.idle_since = self._device.mark(Stream.COMPUTE)
         slot.lent = False
-        slot.escaped = slot.lease.in_use
+        self.forget_dropped(slot)
         if not slot.escaped:
-            slot.kept = None
             if self.poisons:
                 self._poison(slot)
             slot.idle = self._device.record(Stream.COMPUTE)
@@ -318,7 +263,7 @@ class Slots:
         """Notes that the views of a slot are dropped, if they are. What was written through them was taken back."""
         slot.escaped = slot.lease.in_use
         if not slot.escaped:
-            slot.kept = None
+            slot.digests = None
 
     def give_back_extra(self) -> None:
         """Frees the extra slots that no tensor views.
@@ -365,7 +310,7 @@ class Slots:
     def close(self) -> None:
         """Frees all slots. Nothing comes to them any more."""
         self._free()
-        self._uploads.close()
+        self.uploads.close()
 
     def _free(self) -> None:
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
@@ -388,8 +333,3 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         Slots.poisons = before
-
-
-def _layout(layer: PlannedLayer) -> Hashable:
-    """A key that is equal for layers whose parameters lie alike in a slot."""
-    return tuple((span.offset, span.shape, span.stride, span.dtype) for span in (*layer.spans, *layer.casts))

@@ -1,24 +1,38 @@
-"""Swaps what modules hold: the host's parameters between steps, the device's while a step runs."""
+"""Swaps what modules hold: the host's parameters between steps, the device's while a step runs.
+
+User code may have captured host parameters: in a list in ``__init__``, in another object, in an optimizer's groups. A step's
+graph is made of device parameters, so that ``torch.autograd.grad`` would not find a captured one there, and a loss of it would
+be another leaf, whose gradients are added up in another order. While a step runs, the host's parameters therefore have a role:
+what is computed with one for a graph is computed with the device's.
+
+So is what is computed with another tensor that is on the device. Else reads and writes outside of graphs (in ``torch.no_grad``,
+of ``.data`` and ``.grad``) are those of the host's memory: between backward and an optimizer's step gradients are there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import DisableTorchFunctionSubclass, nn
+import torch
+from torch import DisableTorchFunctionSubclass, Tensor, nn
 from torch.jit import ScriptModule
 
+from sp_lightning.device.layout import METADATA
+from sp_lightning.device.modes import never_compiled
+from sp_lightning.device.torch_private import tree_leaves, tree_map_only
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
-from sp_lightning.weights.captured import Captured
-from sp_lightning.weights.device_parameter import DeviceParameter
+from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.residents import Residents
+from sp_lightning.weights.roles import Role, leave_all, left, take_all
 from sp_lightning.weights.writes import WeightWatch
 
 _Exchange = tuple[nn.Module, bool, str, Any, Any]
-"""A module, whether its ``__setattr__`` is to be called, its attribute, what is put there and what is there before that."""
+"""A module, whether its ``__setattr__`` is to be called, its attribute, the host parameter and its device parameter."""
 
 
 class Swap:
@@ -35,7 +49,6 @@ class Swap:
 
     Attributes:
         averages: the buffers that are on the device from their first use in a step until its end.
-        captured: the host's parameters, as user code may have captured them.
     """
 
     def __init__(
@@ -63,9 +76,10 @@ class Swap:
             for pair in (*plain, *wrapped.items())
             for place in places.get(pair[0], ())
         ]
-        self._to_device: list[_Exchange] = [(*place, device, host) for place, host, device in pairs]
-        self._to_host: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
-        self.captured = Captured(plain, lambda: self.on_device)
+        self._pairs: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
+        of = {id(host): device for host, device in plain if isinstance(host, nn.Parameter)}
+        self._captured = [device.host for device in of.values()]
+        self._role: type[_InStep] = type("InStep", (_InStep,), {"device_of": of, "swap": self})
         self._wrapped = list(wrapped)
         # What changed() compares. It is asked before each batch, so it walks along lists, and calls no function of Python's own.
         self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
@@ -80,7 +94,7 @@ class Swap:
         """Puts the device's parameters into the modules, which hold the host's."""
         self._residents.group.ask(before_use=False)
         self.on_device = True
-        _swap(self._to_device)
+        _swap(self._pairs, to_device=True)
         self._pruned.hold_device()
 
     def to_host(self) -> None:
@@ -92,9 +106,9 @@ class Swap:
         for average in self.averages:
             average.send_back()
         if self._watch is not None:
-            self._watch.look_away()
-        self.captured.watch(False)
-        _swap(self._to_host)
+            self._watch.forget()
+        self.watch_captured(False)
+        _swap(self._pairs, to_device=False)
         for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
             parameters: dict[str, Any] = module._parameters
             for attribute, parameter in parameters.items() if parameters else ():
@@ -103,6 +117,24 @@ class Swap:
                 if kind is not nn.Parameter and issubclass(kind, (DeviceParameter, StandInForWrapped)):
                     parameters[attribute] = parameter.host
         self.on_device = False  # set last, so that a call that was interrupted is repeated
+
+    def watch_captured(self, watch: bool, *, thread: int | None = None) -> None:
+        """Sets whether what is computed with the host's parameters for a graph is computed with the device's.
+
+        Args:
+            watch: whether it is. Otherwise each use is an ordinary one: an optimizer's, or one between steps.
+            thread: the identifier of the thread that runs the step; None for the same as before.
+        """
+        if watch:
+            self._role.thread = self._role.thread if thread is None else thread
+            take_all(self._captured, self._role)
+        else:
+            leave_all(self._captured, self._role)
+
+    def watch_captured_in_forward(self, *, begins: bool) -> None:
+        """Does the same for a forward within backward, if user code has computed with one: no other pays for that."""
+        if self._role.used:
+            self.watch_captured(begins)
 
     def changed(self) -> bool:
         """Whether modules or parameters were replaced or renamed, or parameters changed their dtype, shape or strides."""
@@ -121,8 +153,7 @@ class Swap:
 
     def close(self) -> None:
         """Drops the device parameters. Buffers stay on the host for good."""
-        self._to_device.clear()
-        self._to_host.clear()
+        self._pairs.clear()
         for average in self.averages:
             average.close()
 
@@ -130,11 +161,89 @@ class Swap:
         return [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]
 
 
-def _swap(exchanges: Iterable[_Exchange]) -> None:
-    """Puts ``new`` into every place that holds ``old``. User code has put something else into the other places."""
-    for module, keeps_list, attribute, new, old in exchanges:
+def _swap(exchanges: Iterable[_Exchange], *, to_device: bool) -> None:
+    """Puts device parameters into every place that holds their hosts, or back. User code has filled the other places."""
+    for module, keeps_list, attribute, host, device in exchanges:
+        old, new = (host, device) if to_device else (device, host)
         parameters = module._parameters
         if parameters.get(attribute) is old:
             parameters[attribute] = new
             if keeps_list:
                 setattr(module, attribute, new)
+
+
+class _InStep(Role):
+    """A host parameter while a step runs."""
+
+    rank = 1
+    device_of: dict[int, DeviceParameter]
+    swap: Swap
+    used = False
+    thread = 0
+
+    @classmethod
+    @never_compiled
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Another thread may take the role from a parameter at any time: its class is not asked again.
+        role = next(each for each in cls.roles if issubclass(each, _InStep))
+        of = role.device_of
+        if func in _OF_THE_HOST:
+            if func == _GET_DATA:
+                _host_is_used([of[id(args[0])]])
+            if func == _SET_GRADIENT and args[1] is not None and id(args[0]) in of:
+                args = args[0], of[id(args[0])]._of.doors.device.on_host(args[1])
+            with Untouched():
+                return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        hosts = [leaf for leaf in leaves if id(leaf) in of]
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in of]
+        role.used = True
+        if _on_device(func, others, role):
+            args, kwargs = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
+            return func(*args, **kwargs)
+        _host_is_used([of[id(host)] for host in hosts])
+        # No update is waited for here: what has that role, too, was asked first. Other classes among the arguments are asked.
+        with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
+            return func(*args, **kwargs)
+
+
+def _host_is_used(parameters: Iterable[DeviceParameter]) -> None:
+    """Prepares host weights to be read and written: they have what was written on the device, and no transfer reads them."""
+    for group in {parameter._of for parameter in parameters}:
+        group.doors.host_is_used(group.layer)
+
+
+def _on_device(func: Callable[..., Any], others: Sequence[Tensor], role: type[_InStep]) -> bool:
+    """Whether a call is to be given the device's parameters: for a graph, or because another argument is on the device."""
+    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return False
+    if func in _OF_GRAPHS or any(issubclass(type(other), DeviceParameter) for other in others):
+        return True
+    if func in (Tensor.detach, torch.detach):
+        # It may be written. Other threads look at the host's memory, which never leaves.
+        return role.swap.on_device and threading.get_ident() == role.thread
+    device = next(iter(role.device_of.values()))._of.doors.device
+    others = [other for other in others if other.ndim]
+    if any(map(device.has, others)):
+        return True
+    return torch.is_grad_enabled() and (not others or device.computes_on_host)
+
+
+_OF_GRAPHS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+"""What looks for parameters in a graph."""
+
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
+
+_OF_THE_HOST = METADATA | {
+    *(getattr(getattr(Tensor, name), how) for name in ("grad", "requires_grad") for how in ("__get__", "__set__")),
+    *(getattr(Tensor, name) for name in (
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "stride", "data_ptr", "untyped_storage",
+        "storage_offset", "is_contiguous", "is_shared", "share_memory_", "retain_grad",
+    )),
+    *(getattr(getattr(Tensor, name), how) for name, how in (("grad", "__delete__"), ("data", "__get__"))),
+}  # fmt: skip
+"""What is the host parameter's own: its attributes, its hooks, its memory."""

@@ -21,7 +21,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -33,28 +32,7 @@ from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import SharedMemory
 from sp_lightning.observe.messages import say_once
-from sp_lightning.weights.layer import StreamedLayer
-
-
-@dataclass(eq=False)
-class OnItsWay:
-    """A layer of which some was sent to its slot; the rest is to come from other ranks, if these announce it, too.
-
-    Attributes:
-        number: of its gather, in the round.
-        layer: which it is.
-        target: its slot's memory, flat ``uint8``.
-        source: its bytes on the host.
-        part: bytes of each rank's part. What is left behind the last one was sent whole.
-        landed: is called once the rest was issued.
-    """
-
-    number: int
-    layer: StreamedLayer
-    target: Tensor
-    source: Tensor
-    part: int
-    landed: Callable[[], None]
+from sp_lightning.weights.layer import OnItsWay, StreamedLayer
 
 
 class Uploads:
@@ -110,7 +88,7 @@ class SlicedUploads(Uploads):
         device: copies, and says in which order.
         ranks: those who upload.
         lock: the engine's. The caller of a method holds it, but for :meth:`close`.
-        own: whether what a rank uploads of a layer is its own and not everybody's.
+        own: whether what a rank uploads of a layer is its own and not that of all ranks.
         log: for the one line that says that ranks do not agree; None for Lightning's.
     """
 

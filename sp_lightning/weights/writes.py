@@ -1,7 +1,7 @@
 """Which weights were written: digests by which equal values are known, and the two classes that compare them.
 
 Where a version shows a write, :class:`~sp_lightning.weights.parameter_group.ParameterGroup` counts it. Here is what no version
-shows: views that outlive their step (:class:`KeptMemory`), the host's weights within a step (:class:`WeightWatch`).
+shows: views that outlive their step (:class:`ViewDigests`), the host's weights within a step (:class:`WeightWatch`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor
@@ -19,9 +18,7 @@ from sp_lightning.model.wrapped import parts
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.mapped_file import page_out
 from sp_lightning.store.weights_in_files import FilePlace, place_of
-
-if TYPE_CHECKING:
-    from sp_lightning.weights.parameter_group import ParameterGroup
+from sp_lightning.weights.parameter_group import ParameterGroup
 
 _in_files: dict[tuple[FilePlace, torch.dtype, torch.Size], str] = {}
 """The digests of weights that are in files, each of which is read once."""
@@ -51,7 +48,7 @@ def _of_values(tensor: Tensor) -> str:
     return result.hexdigest()
 
 
-class KeptMemory:
+class ViewDigests:
     """The values that a layer's weights had in such memory and on the host, at a moment when both were alike.
 
     On plain Lightning a view and its weight are one memory. Here they are two, and nothing tells of a write to either:
@@ -64,8 +61,8 @@ class KeptMemory:
     """
 
     def __init__(self, group: ParameterGroup, values: Iterable[Tensor]) -> None:
-        self._device = _digests(values)
-        self._host = _digests(group.hosts)
+        self._device = [digest(value) for value in values]
+        self._host = [digest(host) for host in group.hosts]
 
     def written(self, group: ParameterGroup, values: Iterable[Tensor], *, refuse: bool = True) -> list[int]:
         """The indices of the weights that were written on the device since, and not on the host.
@@ -74,7 +71,7 @@ class KeptMemory:
             RuntimeError: a weight was written on the host as well, so that one of the two writes would be lost, and
                 ``refuse`` is set.
         """
-        device = _digests(values)
+        device = [digest(value) for value in values]
         written = [index for index, (old, new) in enumerate(zip(self._device, device, strict=True)) if old != new]
         twice = [index for index in written if digest(group.hosts[index]) != self._host[index]]
         if twice and refuse:
@@ -84,10 +81,6 @@ class KeptMemory:
                 "kept. One of both writes would be lost. Take the view anew, from its module, where you write."
             )
         return [index for index in written if index not in twice]
-
-
-def _digests(values: Iterable[Tensor]) -> Sequence[str]:
-    return [digest(value) for value in values]
 
 
 _Look = tuple[int, int, str]
@@ -107,10 +100,13 @@ class WeightWatch:
 
     def look(self) -> None:
         """Takes the present values of all weights for right."""
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            self._looks = dict(zip(self._places, threads.map(_look, self._places), strict=True))
+        self._looks = self._look_at_all()
 
-    def look_away(self) -> None:
+    def _look_at_all(self) -> dict[tuple[HostBlock, int], _Look]:
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            return dict(zip(self._places, threads.map(_look, self._places), strict=True))
+
+    def forget(self) -> None:
         """Forgets the last look, because what comes next may write the host's weights."""
         self._looks = {}
 
@@ -124,10 +120,8 @@ class WeightWatch:
         Raises:
             RuntimeError: a weight has other values although its version and its address are the same.
         """
-        if self._looks:
-            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                for place, now in zip(self._places, threads.map(_look, self._places), strict=True):
-                    self._compare(place, now)
+        for place, now in self._look_at_all().items() if self._looks else ():
+            self._compare(place, now)
 
     def compare_one(self, block: HostBlock, index: int) -> None:
         """Does what :meth:`compare` does for one weight, before the engine overwrites it with what is on the device."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sp_lightning.device.device import Stream, Wait
-from sp_lightning.weights.captured import Captured
 from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.swap import Swap
 from tests.support.models import Module, Stack, vectors
@@ -144,14 +143,14 @@ def test_weights_of_the_host_in_the_model_are_noticed() -> None:
 
     def forgetful(self: Swap) -> None:
         to_device(self)
-        for module, _, attribute, _, host in self._to_device:
+        for module, _, attribute, host, _ in self._pairs:
             if host.shape == (16, 32):
                 module._parameters[attribute] = host
 
     to_device = Swap.to_device
     exchanged = mock.patch.object(Swap, "to_device", forgetful)
     # Otherwise the host's would be taken for some that user code has captured.
-    with simulated(), exchanged, mock.patch.object(Captured, "watch"), pytest.raises(Mixed):
+    with simulated(), exchanged, mock.patch.object(Swap, "watch_captured"), pytest.raises(Mixed):
         fit(lambda: Module(Stack()), vectors(1), superpipeline())
 
 

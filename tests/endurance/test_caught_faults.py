@@ -135,7 +135,7 @@ ROWS = [
     Row("enter of a call / leave", torch, "tanh", 2, calls),
     Row("leave of a call, its parts", LentWeights, "write_back", 1, writes_and_calls),
     Row("leave of a call, its parts", LentWeights, "take_back_all", 1, calls, BETWEEN),
-    Row("leave of a call, its parts", LentWeights, "_moved_out", 2, calls),
+    Row("leave of a call, its parts", LentWeights, "_after_release", 2, calls),
     Row("begin_call / end_call", Slots, "use", 3, calls),
     Row("begin_call / end_call", LentWeights, "move_in", 3, calls),
     Row("on_demand: begin_call / end_call", Slots, "use", 2, reads, IN),

@@ -97,12 +97,12 @@ def half_swapped(number: int) -> Any:
     """Places are exchanged one after the other, and in one of the exchanges Ctrl-C comes in the middle."""
     original, calls = swap._swap, count(1)
 
-    def half(swaps: Any) -> None:
+    def half(swaps: Any, **where: bool) -> None:
         struck = next(calls) == number
         for index, each in enumerate(swaps):
             if struck and index == 3:
                 raise KeyboardInterrupt
-            original([each])
+            original([each], **where)
 
     return half
 

@@ -234,6 +234,53 @@ def test_a_write_to_a_weight_that_is_updated_already_is_refused(k: int) -> None:
         fit(make, vectors(), overlapping("backward", k=k), recorded="losses")
 
 
+def writes_data(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(1.5)
+
+
+def writes_in_place(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(1.5)
+
+
+def reads(parameter: nn.Parameter) -> None:
+    parameter.detach().sum()
+
+
+def copies_it(parameter: nn.Parameter) -> None:
+    copy.deepcopy(parameter)
+
+
+def takes_its_gradient(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+
+
+class UsesCaptured(Module):
+    """A hook in backward uses a weight of the last layer, which is updated by then, captured before the run."""
+
+    def __init__(self, use: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(Stack())
+        net: Any = self.net
+        self.captured = [next(net.blocks[4].parameters())]
+        net.blocks[1].register_forward_hook(lambda *call: call[2].register_hook(self.late) and None)
+        self.use = use
+
+    def late(self, gradient: Tensor) -> None:
+        self.use(self.captured[0])
+
+
+@pytest.mark.parametrize("use", [writes_data, writes_in_place, reads, copies_it, takes_its_gradient])
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("k", [1, 8])
+def test_a_captured_weight_that_is_updated_already_is_refused(k: int, lazy: bool, use: Any) -> None:
+    """A write to the host's memory came after the update that it had to come before, or was lost in it."""
+    with (
+        simulated() if lazy else nullcontext(),
+        pytest.raises(RuntimeError, match=r"had updated layer 'net.blocks.4' when.*its weights were needed again"),
+    ):
+        fit(fused(lambda: UsesCaptured(use)), vectors(), overlapping("backward", k=k), recorded="losses")
+
+
 class TakesData(nn.Linear):
     """Without gradients its forward takes the weight's ``.data``, which could be written."""
 

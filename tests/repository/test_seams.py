@@ -16,9 +16,8 @@ from sp_lightning.device.layout import part, versions
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.casts import NoCasts
 from sp_lightning.weights.gradients import Gradients
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.layer import NoCasts, StreamedLayer
 from sp_lightning.weights.slots import Staged
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for

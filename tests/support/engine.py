@@ -18,8 +18,8 @@ from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.weights.gradients import Gradients
-from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.slots import Slot, Slots
+from sp_lightning.weights.layer import Kind, Slot, StreamedLayer
+from sp_lightning.weights.slots import Slots
 
 
 def streamer_of(strategy: Any) -> Any:
@@ -96,7 +96,7 @@ def events() -> Iterator[list[str]]:
         drain(self, layer)
 
     def note_apply(self: Gradients, landed: Any) -> None:
-        happened.append(f"apply {name(landed.layer)}")
+        happened.append(f"apply {name(landed[0])}")
         apply(self, landed)
 
     with (

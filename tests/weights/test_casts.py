@@ -17,7 +17,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Stream
 from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.model.find import find_layers
-from sp_lightning.weights.casts import Casts
+from sp_lightning.weights.host_casts import Casts
 from tests.support.mixed import MIXED, OwnLinear, Readers, Tied, of_blocks
 from tests.support.models import CASES, Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, loader, superpipeline, trainer_for

@@ -14,7 +14,8 @@ from sp_lightning.device.device import Device
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.choices import Window
-from sp_lightning.weights.rows import AllRows, ExpertCache
+from sp_lightning.weights.expert_cache import ExpertCache
+from sp_lightning.weights.layer import AllRows
 from sp_lightning.weights.slots import Slots
 from tests.support import stacked
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for

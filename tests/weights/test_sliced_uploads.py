@@ -28,8 +28,9 @@ from sp_lightning.device.lease import Lease
 from sp_lightning.device.shared_memory import SharedMemory, create
 from sp_lightning.engine.placement import Placement
 from sp_lightning.weights import uploads
-from sp_lightning.weights.slots import Slot, Slots
-from sp_lightning.weights.uploads import OnItsWay, SlicedUploads, Uploads, gather_log_bytes
+from sp_lightning.weights.layer import OnItsWay, Slot
+from sp_lightning.weights.slots import Slots
+from sp_lightning.weights.uploads import SlicedUploads, Uploads, gather_log_bytes
 from tests.equality.cases import CASES
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import poison
@@ -387,7 +388,7 @@ def test_the_host_writes_nothing_that_is_on_its_way(of_one_layer: bool) -> None:
     """Neither a layer that is updated early, nor any in an optimizer's step. No other rank gets half of it from before."""
     device = Device(torch.device("cpu"))
     late, slots = Late(device), Slots.__new__(Slots)
-    slots._device, slots._uploads, slots._latest = device, late, None  # of all that slots have, these send and wait
+    slots._device, slots.uploads, slots._latest = device, late, None  # of all that slots have, these send and wait
     slot, layer = (
         Slot(0, torch.zeros(8, dtype=torch.uint8), Lease(torch.zeros(8, dtype=torch.uint8))),
         SimpleNamespace(),

@@ -1,15 +1,10 @@
-"""Rows: which rows of a layer's weights come, are read, and get gradients; and the memory that keeps those of experts.
-
-Everything else in the package asks a layer's :attr:`~sp_lightning.weights.layer.StreamedLayer.rows` and does not know which of
-these it is: :class:`AllRows` of nearly all layers, ``expert_rows`` of stacked experts, ``embedding_rows`` of a table.
-"""
+"""The device memory that keeps experts which were used."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,102 +12,9 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.layout import aligned
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.weights.layer import StreamedLayer
 
-if TYPE_CHECKING:
-    from sp_lightning.weights.layer import StreamedLayer
-    from sp_lightning.weights.slots import Slot
-
-    Expert = tuple[StreamedLayer, int]
-
-Rows = frozenset[int] | None
-"""The numbers of rows; None for all of them."""
-NOTHING: frozenset[int] = frozenset()
-
-
-class AllRows:
-    """The rows of a layer that comes as a whole: all that is asked of rows, with nothing to do.
-
-    Attributes:
-        stacks: the indices of the parameters of which only rows may be on the device.
-        ahead: the rows that are worth a fetch before anybody asks.
-        complete: whether the rows that the present use may read are in the layer's slot.
-        compacted: whether the layer's gradient is sparse on the device in this backward, although ``param.grad`` is to be dense.
-        looked_up_bytes: bytes of the rows that look-ups have sent.
-        host_waits: how often the host has waited for the numbers of rows.
-        hits, misses: how many rows of experts uses have asked for that were on the device, and that were not.
-        sent_bytes: bytes of the experts that were sent, those of whole layers included.
-    """
-
-    stacks: frozenset[int] = NOTHING
-    ahead: Rows = None
-    complete = True
-    compacted = False
-    looked_up_bytes = host_waits = hits = misses = sent_bytes = 0
-
-    def begin_step(self, *, training: bool) -> None:
-        """A step begins."""
-
-    def keep_in(self, cache: ExpertCache) -> None:
-        """Rows that were used may be kept there from now on."""
-
-    def need(self, rows: Rows) -> None:
-        """The use of the layer that begins, or goes on, may read these rows."""
-
-    def begin_use(self) -> None:
-        """The layer comes into use; what it needs is known."""
-
-    def end_use(self) -> None:
-        """The layer is released."""
-
-    def send(self, slot: Slot, source: Tensor) -> int | None:
-        """Copies the rows that are needed to a slot. Returns how many bytes left the host; None if all of the layer has to."""
-        return None
-
-    def arrived(self, slot: Tensor) -> None:
-        """Compute has waited for what was sent to a slot."""
-
-    def lost(self) -> None:
-        """A transfer to the layer's slot has failed."""
-
-    def drop_cached(self) -> None:
-        """The host's weights were or may have been written: what the device keeps beside the slot is out of date."""
-
-    def compute(self, weight: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """Computes with a stand-in of which only rows are needed. NotImplemented if the whole layer has to come for it."""
-        return NotImplemented
-
-    def may_compute_with_wrapped(self, use: Any, args: Sequence[Any], kwargs: Any) -> bool:
-        """Whether a wrapped weight may be used now although no use of the layer is announced."""
-        return False
-
-    def read_whole(self) -> None:
-        """Something computes with all of the weights, and its graph may reach any row."""
-
-    def saved_rows(self, index: int | None, tensor: Tensor, offset: int) -> Rows:
-        """The rows that a saved tensor needs in backward.
-
-        Args:
-            index: of the parameter in which it begins.
-            tensor: a view of the slot's memory.
-            offset: bytes from the start of the slot.
-        """
-        return None
-
-    def saved_stack_rows(self) -> Rows:
-        """The rows of a weight that was saved itself."""
-        return None
-
-    def completed(self, index: int, value: Tensor, slots: Collection[int]) -> Tensor:
-        """A weight's value on the device, with the host's rows where the slot, one of these addresses, has none."""
-        return value
-
-    def gradient_rows(self, index: int) -> Rows:
-        """The rows of a gradient that has arrived which may be other than zero. It counts as taken."""
-        return None
-
-    def unpin(self) -> None:
-        """Releases page locks."""
-
+Expert = tuple[StreamedLayer, int]
 
 HALF_LIFE = 8.0
 """After so many calls of its layer a use of an expert counts half."""
@@ -142,7 +44,10 @@ class ExpertCache:
     def __init__(self, device: Device, nbytes: int, layers: Sequence[StreamedLayer]) -> None:
         self._device = device
         layers = [layer for layer in layers if layer.planned.rows]
-        self._place = max((_row_bytes(layer) for layer in layers), default=0)
+        rows = [
+            [layer.planned.spans[at].nbytes // layer.planned.rows for at in layer.planned.stacks] for layer in layers
+        ]
+        self._place = max((sum(map(aligned, each)) for each in rows), default=0)
         experts = sum(layer.planned.rows for layer in layers)
         self._count = min(nbytes // self._place, experts) if self._place else 0
         self._memory = device.empty(self._count * self._place)
@@ -153,8 +58,8 @@ class ExpertCache:
         self._scores: dict[Expert, float] = {}
         self._calls: dict[StreamedLayer, int] = {}
         self._least: list[tuple[float, int, int, Expert]] = []  # a heap of scores, also of those that have risen since
-        for layer in layers:
-            layer.rows.keep_in(self)
+        for layer in layers if self.nbytes else ():
+            layer.rows.cache = self
 
     def rows(self, layer: StreamedLayer) -> frozenset[int]:
         """The experts of a layer that are here."""
@@ -199,7 +104,7 @@ class ExpertCache:
         self.nbytes = 0
         for layer, rows in self._at.items():
             rows.clear()
-            layer.rows.keep_in(self)  # it has no memory, so it is asked no more
+            layer.rows.cache = None
 
     def _push(self, expert: Expert) -> None:
         layer, row = expert
@@ -230,8 +135,3 @@ class ExpertCache:
                 self._device.access(target, Stream.COMPUTE, write=True)
                 target.copy_(source)
                 offset += aligned(nbytes)
-
-
-def _row_bytes(layer: StreamedLayer) -> int:
-    spans = layer.planned.spans
-    return sum(aligned(spans[index].nbytes // layer.planned.rows) for index in layer.planned.stacks)
