@@ -61,6 +61,7 @@ def test_summary(
 ) -> None:  # fmt: skip
     """The same table, and the same run after it."""
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("rich._console", None)  # rich has asked for the columns when it was first used
     name = plc.model_summary.__name__
 
     def run(way: Way) -> Seen:
