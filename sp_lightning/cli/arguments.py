@@ -51,8 +51,8 @@ _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStra
 _LORA = 'train adapters of this rank alone, as those of PEFT\'s LoraConfig(r=N, target_modules="all-linear")'
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (
-    "exit status: 0 if it fits, with plain Lightning or here; 1 if it does not; 2 if the question cannot be answered; 3 if "
-    "activations are unknown, because no batch could be run. Of several models the highest counts."
+    "exit status: 0 if it fits, with plain Lightning as it is or here; 1 if it does not; 2 if the question cannot be answered; "
+    "3 if activations are unknown, because no batch could be run. Of several models the highest counts."
 )
 _MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 

@@ -127,9 +127,16 @@ class Estimate:
 
     @cached_property
     def host(self) -> HostMemory:
-        """The host's memory. With ``auto``, all units are offloaded in the first batches."""
-        offloaded = self.work.offloaded if self.question.activations in ("offload", "auto") else 0
-        return host_memory(self.question, self.plan(1, 1), self.step, offloaded)
+        """The host's memory. With ``auto``, all units are offloaded in the first batches, as far as there is room."""
+        asked, plan = self.question, self.plan(1, 1)
+        offloaded = self.work.offloaded if asked.activations in ("offload", "auto") else 0
+        found = host_memory(asked, plan, self.step, offloaded)
+        if asked.activations == "auto" and asked.disk is None and found.limit is not None and not found.fits:
+            left = (
+                found.limit - found.nbytes + found.activations
+            )  # a run takes at most 7/8 of that, and computes others again
+            found = host_memory(asked, plan, self.step, max(0, left) * 7 // 8 // asked.devices)
+        return found
 
     @property
     def _traffic(self) -> tuple[int, int]:

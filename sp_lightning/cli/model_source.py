@@ -138,7 +138,7 @@ def _load_factory(asked: Question) -> ModelSource:
     factory = resolve(source, WANTED)
     try:
         with torch.enable_grad():  # a factory may switch gradients off, which ends with this context
-            module = factory()
+            module = answered(factory)
     except Exception as error:
         raise ValueError(f"{source!r} could not be made without arguments: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):

@@ -64,7 +64,9 @@ class Report:
         width = max(map(len, self.rows))
         lines = [self.reference, "", f"{'what':<{width}} {'tensors':>8}  result"]
         for what, row in self.rows.items():
-            lines.append(f"{what:<{width}} {row.tensors:>8}  {row.first or ('equal' if row.values else 'none')}")
+            lines.append(
+                f"{what:<{width}} {row.tensors:>8}  {row.first or ('equal' if row.values else 'nothing returned')}"
+            )
         if self.runs:  # else the strategy has stopped each time
             memory = (
                 "weights, gradients and optimizer state, as counted" if self.counted else "the most that was allocated"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -113,6 +114,19 @@ def test_a_model_of_few_positions_is_given_no_more_tokens(tmp_path: Path, capsys
         main(["plan", config, "--tokens", "2048"])
     assert ended.value.code == 2
     assert "2048 tokens are more than the 77 positions" in capsys.readouterr().err
+
+
+class ReadsValues(nn.Sequential):
+    """As timm's models, which give each block its part of a range of rates."""
+
+    def __init__(self) -> None:
+        rates = [rate.item() for rate in torch.linspace(0, 0.5, 4)]
+        super().__init__(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(rate)) for rate in rates))
+
+
+def test_a_factory_may_read_values_that_it_has_made(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, f"{__name__}:ReadsValues", "--input", "2", "16", "--k", "1")
+    assert len(found["layers"]) == 4
 
 
 class WithLoss(nn.Module):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sp_lightning.__main__ import main
 from sp_lightning.cli.arguments import Question, command, make_parser
+from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.units import in_gib
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
@@ -236,6 +237,19 @@ def test_the_command_asks_the_same_question() -> None:
     question = Question(**{**vars(question), "precision": "16-mixed"})
     again = vars(make_parser().parse_args(shlex.split(command(question))[3:]))
     assert {**again, "model": "a model.json", "batch": 3, "precision": "16-mixed"} == vars(question)
+
+
+def test_activations_that_are_chosen_take_the_host_memory_that_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All were counted on the host; a run has as many there as there is room for, and computes the others again."""
+    asked = [small_llama(tmp_path), "--tokens", "512", "--k", "1", "--gpu-memory", "40MiB", "--activations"]
+    least, most = (plan(capsys, *asked, mode)["host_bytes"] for mode in ("recompute", "offload"))
+    assert most - least > 2**22
+    limit = ("--host-memory", f"{limit_for((least + most) // 2, 1, disk=False)}B")
+    found = plan(capsys, *asked, "auto", *limit)
+    assert found["host_fits"]
+    assert least < found["host_bytes"] < (least + most) // 2
 
 
 # ---------------------------------------------------------------------- several
