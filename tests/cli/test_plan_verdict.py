@@ -239,6 +239,7 @@ def test_the_command_asks_the_same_question() -> None:
     assert {**again, "model": "a model.json", "batch": 3, "precision": "16-mixed"} == vars(question)
 
 
+@pytest.mark.rest("three plans of a model")
 def test_activations_that_are_chosen_take_the_host_memory_that_there_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,6 +180,7 @@ def test_code_between_modules_is_not_taken_for_the_next_module() -> None:
     assert "What it is given differs already, by code outside of modules that runs before it." in report.explanation
 
 
+@pytest.mark.rest("the first tier has modules that run once")
 def test_forwards_that_run_again_in_backward_are_no_calls_of_their_own() -> None:
     """They were counted under the strategy alone, so that a second forward was compared with them, and the first block named."""
     report = check(planted.OtherInSecondCall, activations="recompute", optimizer_overlap="off")
@@ -233,6 +234,7 @@ def test_what_is_logged_by_methods_of_the_logger_is_compared(wrong: str, where: 
     assert [path for folder in temporary.iterdir() for path in folder.iterdir()] == []
 
 
+@pytest.mark.rest("the first tier has values that repeat")
 def test_logged_values_that_do_not_repeat_are_named_and_left_out() -> None:
     """A time that is logged made two runs of plain Lightning differ, and nothing was compared."""
     report = check(planted.LogsTimes)

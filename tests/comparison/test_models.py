@@ -94,6 +94,7 @@ def test_a_name_that_leads_nowhere_ends_the_command(capsys: pytest.CaptureFixtur
     assert "check: 'nowhere:Model': No module named 'nowhere'. Give package.module:Factory." in capsys.readouterr().err
 
 
+@pytest.mark.rest("the first tier has the Python side")
 def test_a_config_of_lightning_s_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

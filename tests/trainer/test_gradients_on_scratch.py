@@ -163,7 +163,7 @@ CLIPS: dict[str, dict[str, Any]] = {
     "overlap", first(["off", "forward"], "forward", second=[], why="without updates in the background")
 )
 @pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="other ways to clip"))
-@pytest.mark.parametrize("heard", first([False, True], True, why="without a hook"))
+@pytest.mark.parametrize("heard", first([False, True], True, second=[], why="without a hook"))
 def test_few_gradients_are_in_memory(
     heard: bool, clip: str, overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
