@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.estimate import Estimate
@@ -11,6 +14,8 @@ from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.tune.choices import SAME
 from sp_lightning.tune.visits import Prediction
+
+_NOTICED = 0.005  # the share of the time that is a percent
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,26 @@ class Answer:
             return 0
         return 1 if self.best is None else 3 if self.estimate.why_guessed else 0
 
+    @cached_property
+    def without_waits(self) -> dict[str, float]:
+        """The seconds of a batch of the row that is shown, predicted without each kind of waiting."""
+        rates, row = self.estimate.rates, self.shown
+        causes = [what for what, change in _changes(self.estimate).items() if replace(rates, **change) != rates]
+        causes += ["updates", *["activations"] * ("offload" in row.modes.values())]
+        return {what: _seconds_without(self.estimate, row, {what}) for what in causes}
+
+    @cached_property
+    def waits(self) -> dict[str, float]:
+        """The seconds that the device waits, by what for: the longest first, each what it takes without those before it."""
+        alone, row, seconds = self.without_waits, self.shown, self.shown.prediction.seconds
+        now, left, found = seconds, row.waiting * seconds, dict[str, float]()
+        for what in sorted(alone.keys() - {"whole uploads"}, key=alone.__getitem__):
+            if left > 0 and seconds - alone[what] >= _NOTICED * seconds:
+                then = _seconds_without(self.estimate, row, {*found, what})
+                found[what] = min(left, max(0.0, now - then))
+                left, now = left - found[what], then
+        return found | ({"several things at once": left} if left > 0 else {})
+
     @property
     def rate(self) -> tuple[float, str]:
         """How many tokens, images or samples all devices finish in a second, and which of them."""
@@ -92,6 +117,28 @@ class Answer:
         elif "token" not in items:
             count, what = (asked.batch, "images") if "image" in items else (1, "batches")
         return count * asked.devices * asked.nodes / (self.shown.prediction.seconds or 1e-9), what
+
+
+def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:
+    """The seconds of a batch, predicted without some kinds of waiting."""
+    changes = [change for what, change in _changes(estimate).items() if what in causes]
+    rates = replace(estimate.rates, **{name: value for change in changes for name, value in change.items()})
+    modes: Modes = dict.fromkeys(row.modes, "keep") if "activations" in causes else row.modes
+    return estimate.predict(row.plan, modes, rates, updates="updates" not in causes).seconds
+
+
+def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
+    """The rates without each kind of waiting."""
+    return {
+        # In inference, fetches alone pass over the host's memory.
+        "fetches": {"upload": math.inf} | ({"host_memory": math.inf} if estimate.question.predict else {}),
+        "gradients to leave": {"download": math.inf},
+        "the host": {"visit_seconds": 0.0, "weight_seconds": 0.0},
+        "sums of gradients": {"links": math.inf},
+        "whole uploads": {"sliced": estimate.question.devices > 1},
+        "sums over nodes": {"network": math.inf},
+        "the disk": {"disk": math.inf},
+    }
 
 
 def answer(estimate: Estimate) -> Answer:

@@ -27,6 +27,7 @@ from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak_bytes
+from sp_lightning.plan.host_memory import all_but_an_eighth
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Balance
 from sp_lightning.tune.dry_run import Cost, Work, estimate
@@ -132,10 +133,9 @@ class Estimate:
         offloaded = self.work.offloaded if asked.activations in ("offload", "auto") else 0
         found = host_memory(asked, plan, self.step, offloaded)
         if asked.activations == "auto" and asked.disk is None and found.limit is not None and not found.fits:
-            left = (
-                found.limit - found.nbytes + found.activations
-            )  # a run takes at most 7/8 of that, and computes others again
-            found = host_memory(asked, plan, self.step, max(0, left) * 7 // 8 // asked.devices)
+            # A run offloads as far as there is room, and computes other layers' activations again.
+            room = all_but_an_eighth(found.limit - found.nbytes + found.activations)
+            found = host_memory(asked, plan, self.step, room // asked.devices)
         return found
 
     @property

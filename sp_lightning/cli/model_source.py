@@ -287,9 +287,8 @@ class _Inputs:
         self.with_images = takes_images(config, self._taken)
         self.with_text = getattr(config.get_text_config(), "vocab_size", None) is not None
         names = ("past_key_values", "cache") if self.with_text and "input_ids" in self._taken else ()
-        self.cache = next(
-            (name for name in names if name in self._taken), None
-        )  # the second name since transformers 5.24
+        # The second name is that of transformers 5.24 and newer.
+        self.cache = next((name for name in names if name in self._taken), None)
 
     def items(self, image: int | None) -> str:
         """What the batch whose images have so many pixels on each side consists of, in words; None for no images."""

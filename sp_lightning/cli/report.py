@@ -9,7 +9,7 @@ from dataclasses import replace
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import MODES, PRECISIONS, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
-from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, verdict, waits, without_waits
+from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, verdict
 from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import human_bytes, in_gib
@@ -69,7 +69,7 @@ def _reasons(answer: Answer) -> list[str]:
         _heading(estimate),
         _device(estimate, row),
         *_host(estimate),
-        _faster(estimate, row) if estimate.host.fits else f"the times are those {without_disk}with enough host memory",
+        _faster(answer) if estimate.host.fits else f"the times are those {without_disk}with enough host memory",
         _assumed(estimate),
         *_disk(answer),
         *_step(estimate),
@@ -280,15 +280,16 @@ def _experts(estimate: Estimate, row: Row) -> list[str]:
     return lines
 
 
-def _faster(estimate: Estimate, row: Row) -> str:
+def _faster(answer: Answer) -> str:
     """What would make it faster."""
-    plan, now, waited = row.plan, row.prediction.seconds, waits(estimate, row)
+    row, waited = answer.shown, answer.waits
+    plan, now = row.plan, row.prediction.seconds
     what = max(waited, key=waited.__getitem__, default="")
     why = f"the device computes {1 - row.waiting:.0%} of the time; fewer operations or a faster device help."
     if waited.get(what, 0) >= LEAST_WAITING * now:
         # Seconds, as in the line of a run; their share of the time is in the verdict.
         why = f"{waited[what]:.3g} of {now:.3g} s are waited for {what}; {remedy(what, plan)}."
-    sliced = without_waits(estimate, row).get("whole uploads", now)
+    sliced = answer.without_waits.get("whole uploads", now)
     if now - sliced >= LEAST_WAITING * now:
         why += f' transfer="sliced" takes {sliced:.3g} s.'
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"

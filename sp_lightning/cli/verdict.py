@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
-from typing import Any
 
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import Question
-from sp_lightning.cli.estimate import Estimate
-from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib
 
 LEAST_WAITING = 0.05
 """Waiting that takes a smaller share of the time is not worth a word of advice."""
-_NOTICED = 0.005  # the share that is a percent
 
 
 def verdict(answer: Answer) -> str:
@@ -114,55 +108,11 @@ def per_second(answer: Answer) -> str:
 def waiting(answer: Answer) -> str:
     """The share of the time in which the device waits, and for what."""
     total, parts, row = 0.0, list[str](), answer.shown
-    for what, seconds in waits(answer.estimate, row).items():
+    for what, seconds in answer.waits.items():
         before, total = total, total + 100 * seconds / row.prediction.seconds
         if percent := round(total) - round(before):  # so that the parts add up to the whole
             parts.append(f"{percent}% for {what}")
     return f"the device waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
-
-
-def waits(estimate: Estimate, row: Row) -> dict[str, float]:
-    """The seconds that the device waits, by what for: of each cause, the longest first, what it takes without those before it."""
-    alone, now = without_waits(estimate, row), row.prediction.seconds
-    left, found = row.waiting * now, dict[str, float]()
-    for what in sorted(alone.keys() - {"whole uploads"}, key=alone.__getitem__):
-        if left > 0 and row.prediction.seconds - alone[what] >= _NOTICED * row.prediction.seconds:
-            then = _seconds_without(estimate, row, {*found, what})
-            found[what] = min(left, max(0.0, now - then))
-            left, now = left - found[what], then
-    return found | ({"several things at once": left} if left > 0 else {})
-
-
-def without_waits(estimate: Estimate, row: Row) -> dict[str, float]:
-    """The seconds of a batch, predicted without each kind of waiting."""
-    rates = estimate.rates
-    causes = [what for what, change in _changes(estimate).items() if replace(rates, **change) != rates]
-    causes += ["updates", *["activations"] * ("offload" in row.modes.values())]
-    return {what: _seconds_without(estimate, row, {what}) for what in causes}
-
-
-def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:
-    """The seconds of a batch, predicted without some kinds of waiting."""
-    changed = {
-        name: value for what, each in _changes(estimate).items() if what in causes for name, value in each.items()
-    }
-    modes: Modes = dict.fromkeys(row.modes, "keep") if "activations" in causes else row.modes
-    rates = replace(estimate.rates, **changed)
-    return estimate.predict(row.plan, modes, rates, updates="updates" not in causes).seconds
-
-
-def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
-    """The rates without each kind of waiting."""
-    return {
-        # In inference, fetches alone pass over the host's memory.
-        "fetches": {"upload": math.inf} | ({"host_memory": math.inf} if estimate.question.predict else {}),
-        "gradients to leave": {"download": math.inf},
-        "the host": {"visit_seconds": 0.0, "weight_seconds": 0.0},
-        "sums of gradients": {"links": math.inf},
-        "whole uploads": {"sliced": estimate.question.devices > 1},
-        "sums over nodes": {"network": math.inf},
-        "the disk": {"disk": math.inf},
-    }
 
 
 def _choice(question: Question, plan: Plan) -> str:

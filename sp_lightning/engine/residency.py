@@ -102,7 +102,8 @@ class Residency:
             if not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
-        self._tenants.before_use(layer)
+        if self._tenants.replaced:
+            self._tenants.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
                 layer.visits += not backward
@@ -110,7 +111,8 @@ class Residency:
                 slot = self.used[layer] = self.resting.pop(layer)
                 return slot
             self._release_resting(layer)
-        self.slots.resume()
+        if self.slots.idle_since is not None:
+            self.slots.resume()
         layer.visits += not backward
         if not layer.on_demand:
             self.prefetch.trace.visit(layer)
@@ -186,7 +188,7 @@ class Residency:
         loose = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
         for layer in loose:
             self._leave(layer)
-        return self._tenants.free_dropped() or bool(loose)
+        return (bool(self._tenants.held) and self._tenants.free_dropped()) or bool(loose)
 
     def _leave(self, layer: StreamedLayer) -> None:
         """Releases a layer that no call uses any more, or lets it rest."""

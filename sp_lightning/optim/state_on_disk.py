@@ -53,9 +53,8 @@ class StateOnDisk:
         self._transfers = StateTransfers(file, placement.staging, self._coming)
         self._stay = frozenset(placement.in_memory)
         self._still = still
-        self._lock = (
-            self._transfers.lock
-        )  # several threads of users' may look at state, and the disk's go on by themselves
+        # Several threads of users' may look at state, and the disk's go on by themselves.
+        self._lock = self._transfers.lock
         self._stored: dict[Key, Stored] = {}
         self._updates = Succession[Key](1)
         self._roomy: set[Key] = set()  # those for whose new state there was room, whether it came or not

@@ -193,7 +193,12 @@ def spare_bytes(needed: dict[str, int]) -> int | None:
         needed: bytes beyond what is held already, by what they are for.
     """
     available = available_bytes()
-    return None if available is None else max(0, available - sum(needed.values())) * 7 // 8
+    return None if available is None else all_but_an_eighth(available - sum(needed.values()))
+
+
+def all_but_an_eighth(free: int) -> int:
+    """What may be taken of so many bytes that are free."""
+    return max(0, free) * 7 // 8
 
 
 def check_host(needed: dict[str, int], remedy: str) -> None:

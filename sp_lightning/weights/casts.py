@@ -14,7 +14,7 @@ graph when others take their place.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from sp_lightning.device.layout import ALIGNMENT, strided
 from sp_lightning.device.lease import SavedView
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
-
-if TYPE_CHECKING:
-    pass
 
 LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,

@@ -20,13 +20,19 @@ class Tenants:
 
     Args:
         slots: the slots, whose memory is lent.
+
+    Attributes:
+        held: released layers of which something still holds device parameters.
+        replaced: released layers with weights in other memory, which user code holds.
     """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self.held: set[StreamedLayer] = set()
+        self.replaced: set[StreamedLayer] = set()
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used: its weights on the host have to be up to date then."""
+        """Called before a layer is used, if some are ``replaced``: its weights on the host have to be up to date then."""
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Called before slots are overwritten: what was written there is lost afterwards."""
@@ -74,10 +80,6 @@ class LentWeights(Tenants):
         self.device = device
         self.resident_storages = resident_storages
         self._watch = watch
-        self._held: set[StreamedLayer] = set()  # released layers of which something still holds device parameters
-        self._replaced: set[StreamedLayer] = (
-            set()
-        )  # released layers with weights in other memory, which user code holds
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         # Slots that their layers have left although they are still viewed, with name, value and digest of each weight that goes
         # on elsewhere.
@@ -89,7 +91,7 @@ class LentWeights(Tenants):
 
     def before_use(self, layer: StreamedLayer) -> None:
         """Takes back what was written outside of the layer's slot, before the layer comes."""
-        for member in layer.family if self._replaced else ():
+        for member in layer.family:
             self._take_back_replaced(member)
 
     def fetched(self, layer: StreamedLayer) -> None:
@@ -149,7 +151,7 @@ class LentWeights(Tenants):
             _, replaced = self.take_back_slot(slot)
         finally:  # it may be refused
             if not group.detach():
-                self._held.add(layer)
+                self.held.add(layer)
         if replaced:  # param.data = other: the slot does not have these values
             self.leave_views(slot, replaced)
             layer.leave_slot()
@@ -170,10 +172,8 @@ class LentWeights(Tenants):
 
     def free_dropped(self) -> bool:
         """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were held."""
-        if not self._held:  # nearly always
-            return False
-        freed = {layer for layer in self._held if layer.parameters.free_dropped()}
-        self._held -= freed
+        freed = {layer for layer in self.held if layer.parameters.free_dropped()}
+        self.held -= freed
         return bool(freed)
 
     # ------------------------------------------------------------------ the host takes back
@@ -278,7 +278,7 @@ class LentWeights(Tenants):
 
     def take_back_all(self) -> None:
         """Takes back everything that was written on the device, after a step or in its midst. No layer is in use."""
-        for layer in list(self._replaced):
+        for layer in list(self.replaced):
             self._take_back_replaced(layer)
             self._set_replaced(layer, {})
         self.resident_storages -= self._given
@@ -348,9 +348,9 @@ class LentWeights(Tenants):
         group.replaced = {i: value for i, value in given.items() if i not in group.retyped and shared(value)}
         group.exposed.intersection_update(group.replaced)
         if group.replaced:
-            self._replaced.add(layer)
+            self.replaced.add(layer)
         else:
-            self._replaced.discard(layer)
+            self.replaced.discard(layer)
 
     def _take_back_replaced(self, layer: StreamedLayer) -> None:
         """Takes back what was written, while a layer is away, in other memory that its weights were given."""

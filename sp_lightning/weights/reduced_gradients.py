@@ -264,9 +264,8 @@ class ReducedGradients(GradientSink[None]):
         came = [place in family.came for family, place in places]
         before = [gradient_of(place) is not None for _, place in places]
         order = [0] * len(indices)
-        if (
-            self._ranks.first
-        ):  # as layers were complete in this backward; which experts get tokens differs from rank to rank
+        if self._ranks.first:
+            # As layers were complete in this backward. Which experts get tokens differs from rank to rank.
             complete = dict.fromkeys([*self._completed, *self._order])
             order = [indices[owner] for owner in sorted(complete, key=lambda owner: owner.expert)]
         words = torch.tensor([*came, *before, *order], dtype=torch.int32)

@@ -233,10 +233,9 @@ class Slots:
             slot.layer.rows.arrived(slot.memory)
 
     def resume(self) -> None:
-        """Ends the interval between layers in the timeline: compute has come to a layer, and may have to wait for it."""
-        if self.idle_since is not None:
-            self._device.note("between", None, self.idle_since, Stream.COMPUTE)
-            self.idle_since = None
+        """Ends the interval between layers, if one is noted: compute has come to a layer, and may have to wait for it."""
+        self._device.note("between", None, self.idle_since, Stream.COMPUTE)
+        self.idle_since = None
 
     def release(self, slot: Slot) -> None:
         """Ends the use of a slot. Device parameters have dropped the memory; others may still hold views of it."""
