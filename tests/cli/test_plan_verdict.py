@@ -326,6 +326,7 @@ def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str]) -> Non
 # ---------------------------------------------------------------------- adapters, the hub's cache, and what libraries say
 
 
+@pytest.mark.rest("several plans of a model")
 def test_adapters_without_a_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = small_llama(tmp_path)
     found = plan(capsys, file, "--tokens", "64", "--lora", "4", "--k", "1", "--k-prime", "1")

@@ -88,6 +88,7 @@ def test_a_file_of_a_part_has_a_mebibyte_at_most(tmp_path: Path) -> None:
     assert (tmp_path / "limits.txt").stat().st_size == 2**20
 
 
+@pytest.mark.rest("processes that measure; the first tier has what a part reports")
 def test_without_matplotlib_everything_is_measured_and_reported() -> None:
     """Where it was missing, a list ended before it measured anything."""
     code = (

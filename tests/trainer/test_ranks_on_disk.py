@@ -48,7 +48,7 @@ def train(ranks: Number, disk: str | None, epochs: int, resume: str | None, save
 
 
 @pytest.mark.parametrize(
-    "ranks", [2, pytest.param((2, 2), marks=pytest.mark.rest("each node has a disk of its own"))], ids=str
+    "ranks", [2, pytest.param((2, 2), marks=pytest.mark.long("each node has a disk of its own"))], ids=str
 )
 def test_files_are_those_of_a_run_without(ranks: Number, tmp_path: Path) -> None:
     """Trained, saved, resumed, saved: ``ddp``'s files; and plain Lightning on one device goes on from them."""

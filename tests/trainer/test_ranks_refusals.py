@@ -24,7 +24,7 @@ from sp_lightning.device import ranks
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import RanksFailed, free_port, in_ranks, rank, start
 from tests.support.runs import fit, loader, trainer_for
-from tests.support.tiers import first
+from tests.support.tiers import first, some
 
 
 class Net(Module):
@@ -193,7 +193,7 @@ WITHOUT = {
 
 
 @pytest.mark.rest("waits until processes have ended; the first tier has what ranks compare")
-@pytest.mark.parametrize("what", WITHOUT)
+@pytest.mark.parametrize("what", some(WITHOUT, "support", "a map", why="the board is another piece of memory"))
 def test_memory_that_cannot_be_shared(what: str, tmp_path: Any) -> None:
     began = monotonic()
     errors = [error for error, _ in start(2, train_without, what, str(tmp_path)).outcomes()]
