@@ -23,7 +23,7 @@ Factory = str | Callable[[], Any]
 """What makes something when it is called: a callable, or its name as ``package.module:Name``."""
 OPTIONS = (
     "k", "k_prime", "memory_budget", "activations", "layers", "resident", "pin_memory", "fused_optimizer",
-    "optimizer_overlap", "weights", "disk", "host_memory",
+    "optimizer_overlap", "optimizer_on", "weights", "disk", "host_memory",
 )  # fmt: skip
 """The options of the strategy that a config or a command gives to a check; the others are for several devices, or its own."""
 

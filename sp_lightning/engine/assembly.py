@@ -15,7 +15,7 @@ from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, Staging
+from sp_lightning.store.block_memory import Allocate, BlockMemory, Staging
 from sp_lightning.weights.embedding_rows import EmbeddingRows
 from sp_lightning.weights.expert_rows import ExpertRows
 from sp_lightning.weights.host_casts import Casts
@@ -50,7 +50,8 @@ def make_layers(
     layers: list[StreamedLayer] = []
     for kind, found_layer, planned in zip(kinds(plan), found_layers, (*plan.moving, plan.residents), strict=True):
         seldom = kind in (Kind.MASTERS, Kind.TABLE)
-        block = make_block(found_layer, planned, device, staging, allocate, pin=pin, fetched_seldom=seldom)
+        memory = partial(_allocate_locked, allocate, pin) if plan.steps_on_device else allocate
+        block = make_block(found_layer, planned, device, staging, memory, pin=pin, fetched_seldom=seldom)
         autocast = found.autocast if kind is Kind.MASTERS else None
         group = ParameterGroup(planned.spans, block.parameters, device.device, autocast=autocast)
         layers.append(StreamedLayer(len(layers), kind, planned, block, group, expert=len(layers) in plan.experts))
@@ -70,6 +71,11 @@ def make_layers(
             stacklevel=2,
         )
     return layers
+
+
+def _allocate_locked(allocate: Allocate, pin: bool, nbytes: int, seldom: bool) -> BlockMemory:
+    """Memory for a block that goes to the device for its updates: it is page-locked whether it is fetched seldom or not."""
+    return allocate(nbytes, pin)
 
 
 def make_rows(

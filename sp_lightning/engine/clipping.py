@@ -33,6 +33,7 @@ class Clipping:
 
     def __init__(self, optimizer: Optimizer, engine: Updating) -> None:
         self._optimizer = optimizer
+        self._on_device = engine.on_device  # norms are taken where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
         self._norms = Norms()  # the background's
@@ -48,7 +49,9 @@ class Clipping:
         norms = Norms()
         # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
         total = get_total_norm([self._norm_or_gradient(measured, parameter, norms) for parameter in parameters])
-        coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
+        coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
+        if self._on_device is not None:
+            self._on_device.read()
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
         self._clip((lambda gradient: gradient.mul_(coefficient)) if coefficient != 1 else None)
 
@@ -66,6 +69,8 @@ class Clipping:
         """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
         gradient = stored(parameter)
         assert gradient is not None
+        if self._on_device is not None:
+            return self._on_device.norm(gradient)
         known, version, norm = measured.get(parameter, (None, None, gradient))
         if known is gradient and version == gradient._version:
             return norm

@@ -72,11 +72,13 @@ class LayerwiseStep:
         self._engine = engine
         self._updates = engine.updates
         self._state = state
+        self._on_device = on_device = engine.on_device  # where the optimizer's form is its user's
         self._waits = waits
         self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
-        self._separable = waits or is_separable(optimizer)
-        self._narrow = narrow and not self._separable  # a step that is not fused reads whole gradients
+        self._separable = waits or on_device is not None or is_separable(optimizer)
+        # A step of the host's that is not fused reads whole gradients.
+        self._narrow = narrow and (on_device is not None or not self._separable)
         self.clipping = Clipping(optimizer, engine)
         self._on_complete = self._update_early if early else self.clipping.measure if measure else None
         self._armed: dict[StreamedLayer, Groups] | None = None
@@ -169,6 +171,7 @@ class LayerwiseStep:
         needs = {
             'optimizer_overlap="backward"': self.begun,
             "disk=": self._state,
+            'optimizer_on="device"': self._on_device,
             "Training on several devices": self._engine.several,
         }
         for name, needed in needs.items():
@@ -253,6 +256,9 @@ class LayerwiseStep:
             for parameter in parameters:
                 if parameter.grad is None and dict.get(state_of(part), parameter) == {}:
                     dict.pop(state_of(part), parameter)
+            if self._on_device is not None:
+                self._on_device.step((layer, self._optimizer), part, partial(_own_step(self._class), part))
+                return
             for parameter in trained:
                 engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
             self._step_layer(layer, part, trained, clips)
@@ -266,7 +272,7 @@ class LayerwiseStep:
         self, layer: StreamedLayer, part: Optimizer, trained: Sequence[nn.Parameter], clips: Mapping[int, Change]
     ) -> None:
         """Runs the step of one layer, and casts its new weights."""
-        step = partial(self._class.step.__wrapped__, part)  # type: ignore[attr-defined]  # without its hooks: they run once
+        step = partial(_own_step(self._class), part)
         if self._separable:
             for parameter in trained:
                 if id(parameter) in clips and parameter.grad is not None:
@@ -296,6 +302,12 @@ def _zero_grad(optimizer: Optimizer, users: Callable[..., None], set_to_none: bo
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             drop(parameter)
     users(set_to_none=set_to_none)
+
+
+def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """An optimizer's step without its hooks, which run once for all layers."""
+    own: Callable[..., Any] = kind.step.__wrapped__  # type: ignore[attr-defined]
+    return own
 
 
 def _is_sparse(parameter: nn.Parameter) -> bool:

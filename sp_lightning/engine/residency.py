@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from sp_lightning.model.found import Found, tensor_bytes
+from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.plan.plan import Plan
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Slot, StreamedLayer
@@ -218,12 +219,22 @@ class Residency:
 class Peak:
     """Keeps the largest sum of the memory of slots, residents and gradients, with what streaming does not move.
 
+    The slots in which layers are stepped count as well.
+
     Attributes:
         most: that sum in bytes.
     """
 
-    def __init__(self, found: Found, slots: Slots, residents: Residents, gradients: GradientSink) -> None:
+    def __init__(
+        self,
+        found: Found,
+        slots: Slots,
+        residents: Residents,
+        gradients: GradientSink,
+        on_device: StepsOnDevice | None,
+    ) -> None:
         self.most = 0
+        self._on_device = on_device
         self._staying = found.staying[0]
         self._aside = [parameter for _, module in found.aside for parameter in module.parameters()]
         self._slots = slots
@@ -233,11 +244,14 @@ class Peak:
     @property
     def weight_bytes(self) -> int:
         """Bytes of device memory that weights and buffers take now."""
-        return self._slots.device_bytes + self._residents.nbytes + self._staying
+        steps = 0 if self._on_device is None else self._on_device.nbytes
+        return self._slots.device_bytes + self._residents.nbytes + self._staying + steps
 
     def note(self) -> None:
         """Measures; called whenever more memory may be in use than ever before."""
         now = self._slots.device_bytes + self._residents.nbytes + self._staying + self._gradients.device_bytes
+        if self._on_device is not None:
+            now += self._on_device.nbytes
         if self._aside:  # nearly always nothing, and this is called several times for each layer
             now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
         if now > self.most:

@@ -23,6 +23,7 @@ from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
+from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block_memory import Staging
@@ -100,7 +101,10 @@ class Streamer:
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(self._resident_layer, self._source, self._lent)
-        self._peak = Peak(self.found, self._slots, self._residents, self._gradients)
+        self._on_device: StepsOnDevice | None = None
+        if plan.steps_on_device:
+            self._on_device = StepsOnDevice(device, pin=pin, slot_bytes=plan.update_bytes // 2)
+        self._peak = Peak(self.found, self._slots, self._residents, self._gradients, self._on_device)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
 
@@ -149,7 +153,7 @@ class Streamer:
         self._step = Step(below, self._watch)
         self._backward = Backward(below, self._step)
         self.turns = placement.turns(self._lock, layers, self._source, self._step)
-        self.updating = Updating(below, self._step, self._backward, self.turns)
+        self.updating = Updating(below, self._step, self._backward, self.turns, self._on_device)
 
     def _open_doors(self, around_rerun: Callable[[], AbstractContextManager[None]]) -> None:
         """Lets modules, autograd and device parameters reach the engine from now on."""
@@ -338,6 +342,8 @@ class Streamer:
             self._slots.close()
             self.activations.offload.close()
             self._residents.close()
+            if self._on_device is not None:
+                self._on_device.close()
             self._swap.close()
             for layer in self._layers:
                 layer.close()

@@ -13,6 +13,7 @@ from sp_lightning.device.modes import held
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
 from sp_lightning.engine.turns import Turns
+from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.weights.device_parameter import Untouched
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
@@ -26,12 +27,16 @@ class Updating(Part):
     Attributes:
         backward: its ``on_complete`` is called in the backward that was announced, for each layer whose gradients are all in
             ``param.grad``. Its ``wanted`` says whether that would begin a layer's update: several devices agree on it before.
+        on_device: steps layers on the device; None where the host steps them.
         several: whether there are several devices.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
 
-    def __init__(self, below: Part, step: Step, backward: Backward, turns: Turns | None) -> None:
+    def __init__(
+        self, below: Part, step: Step, backward: Backward, turns: Turns | None, on_device: StepsOnDevice | None
+    ) -> None:
         super().__init__(**vars(below))
+        self.on_device = on_device
         self._step = step
         self.backward = backward
         self.step_seconds = 0.0

@@ -170,7 +170,8 @@ class BackgroundUpdates:
             if layer.update is not None:  # otherwise an interrupt has come before it was submitted
                 # A KeyboardInterrupt may come here; the update is still known then.
                 self._device.finish(layer.update, why)
-            then, layer.update = self._under_way.pop(layer), None
+                self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+            then, layer.update, layer.landed = self._under_way.pop(layer), None, None
             if not layer.updated_early:
                 _restore_classes(layer.family)
             if then is not None:

@@ -83,6 +83,22 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     )
 
 
+_ALONE = {
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+}  # fmt: skip
+"""torch's optimizers that step each parameter by itself. LBFGS and SparseAdam do not."""
+
+
+def steps_alone(optimizer: Any) -> bool:
+    """Whether an optimizer steps each parameter by itself, so that on one device a layer's step has the bits of the whole."""
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is kind:
+        return kind.__name__ in _ALONE
+    # Stochastic rounding draws random numbers in the order of all parameters.
+    known = kind.__module__.startswith("bitsandbytes.optim.") or is_separable(optimizer)
+    return known or getattr(kind, "steps_each_parameter_alone", False)
+
+
 def is_separable(optimizer: Any) -> bool:
     """Whether the step of some parameters alone is what the whole step does to them.
 

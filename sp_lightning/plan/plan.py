@@ -90,6 +90,7 @@ class Plan:
         cache_bytes: device memory that keeps stacked experts which were used.
         staying: bytes of modules that are moved whole and of buffers, and bytes of those modules' gradients.
         nothing: why nothing is streamed; empty if something is.
+        steps_on_device: whether layers are stepped on the device.
     """
 
     k: int
@@ -108,6 +109,7 @@ class Plan:
     nodes: int = 1
     staying: tuple[int, int] = (0, 0)
     nothing: str = ""
+    steps_on_device: bool = False
 
     @property
     def alone(self) -> bool:
@@ -180,9 +182,15 @@ class Plan:
         return sum(sizes) + residents + sum(each * part for part in parts) + adding
 
     @property
+    def update_bytes(self) -> int:
+        """Device memory of the two slots in which layers are stepped: of weights, gradients, and a state as Adam's."""
+        return self.steps_on_device * 2 * 4 * max((layer.gradient_bytes for layer in self.trained), default=0)
+
+    @property
     def peak_device_bytes(self) -> int:
-        """The most device memory that weights and gradients take."""
-        return self.slot_bytes + self.resident_bytes + self.gradient_bytes + self.cache_bytes
+        """The most device memory that weights and gradients take, with the slots in which layers are stepped."""
+        moving = self.slot_bytes + self.gradient_bytes + self.update_bytes
+        return moving + self.resident_bytes + self.cache_bytes
 
     @property
     def allocated_bytes(self) -> int:
@@ -226,6 +234,7 @@ class Plan:
             "resident": (self.resident_bytes, moved_whole),
             **({"experts kept": (kept, of_stacks)} if kept else {}),
             **({"gradients in flight": (self.gradient_bytes, "")} if training else {}),
+            **({"steps on the device": (self.update_bytes, "")} if training and self.steps_on_device else {}),
             "peak on the device": (peak, f"{what}; plain {plain}" if plain else what),
             "host": (host, what),
         }
@@ -266,7 +275,7 @@ class Plan:
         if training:
             return self.peak_device_bytes, self.host_bytes
         gradients = sum(layer.gradient_bytes for layer in self.trained)
-        return self.peak_device_bytes - self.gradient_bytes, self.host_bytes - gradients
+        return self.peak_device_bytes - self.gradient_bytes - self.update_bytes, self.host_bytes - gradients
 
     def _plain(self, training: bool, state: int | None) -> str:
         """What plain Lightning has on the device; empty if that is not known."""
@@ -276,7 +285,16 @@ class Plan:
         return "" if state is None else f"{human_bytes(weights + gradients + state)} with optimizer state"
 
 
-def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True) -> Plan:
+def make_plan(
+    found: Found,
+    *,
+    k: int,
+    k_prime: int,
+    ranks: int = 1,
+    nodes: int = 1,
+    training: bool = True,
+    steps_on_device: bool = False,
+) -> Plan:
     """Gives every layer its place in memory and its ring.
 
     Args:
@@ -287,6 +305,7 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int 
         nodes: how many nodes add up their sums.
         training: whether batches are trained. Otherwise nearly nothing of stacked experts travels, and k and k' count the
             other layers.
+        steps_on_device: whether layers are stepped on the device, if batches are trained.
     """
     masters, tables = ([_planned(layer, ring=-1) for layer in each] for each in (found.masters, found.tables))
     with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
@@ -317,6 +336,7 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int 
         nodes=nodes,
         staying=found.staying,
         nothing=found.nothing,
+        steps_on_device=steps_on_device and training,
     )
     if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
         remedy = "nothing is streamed." if plan.nothing else "lower k, or choose smaller layers."

@@ -31,6 +31,7 @@ from sp_lightning.trainer.user_hooks import (
     are_gradients_unread,
     are_gradients_unread_before_step,
     choose_overlap,
+    refuse_steps_on_device,
     scaler_of,
 )
 
@@ -82,10 +83,16 @@ class OptimizerSteps:
         By default they do not where the same steps on the CPU are plain Lightning's: results would differ from those.
         """
         options, streamer = self._options, self._run.streamer
+        if self._on_device:
+            return False  # it runs as its user made it
         if options.fused_optimizer != "auto":
             return options.fused_optimizer
         on_host = streamer is None or streamer.device.computes_on_host
         return not on_host or options.optimizer_overlap in ("forward", "backward")
+
+    @property
+    def _on_device(self) -> bool:
+        return self._options.optimizer_on == "device"
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
@@ -106,13 +113,17 @@ class OptimizerSteps:
         streamer = self._run.engine
         self._trainer = trainer
         asked = self._options.optimizer_overlap
-        self.overlap, why = choose_overlap(asked, trainer, trainer.optimizers, fuse=self._fuse)
+        if self._on_device:
+            refuse_steps_on_device(trainer, self._real_optimizers)
+        self.overlap, why = choose_overlap(
+            asked, trainer, trainer.optimizers, fuse=self._fuse, on_device=self._on_device
+        )
         measure = self._clips() == "norm" and are_gradients_unread_before_step(trainer)
         state = None if self.disk is None else self.disk.state
         waits, on_disk = self.overlap == "off", self._run.placement.on_disk
         # All ranks step in one way, although only the primary's optimizers have state that is on the disk or not.
         ranks_with_disk = self._ranks is not None and self._options.disk is not None
-        by_layers = not waits or state is not None or on_disk.any or ranks_with_disk
+        by_layers = not waits or state is not None or on_disk.any or ranks_with_disk or self._on_device
         if waits and by_layers:  # the bits of a step that is not fused depend on the number of threads
             streamer.device.background_threads = torch.get_num_threads()
         optimizers = self._real_optimizers
@@ -122,7 +133,7 @@ class OptimizerSteps:
                 streamer.updating,
                 fuse=self._fuse,
                 early=self.overlap == "backward",
-                measure=measure and (bool(on_disk.gradients) or not waits),
+                measure=measure and (bool(on_disk.gradients) or not waits) and not self._on_device,
                 narrow=self._narrow(),
                 state=state,
                 waits=waits,
@@ -199,14 +210,14 @@ class OptimizerSteps:
 
     def _count(self) -> Ledger:
         trainer = self._trainer
-        pieces = self.overlap != "off" and not any(map(is_separable, trainer.optimizers))
+        pieces = self.overlap != "off" and not self._on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
             early=self.overlap == "backward",
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
             pieces=pieces,
-            narrow=pieces and self._narrow(),
+            narrow=(pieces or self._on_device) and self._narrow(),
             sliced=self._run.placement.sliced,
         )
         ledger = make_ledger(self._run.plan, trainer.optimizers, steps)
@@ -305,11 +316,12 @@ class OptimizerSteps:
         clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._hooks.may_write_weights("gradients")
         if clips != (base.clip_grad_by_norm, base.clip_grad_by_value) or not (
-            on_disk or (self.overlap != "off" and not seen)
+            on_disk or self._on_device or (self.overlap != "off" and not seen)
         ):
             return {}
         clipping = layerwise.clipping
-        clipping.at_once = seen  # not in the updates: user code that reads gradients is to find them clipped
+        # Not in the updates: user code that reads gradients is to find them clipped, and the device's updates clip none.
+        clipping.at_once = seen or self._on_device
         return dict(zip(_CLIPPING, (clipping.by_norm, clipping.by_value), strict=True))
 
 

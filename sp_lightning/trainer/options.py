@@ -23,7 +23,7 @@ from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.plan import options as checks
 from sp_lightning.plan.activation_policy import Activations
-from sp_lightning.plan.options import Count, Fused, Overlap, Transfer
+from sp_lightning.plan.options import Count, Fused, OptimizerOn, Overlap, Transfer
 from sp_lightning.trainer.compat import is_a
 
 
@@ -48,6 +48,7 @@ class Options:
     pin_memory: bool = field(metadata=_by(checks.checked_switch, "pin_memory"))
     fused_optimizer: Fused = field(metadata=_by(checks.checked_fused))
     optimizer_overlap: Overlap = field(metadata=_by(checks.checked_choice, "optimizer_overlap", get_args(Overlap)))
+    optimizer_on: OptimizerOn = field(metadata=_by(checks.checked_choice, "optimizer_on", get_args(OptimizerOn)))
     transfer: Transfer = field(metadata=_by(checks.checked_choice, "transfer", get_args(Transfer)))
     save_frozen: bool = field(metadata=_by(checks.checked_switch, "save_frozen"))
     save_distributed_checkpoint: bool = field(metadata=_by(checks.checked_switch, "save_distributed_checkpoint"))
@@ -80,7 +81,22 @@ class Options:
                 "With disk= rank 0 writes checkpoints, to a file and tensor by tensor. Leave "
                 "save_distributed_checkpoint out."
             )
+        if options.optimizer_on == "device":
+            _refuse_with_steps_on_device(options)
         return options
+
+
+def _refuse_with_steps_on_device(options: Options) -> None:
+    if options.disk is not None:
+        raise ValueError(
+            'optimizer_on="device" cannot be used with disk=: state does not go from a disk to the device yet. Leave one of '
+            "them out."
+        )
+    if options.fused_optimizer is True:
+        raise ValueError(
+            'fused_optimizer=True is about steps on the host. With optimizer_on="device" an optimizer runs as you make it: '
+            "torch.optim.AdamW(…, fused=True)."
+        )
 
 
 # ---------------------------------------------------------------------- precision plugins
@@ -121,6 +137,8 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
     """
     if options.check_writes:
         raise ValueError(f"check_writes=True looks at the weights of one process. {_ONE} while you look.")
+    if options.optimizer_on == "device":
+        raise ValueError(f'optimizer_on="device" steps layers of one device. {_ONE}, or leave it out.')
     if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
         raise ValueError(
             f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "

@@ -108,7 +108,10 @@ class Run:
         self._log = log
         self._count, nodes = (1, 1) if ranks is None else (ranks.size, ranks.nodes)
         k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
-        self._window = Window(*k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains)
+        on_device = options.optimizer_on == "device"
+        self._window = Window(
+            *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, steps_on_device=on_device
+        )
         self._parted: list[Parted] = []
         self._host_room: int | None = None
         self.streamer: Streamer | None = None

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.activation_policy import Activations
-from sp_lightning.plan.options import Count, Fused, Overlap, Transfer, by_name
+from sp_lightning.plan.options import Count, Fused, OptimizerOn, Overlap, Transfer, by_name
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_folder import common_tensors, write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for
@@ -69,6 +69,11 @@ class StreamingStrategy(LoopStrategy):
             in the background, under the next forward. ``"backward"``: each layer as soon as its gradients are complete,
             which are then freed (``p.grad`` is None after the step). ``"auto"``: ``"forward"`` on an accelerator where no
             user code would have to wait for it, else ``"off"``. Results are the same.
+        optimizer_on: where optimizers step. ``"host"``: there, where weights and state are. ``"device"``: a layer's weights,
+            gradients and state pass through two slots of the device, where the optimizer's own code steps them as its user
+            made it: on a GPU results are bitwise those of plain Lightning there. For torch's optimizers but LBFGS and
+            SparseAdam, torchao's and bitsandbytes' with few bits, and any class that says
+            ``steps_each_parameter_alone = True``; on one device, without ``disk``.
         transfer: how the devices of a node upload a layer. ``"whole"``: each by itself. ``"sliced"``: each a part, and they send
             each other theirs, which takes less time where the devices have fast links (NVLink) and batches are small.
             ``"auto"``: whatever is faster by a measurement at set-up. Results are the same.
@@ -118,6 +123,7 @@ class StreamingStrategy(LoopStrategy):
         pin_memory: bool = True,
         fused_optimizer: Fused = "auto",
         optimizer_overlap: Overlap = "auto",
+        optimizer_on: OptimizerOn = "host",
         transfer: Transfer = "whole",
         save_frozen: bool = True,
         save_distributed_checkpoint: bool = False,
@@ -134,7 +140,7 @@ class StreamingStrategy(LoopStrategy):
         options = Options.checked(
             k=k, k_prime=k_prime, memory_budget=memory_budget, activations=activations, layers=layers,
             resident=resident, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
-            optimizer_overlap=optimizer_overlap, transfer=transfer, save_frozen=save_frozen,
+            optimizer_overlap=optimizer_overlap, optimizer_on=optimizer_on, transfer=transfer, save_frozen=save_frozen,
             save_distributed_checkpoint=save_distributed_checkpoint, check_writes=check_writes, weights=weights,
             disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip

@@ -39,7 +39,7 @@ from sp_lightning.device.torch_private import (
     step_pre_hooks,
     unscales_by_itself,
 )
-from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
+from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused, steps_alone
 from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
@@ -169,7 +169,9 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
 # ---------------------------------------------------------------------- whether updates may run in the background
 
 
-def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer], *, fuse: bool) -> tuple[Overlap, str]:
+def choose_overlap(
+    asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer], *, fuse: bool, on_device: bool
+) -> tuple[Overlap, str]:
     """Returns the mode in which updates run, and, for ``"auto"``, why it is not ``"forward"`` (else an empty string).
 
     Args:
@@ -177,6 +179,7 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
         trainer: with its module, its callbacks and its precision plugin as they are now.
         optimizers: as their users configured them.
         fuse: whether they are to run fused where their users left that open.
+        on_device: whether they step on the device.
 
     Raises:
         ValueError: a mode was asked for by name that is not possible.
@@ -185,7 +188,7 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
         return "off", ""
     if all(is_no_optimizer(optimizer) for optimizer in optimizers):
         return "off", "there is no optimizer"
-    never = _against_layerwise_steps(optimizers, fuse)
+    never = "" if on_device else _against_layerwise_steps(optimizers, fuse)
     if asked == "auto":
         why = _against_background(trainer, optimizers) or never
         return ("off" if why else "forward"), why
@@ -246,6 +249,36 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> str
             by = by or "fused=False or fused_optimizer=False"
             return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})"
     return ""
+
+
+def refuse_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Refuses what steps on the device would do otherwise than plain Lightning.
+
+    Raises:
+        ValueError: an optimizer, the clipping or the way of optimization is of such a kind.
+    """
+    plugin, others = trainer.precision_plugin, [each for each in optimizers if not steps_alone(each)]
+    name = type(others[0]).__name__ if others else ""
+    base, kind = base_of(plugin, Precision), type(plugin)
+    own = kind.clip_grad_by_norm is not base.clip_grad_by_norm
+    why = _first(
+        (
+            others,
+            f"{name} is not known to step each parameter by itself. If it does, say so in its class: "
+            f"{name}.steps_each_parameter_alone = True",
+        ),
+        (
+            not trainer.lightning_module.automatic_optimization,
+            "optimization is manual, and norms of gradients that you take yourself would be the host's",
+        ),
+        (own, f"{kind.__name__}.clip_grad_by_norm would take norms on the host"),
+        (
+            scaler_of(trainer) is not None and any(map(unscales_by_itself, optimizers)),
+            f"the fused step of {type(optimizers[0]).__name__ if optimizers else ''} unscales gradients by itself",
+        ),
+    )
+    if why:
+        raise ValueError(f'optimizer_on="device" cannot be used: {why}. Or leave it out: then the host steps.')
 
 
 def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str:

@@ -47,6 +47,7 @@ class Window:
         filled: whether something else fills the memory that k and k' leave, even if both are numbers: kept activations.
         ranks, nodes: how many devices of a node sum their gradients, and how many nodes do.
         training: whether batches are trained.
+        steps_on_device: whether layers are stepped on the device then.
     """
 
     def __init__(
@@ -59,13 +60,14 @@ class Window:
         ranks: int = 1,
         nodes: int = 1,
         training: bool = True,
+        steps_on_device: bool = False,
     ) -> None:
         self._k = k
         self._k_prime = k_prime
         self._budget = budget
         self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._training = training
-        self._make = partial(make_plan, ranks=ranks, nodes=nodes, training=training)
+        self._make = partial(make_plan, ranks=ranks, nodes=nodes, training=training, steps_on_device=steps_on_device)
         self._found: Found
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
@@ -121,7 +123,8 @@ class Window:
     def needs(self, plan: Plan) -> int:
         """Bytes of device memory that a plan takes, together with everything else that was measured."""
         gradients = max(0, plan.gradient_bytes - self.rest_gradients)
-        return plan.slot_bytes + plan.resident_bytes + plan.cache_bytes + gradients + self.rest
+        moving = plan.slot_bytes + plan.update_bytes + gradients
+        return moving + plan.resident_bytes + plan.cache_bytes + self.rest
 
     def fits(self, plan: Plan, more: int = 0) -> bool:
         """Whether a plan, everything else that was measured and ``more`` bytes stay within the budget."""
@@ -196,6 +199,11 @@ class Window:
                 f"What stays on the device takes {_bytes(staying)} of that{f', with {whole}' if whole else ''}. Leave names "
                 "out of resident=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
                 "it as much memory."
+            )
+        elif plan.steps_on_device and self._least(plan) - plan.update_bytes <= room:
+            remedy = (
+                f"The two slots in which layers are stepped take {_bytes(plan.update_bytes)} of that: leave "
+                'optimizer_on="device" out, or give it as much memory.'
             )
         elif self._least(smallest) <= room:
             remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."

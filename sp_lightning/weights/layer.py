@@ -242,6 +242,7 @@ class StreamedLayer:
         whole: whether all of it comes, and as it is: neither its rows nor its casts have anything to do. What is done for each
             weight asks this first, which saves a call.
         update: its update in the background that the engine has not waited for yet. Masters have none of their own.
+        landed: of an update on the device: the event after which the host has what it made.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
@@ -276,6 +277,7 @@ class StreamedLayer:
         self.rows = AllRows()
         self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
         self.update: Future[None] | None = None
+        self.landed: Any = None
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0

@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused_as_with_lightning() -> None:
     trainer = trainer_for("superpipeline", callbacks=[StochasticWeightAveraging(1e-2)])
     trainer.strategy.connect(module)
     with pytest.raises(ValueError, match="StochasticWeightAveraging steps without a backward"):
-        choose_overlap("backward", trainer, [module.configure_optimizers()], fuse=True)
+        choose_overlap("backward", trainer, [module.configure_optimizers()], fuse=True, on_device=False)
 
 
 def test_the_scaler_works_on_the_host() -> None:

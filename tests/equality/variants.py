@@ -59,8 +59,8 @@ class Variant:
 
     @property
     def background(self) -> bool:
-        """Whether updates run in the background, where optimizers run fused."""
-        return "optimizer_overlap" in self.strategy
+        """Whether updates run in the host's background, where optimizers run fused."""
+        return "optimizer_overlap" in self.strategy and "optimizer_on" not in self.strategy
 
 
 def windows() -> Iterator[Variant]:
@@ -298,6 +298,35 @@ def below_memory() -> Iterator[Variant]:
         )  # fmt: skip
 
 
+ON_DEVICE = {"gan": "manual", "lbfgs": "LBFGS", "sparse-embedding": "sparse", "rows/kept": "sparse"}
+"""What is not stepped on the device, with what is said."""
+
+
+def on_device() -> Iterator[Variant]:
+    """Steps on the device, in the form that the optimizer's user chose."""
+    once: dict[str, Any] = {"max_epochs": 2}
+    clipped = {**once, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    early = EARLY | ON_DEVICE
+    for mode, trainer, memory in (
+        ("off", clipped, "plain"),
+        ("off", {**clipped, "precision": "bf16-mixed"}, "simulated"),
+        ("off", {**clipped, "precision": "16-mixed"}, "simulated"),
+        ("forward", {**clipped, "precision": "bf16-mixed"}, "plain"),
+        ("forward", {**clipped, "precision": "bf16-mixed"}, "simulated"),
+        ("forward", {**clipped, "precision": "bf16-true"}, "simulated"),
+        ("backward", {**once, "precision": "bf16-mixed"}, "simulated"),
+        ("backward", once, "plain"),
+    ):
+        yield Variant(
+            f"stepped on the device, {mode}, {trainer.get('precision', '32-true')}, {memory}",
+            "weights, gradients and state that pass through the device for their update are the whole step's to the bit",
+            {"k": 1, "optimizer_on": "device", "optimizer_overlap": mode}, trainer, memory, "losses",
+            BASIC | {"rows/looked-up", "rows/padding", "rows/frozen", "experts/mixture", "quantised/int8"},
+            frozenset({"stack", "frozen", "rows/looked-up", "experts/mixture"} if memory == "simulated" else {"stack"}),
+            refused=early if mode == "backward" else ON_DEVICE,
+        )  # fmt: skip
+
+
 def elsewhere() -> Iterator[Variant]:
     """Backward in a thread of its own, as on an accelerator."""
     few = frozenset({"llama-dropout", "own-function", "stack"})
@@ -327,7 +356,7 @@ VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for family in (
         windows(), precisions(), accumulation(), asynchronous(), activations(), updates(), early_updates(),
-        updates_in_every_precision(), one_pass(), below_memory(),
+        updates_in_every_precision(), one_pass(), below_memory(), on_device(),
         elsewhere(),
     )
     for variant in family

@@ -8,7 +8,7 @@ What a synchronous CPU hides shows here, every time and not only when a race is 
   the others: issuing work orders a stream after the host, a wait orders it after the event. Each access to memory must be ordered
   after the conflicting ones before it; otherwise :class:`Race` names both and the missing edge. Compute runs eagerly
   here, so that late copies alone would miss every wait *of* a copy stream; the clocks do not.
-- **Unpinning** host memory is a write by the host, whoever does it; :func:`simulated` raises what came too early.
+- **Unpinning** host memory is a write by the host, or by its background; :func:`simulated` raises what came too early.
 - **Watch.** A dispatch mode that sees every operator: what touches a slot is an access by compute, what touches the
   host store one by the host, whether the engine declared it or not; an operator that takes both raises :class:`Mixed`.
 """
@@ -161,7 +161,7 @@ class SimDevice(Device):
     def unpin(self, memory: Tensor) -> None:
         self.pinned.remove(memory.data_ptr())
         try:
-            self._check(memory, HOST, write=True, what="unpinned")
+            self._check(memory, self._runs, write=True, what="unpinned")
         except Race as race:
             self.early.append(race)
 
@@ -229,7 +229,10 @@ class SimDevice(Device):
         while not work.done():
             future, run, clock = self._later.popleft()
             self._learn(Stream.UPDATE, clock)
-            with self.engine():
+            with (
+                self.engine(),
+                torch.autocast("cpu", enabled=False),
+            ):  # autocast is that of one thread, and not the background's
                 self._runs = Stream.UPDATE
                 try:
                     run()
@@ -264,8 +267,8 @@ class SimDevice(Device):
     # ------------------------------------------------------------------ streams
 
     def _issue(self, stream: Stream) -> None:
-        """The host issues something to a stream, which from then on knows what the host knows."""
-        self._learn(stream, self.clocks[HOST])
+        """The host, or its background, issues something to a stream, which from then on knows what that knows."""
+        self._learn(stream, self.clocks[self._runs])
         self._issued[stream] += 1
 
     def _learn(self, agent: Agent, clock: Clock) -> None:

@@ -120,6 +120,14 @@ def in_the_background(strategy: Any, **options: Any) -> Outcome:
     return fit(make, vectors(), strategy, gradient_clip_val=0.05, recorded="losses", **options)
 
 
+def on_device(strategy: Any) -> Outcome:
+    if isinstance(strategy, SuperpipelineStrategy):
+        choose(strategy, optimizer_on="device")
+    case = CASES["vit"]
+    options: Any = {"gradient_clip_val": 0.05, "precision": "bf16-mixed", "recorded": "losses"}
+    return fit(case.make, case.batches(), strategy, val=case.batches()[:2], **options)
+
+
 def two_optimizers(strategy: Any) -> Outcome:
     """Validation casts all layers anew, also those whose optimizer has not waited for their last transfers."""
     case = CASES["gan"]
@@ -245,6 +253,11 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.UPDATE_AFTER_RESIDENTS: steps_first,
     Wait.FETCH_AFTER_UPDATE: in_the_background,
     Wait.READ_AFTER_UPDATE: looked_at,
+    Wait.CLIP_AFTER_NORM: on_device,
+    Wait.STEP_AFTER_BRING: on_device,
+    Wait.TAKE_AFTER_STEP: on_device,
+    Wait.BRING_AFTER_TAKE: on_device,
+    Wait.READ_AFTER_TAKE: on_device,
     Wait.CLOSE_AFTER_FETCH: lambda strategy: predicted(CASES["vit"].make, CASES["vit"].batches(), strategy),
     Wait.UNPIN_AFTER_COPY: predicted_unseen,
 }

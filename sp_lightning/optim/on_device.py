@@ -1,0 +1,334 @@
+"""Steps on the device: what an update needs of a layer comes there, the optimizer's own code steps it, and it leaves again.
+
+Weights and the optimizer's state stay on the host, in memory that transfers read and write. For its update a layer's weights,
+gradients and state come to one of two slots, so that the next layer's come while this one steps and the last one's leave. The
+optimizer sees ordinary parameters and tensors there, in the form (foreach, fused, capturable) that its user chose.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.device.layout import lay_out, part, total_bytes, view
+from sp_lightning.device.lease import lend
+from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.patched import state_of
+from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map
+from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.narrow_gradient import Made, made_of
+from sp_lightning.weights.roles import Role
+
+Key = tuple[StreamedLayer, Optimizer]
+"""Whose state it is: a layer's in one optimizer."""
+
+
+@dataclass(eq=False)
+class _StepSlot:
+    """Device memory for one update.
+
+    Attributes:
+        memory: flat ``uint8``; None until the first update.
+        left: the event after which all has left that the last update made.
+        alive: what it has made beside the slot, which is there until then.
+    """
+
+    memory: Tensor | None = None
+    left: Any = None
+    alive: list[Tensor] = field(default_factory=list)
+
+
+class _HostState:
+    """A layer's state on the host, which comes and leaves as one.
+
+    Args:
+        device: allocates the memory.
+        like: tensors of the same shapes, dtypes and strides.
+        pin: whether it is page-locked.
+
+    Attributes:
+        spans: where each tensor lies.
+        tensors: what the user finds in the optimizer's ``state``, each a view with a storage of its own.
+    """
+
+    def __init__(self, device: Device, like: Sequence[Tensor], *, pin: bool) -> None:
+        self.spans = lay_out(("", each) for each in like)
+        self._memory = PinnedMemory(device, total_bytes(self.spans), pin=pin)
+        self.bytes = self._memory.bytes[: total_bytes(self.spans)]
+        self.tensors = [view(lend(self.bytes[s.offset :][: s.nbytes]), replace(s, offset=0)) for s in self.spans]
+
+    def is_like(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors have the same shapes, dtypes and strides."""
+        return len(tensors) == len(self.spans) and all(
+            (each.shape, each.dtype, each.stride()) == (span.shape, span.dtype, span.stride)
+            for each, span in zip(tensors, self.spans, strict=True)
+        )
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors are the ones that are here, in their order and in this memory."""
+        begin = self.bytes.data_ptr()
+        return len(tensors) == len(self.tensors) and all(
+            each is own and each.data_ptr() == begin + span.offset and each.shape == span.shape
+            for each, own, span in zip(tensors, self.tensors, self.spans, strict=True)
+        )
+
+
+class StepsOnDevice:
+    """Steps layers on the device. The background calls it, one layer after the other.
+
+    Args:
+        device: copies, and says in which order.
+        pin: whether the memory of state is page-locked.
+        slot_bytes: how large a slot is at least.
+    """
+
+    def __init__(self, device: Device, *, pin: bool, slot_bytes: int) -> None:
+        self._device = device
+        self._slot_bytes = slot_bytes
+        self._pin = pin
+        self._slots = [_StepSlot(), _StepSlot()]
+        self._states: dict[Key, _HostState] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the slots take."""
+        return sum(slot.memory.nbytes for slot in self._slots if slot.memory is not None)
+
+    def step(self, key: Key, part_of: Any, step: Callable[[], Any]) -> None:
+        """Runs the step of a layer. An error of the optimizer's leaves its weights and its state as they were.
+
+        Args:
+            key: the layer, and the user's optimizer.
+            part_of: the layer's part of that optimizer, with the host's parameters in its groups.
+            step: the optimizer's own code, which steps ``part_of``.
+        """
+        groups, state = part_of.param_groups, state_of(part_of)
+        trained = [p for group in groups for p in group["params"] if p.grad is not None]
+        if not trained:
+            return
+        held = self._bring_together(key, groups, state)
+        came = [made_of(p.grad) for p in trained]
+        spans = lay_out(("", each) for each in (*trained, *(gradient for gradient, _ in came)))
+        begin = total_bytes(spans)
+        nbytes = begin + (0 if held is None else held.bytes.nbytes)
+        slot = self._slot(nbytes)
+        memory = slot.memory
+        assert memory is not None
+        targets, sources = [part(memory, span) for span in spans], [*trained, *(gradient for gradient, _ in came)]
+        if held is not None:
+            targets.append(memory[begin:nbytes])
+            sources.append(held.bytes)
+        self._device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
+        self._device.wait(Stream.COMPUTE, self._device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
+        self._device.access(memory[:nbytes], Stream.COMPUTE, write=True)
+        twins = [_twin(p, target) for p, target in zip(trained, targets, strict=False)]
+        written = [_set_gradient(twin, target, made) for twin, target, made in zip(
+            twins, targets[len(trained) :], came, strict=False
+        )]  # fmt: skip
+        twin_of = {id(p): twin for p, twin in zip(trained, twins, strict=True)}
+        there = {} if held is None else _views(held, memory, begin)
+        stay = list[tuple[Tensor, Tensor]]()  # tensors that stay on the host, with what is stepped in their place
+
+        def to_device(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # quantised state, which is small
+                return leaf.to(self._device.device)
+            if type(leaf) is Tensor and id(leaf) not in there:
+                stay.append((leaf, leaf.clone()))
+                return stay[-1][1]
+            return there.get(id(leaf), leaf)
+
+        part_of.param_groups = [
+            {**group, "params": [twin_of[id(p)] for p in group["params"] if id(p) in twin_of]} for group in groups
+        ]
+        part_of.state = defaultdict(dict)
+        for p, twin in zip(trained, twins, strict=True):
+            if values := dict.get(state, p):
+                part_of.state[twin] = tree_map(to_device, dict(values))
+        step()
+        self._take_back(key, slot, list(zip(trained, twins, written, strict=True)), part_of.state, state, stay)
+
+    def close(self) -> None:
+        """Frees device memory. All updates were waited for; their state stays on the host."""
+        for slot in self._slots:
+            slot.memory = None
+            slot.alive.clear()
+
+    # ------------------------------------------------------------------ before the step
+
+    def _slot(self, nbytes: int) -> _StepSlot:
+        """The slot that was used longer ago, once all has left it."""
+        slot, other = self._slots
+        self._slots = [other, slot]
+        self._device.synchronize(slot.left, Wait.BRING_AFTER_TAKE)
+        slot.alive.clear()
+        if slot.memory is None or slot.memory.nbytes < nbytes:
+            slot.memory = None
+            slot.memory = self._device.empty(max(nbytes, self._slot_bytes))
+            # The allocator may have given memory that a kernel still uses.
+            self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
+        return slot
+
+    def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> _HostState | None:
+        """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
+        held = self._states.get(key)
+        tensors = list(_of_device(groups, state, set() if held is None else set(map(id, held.tensors))))
+        if held is None or not held.holds(tensors):
+            held = _HostState(self._device, tensors, pin=self._pin) if tensors else None
+            for own, each in zip(() if held is None else held.tensors, tensors, strict=False):
+                own.copy_(each)
+                with no_inference_mode():
+                    each.data = own
+            if held is None:
+                self._states.pop(key, None)
+            else:
+                held.tensors = tensors
+                self._states[key] = held
+        return held
+
+    # ------------------------------------------------------------------ after it
+
+    def _take_back(
+        self,
+        key: Key,
+        slot: _StepSlot,
+        stepped: Sequence[tuple[nn.Parameter, nn.Parameter, tuple[Tensor, int]]],
+        new: dict[Any, Any],
+        state: dict[Any, Any],
+        stay: Iterable[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Sends what a step has made to the host, and gives the user's optimizer its state there.
+
+        Args:
+            key: the layer, and the user's optimizer.
+            slot: where the layer is.
+            stepped: parameters on the host and on the device, with the gradient there and its version before the step.
+            new: the state on the device, by the device's parameters.
+            state: the user's, by the host's.
+            stay: tensors of it that stay on the host, with what was stepped in their place.
+        """
+        layer, device = key[0], self._device
+        pairs = [(p, twin) for p, twin, _ in stepped]
+        copies = list[tuple[Tensor, Tensor]]()  # to the host, from the device
+        for p, twin, (gradient, version) in stepped:
+            if (twin.shape, twin.dtype) != (p.shape, p.dtype):
+                raise RuntimeError(
+                    f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r} {twin.dtype} of shape "
+                    f"{tuple(twin.shape)}; it was {p.dtype} of shape {tuple(p.shape)}. Exchange it between two batches."
+                )
+            copies.append((p.detach(), twin.detach()))
+            if gradient is twin.grad and gradient._version != version and p.grad is not None:
+                copies.append((p.grad, gradient))
+        current, places = layer.casts.current, layer.casts.places(Stream.COMPUTE)
+        for p, twin in pairs:
+            if (place := places.get(id(p))) is not None:
+                copies.append((place, twin.detach().to(place.dtype)))
+        entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
+        of_host = {id(there): here.copy_(there) for here, there in stay}
+        if made := self._made(entries):
+            held = self._states.get(key)
+            if held is None or not held.is_like(made):
+                held = self._states[key] = _HostState(device, made, pin=self._pin)
+            copies += [(part(held.bytes, span), each) for span, each in zip(held.spans, made, strict=True)]
+            of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
+        targets, sources = map(list, zip(*copies, strict=True))
+        device.access(sources, Stream.COMPUTE, write=True)
+        device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
+        device.copy(targets, sources, Stream.DOWNLOAD)
+        slot.left = layer.landed = device.record(Stream.DOWNLOAD)
+        slot.alive = [*sources, *(twin for _, twin in pairs)]
+        for p, values in entries:
+            entry = state.setdefault(p, {})
+            now = tree_map(lambda leaf: _to_host(leaf, of_host), values)
+            entry.clear()
+            entry.update(now)
+        with no_inference_mode():
+            for p, twin in pairs:
+                if twin._version:  # as on plain Lightning: a fused step of some versions of torch shows none
+                    increment_version(p)
+        if places and (current or set(places) <= {id(p) for p, _ in pairs}):
+            layer.casts.mark_current()
+        elif layer.masters is not None:
+            device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+            layer.casts.refresh(by=Stream.UPDATE)
+
+    def _made(self, entries: Iterable[tuple[Any, Any]]) -> list[Tensor]:
+        """The tensors of new state that are on the device, each once."""
+        leaves = [leaf for _, values in entries for leaf in tree_leaves(values)]
+        plain = [each for each in leaves if type(each) is Tensor and each.layout is torch.strided]
+        return list({id(each): each for each in plain if each.device == self._device.device}.values())
+
+    # ------------------------------------------------------------------ clipping
+
+    def norm(self, gradient: Tensor) -> Tensor:
+        """The norm of a gradient as the device computes it: a tensor without dimensions there. See :meth:`read`."""
+        came, changes = made_of(gradient)
+        (span,) = lay_out([("", came)])
+        flat = came.as_strided((came.numel(),), (1,)).view(torch.uint8)
+        there = view(self._device.send(flat), span).to(gradient.dtype)
+        for change in changes:
+            change(there)
+        return get_total_norm([there])
+
+    def read(self) -> None:
+        """Waits until the device has read the gradients whose norms it computes: what comes next may write them."""
+        self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.CLIP_AFTER_NORM)
+
+
+def _of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Collection[int]) -> Iterator[Tensor]:
+    """The tensors of the state of parameters with a gradient that are on the device on plain Lightning.
+
+    These are the ``known`` ones, by ``id``, which a step has made there; and of a state that was loaded what torch's
+    ``load_state_dict`` puts there: all but counters of steps, unless a kernel of the device reads those.
+    """
+    seen = set[int]()
+    for group in groups:
+        counts_there = bool(group.get("capturable") or group.get("fused"))
+        for p in group["params"]:
+            for name, value in dict.get(state, p, {}).items() if p.grad is not None else ():
+                for leaf in tree_leaves(value):
+                    counts = name == "step" and not counts_there and id(leaf) not in known
+                    if type(leaf) is Tensor and leaf.layout is torch.strided and id(leaf) not in seen and not counts:
+                        seen.add(id(leaf))
+                        yield leaf
+
+
+def _views(held: _HostState, memory: Tensor, begin: int) -> dict[int, Tensor]:
+    """The tensors of a layer's state in its slot, by the ``id`` of the host's."""
+    pairs = zip(held.tensors, held.spans, strict=True)
+    return {id(tensor): part(memory[begin:], span).data for tensor, span in pairs}
+
+
+def _twin(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter as its user made it, but on the device. Its version shows whether the step has written it."""
+    kind = type(parameter)
+    users = kind.users if issubclass(kind, Role) else kind
+    twin: Any = nn.Parameter(value.data, requires_grad=parameter.requires_grad)
+    if users is not nn.Parameter:
+        twin.__class__ = users
+    vars(twin).update(vars(parameter))
+    return twin
+
+
+def _set_gradient(twin: nn.Parameter, came: Tensor, made: Made) -> tuple[Tensor, int]:
+    """Gives a parameter on the device its gradient, in its own dtype. Returns that, and its version before the step."""
+    gradient = came.to(twin.dtype) if came.dtype is not twin.dtype else came.data
+    for change in made[1]:
+        change(gradient)
+    twin.grad = gradient
+    return gradient, gradient._version
+
+
+def _to_host(leaf: Any, of_host: dict[int, Tensor]) -> Any:
+    if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
+        return leaf.to("cpu")
+    return of_host.get(id(leaf), leaf)

@@ -1,0 +1,97 @@
+"""The check of a sceptic with a GPU: ``strategy="auto"`` against steps on the device, bitwise, with no footnote. Not run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from sp_lightning import SuperpipelineStrategy
+from tests.support.gpu_reference import NAMES
+from tests.support.models import CASES, Module, Stack, vectors
+from tests.support.runs import Outcome, assert_equal, fit
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # each kernel without a deterministic form says so once
+]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_host(value: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.detach().cpu(), value)
+
+
+def assert_plains(make: Callable[[], Any], batches: Any, mode: str, **options: Any) -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(make, batches, strategy, recorded="losses", accelerator="gpu", **options)
+
+    plain = run("auto")
+    ours = run(SuperpipelineStrategy(k=1, optimizer_on="device", optimizer_overlap=mode))  # type: ignore[arg-type]
+    for what in ("losses", "state", "optimizers"):
+        assert_equal(on_host(getattr(ours, what)), on_host(getattr(plain, what)), what)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("mode", ["off", "forward", "backward"])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("gan", "lbfgs", "sparse-embedding", "parameter-hooks")]
+)
+def test_training_is_that_of_plain_lightning_on_the_device(name: str, mode: str, precision: Any) -> None:
+    clip = {} if mode == "backward" else {"gradient_clip_val": 0.05}
+    assert_plains(CASES[name].make, CASES[name].batches(), mode, precision=precision, **clip)
+
+
+class Stepped(Module):
+    def __init__(self, make: Callable[[Any], Optimizer]) -> None:
+        super().__init__(Stack())
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def eight_bit(parameters: Any) -> Optimizer:
+    optim: Any = pytest.importorskip("bitsandbytes.optim")
+    found: Optimizer = optim.AdamW8bit(parameters, lr=1e-2, min_8bit_size=64)
+    return found
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "AdamW, fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "AdamW, capturable": lambda ps: torch.optim.AdamW(ps, lr=1e-2, capturable=True),
+    "AdamW, one by one": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True),
+    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
+    "8 bits": eight_bit,
+}
+
+
+@pytest.mark.parametrize("mode", ["off", "forward"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_steps_as_on_plain_lightning(name: str, mode: str) -> None:
+    assert_plains(lambda: Stepped(OPTIMIZERS[name]), vectors(), mode, precision="bf16-mixed")
+
+
+def test_state_is_in_host_memory() -> None:
+    strategy = SuperpipelineStrategy(k=1, optimizer_on="device")
+    outcome = fit(
+        lambda: Stepped(OPTIMIZERS["AdamW, fused"]), vectors(), strategy, recorded="losses", accelerator="gpu"
+    )
+    (state,) = (optimizer.state for optimizer in outcome.trainer.optimizers)
+    assert {value.device.type for each in state.values() for value in each.values()} == {"cpu"}
+    assert all(isinstance(p, nn.Parameter) for p in state)

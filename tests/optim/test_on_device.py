@@ -1,0 +1,305 @@
+"""Steps on the device: every optimizer in every form, resumed both ways, and what is refused.
+
+The models are in ``tests/equality``, what is waited for in ``tests/device/test_waits.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.optim.on_device import StepsOnDevice
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
+from tests.support.tiers import first
+
+Make = Callable[[Any], Optimizer]
+FORMS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "foreach": {"foreach": True},
+    "one by one": {"foreach": False},
+    "fused": {"fused": True},
+    "a tensor as learning rate": {"lr": torch.tensor(1e-2)},
+}
+KINDS = (
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+
+
+def optimizers() -> dict[str, Make]:
+    """torch's optimizers, in each form that the class has."""
+    found: dict[str, Make] = {}
+    for kind in KINDS:
+        for form, options in FORMS.items():
+            options = {**options, "momentum": 0.9} if kind == "SGD" else options
+
+            def make(parameters: Any, kind: str = kind, options: dict[str, Any] = options) -> Optimizer:
+                return getattr(torch.optim, kind)(parameters, **{"lr": 1e-2, **options})  # type: ignore[no-any-return]
+
+            try:
+                make([nn.Parameter(torch.ones(1))])
+            except (TypeError, RuntimeError, ValueError):
+                continue
+            found[f"{kind}, {form}"] = make
+    found["AdamW, amsgrad"] = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
+    return found
+
+
+OPTIMIZERS = optimizers()
+
+
+class Stepped(Module):
+    def __init__(self, make: Make = OPTIMIZERS["AdamW, as it comes"]) -> None:
+        super().__init__(Stack())
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def on_device(**options: Any) -> SuperpipelineStrategy:
+    return superpipeline(k=1, optimizer_on="device", **options)
+
+
+@pytest.mark.parametrize(
+    "name", first(list(OPTIMIZERS), "Adafactor, as it comes", "AdamW, foreach", why="the others share it")
+)
+def test_a_step_by_layers_has_the_bits_of_the_whole(name: str) -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: Stepped(OPTIMIZERS[name]), vectors(), strategy, gradient_clip_val=0.05, recorded="losses")
+
+    plain = run("auto")
+    assert_same(run(on_device(optimizer_overlap="off")), plain)
+    with simulated():
+        assert_same(run(on_device(optimizer_overlap="forward")), plain)
+
+
+def test_muon_is_plains() -> None:
+    def run(strategy: Any) -> Outcome:
+        def make() -> Stepped:
+            module = Stepped()
+            hidden = [p for p in module.parameters() if p.ndim == 2]
+            module.make = lambda _: torch.optim.Muon(hidden, lr=1e-2)
+            return module
+
+        return fit(make, vectors(), strategy, recorded="losses")
+
+    assert_same(run(on_device()), run("auto"))
+
+
+# ---------------------------------------------------------------------- state is on the host, and in plain's files
+
+
+class Looks(Callback):
+    """Notes the state after each step, and where it is."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+        self.objects: list[dict[str, int]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        state = trainer.optimizers[0].state
+        named = {f"{i}.{key}": value for i, each in enumerate(state.values()) for key, value in each.items()}
+        self.seen.append({name: value.clone() for name, value in named.items()})
+        self.objects.append({name: id(value) for name, value in named.items()})
+
+
+def test_users_find_plains_state_on_the_host() -> None:
+    looks, plains = Looks(), Looks()
+    fit(Stepped, vectors(), "auto", callbacks=[plains], recorded="losses")
+    with simulated():
+        fit(Stepped, vectors(), on_device(), callbacks=[looks], recorded="losses")
+    assert_equal(looks.seen, plains.seen, "state")
+    assert all(each == looks.objects[0] for each in looks.objects), "each step leaves the same tensors"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    first(
+        [("plain", "device"), ("device", "plain"), ("host", "device"), ("device", "host"), ("device", "device")],
+        ("plain", "device"), ("device", "plain"), why="the others read the same files",
+    ),
+)  # fmt: skip
+def test_a_checkpoint_goes_on_elsewhere(before: str, after: str, tmp_path: Path) -> None:
+    def strategy(where: str) -> Any:
+        return "auto" if where == "plain" else superpipeline(k=1, optimizer_on=where, fused_optimizer="auto")
+
+    def run(where: str, epochs: int, ckpt_path: Path | None = None) -> Outcome:
+        return fit(Stepped, vectors(), strategy(where), ckpt_path=ckpt_path, recorded="nothing", max_epochs=epochs)
+
+    for where in ("plain", before):
+        run(where, 1).trainer.save_checkpoint(tmp_path / f"{where}.ckpt")
+    saved, plains = (torch.load(tmp_path / f"{where}.ckpt", weights_only=False) for where in (before, "plain"))
+    assert_equal(saved["optimizer_states"], plains["optimizer_states"], "optimizer_states")
+    went_on = run(after, 2, ckpt_path=tmp_path / f"{before}.ckpt")
+    plain = run("plain", 2, ckpt_path=tmp_path / "plain.ckpt")
+    assert_equal(went_on.state, plain.state, "state")
+    assert_equal(went_on.optimizers, plain.optimizers, "optimizers")
+
+
+class Replaces(Callback):
+    """Gives a weight other state between two steps."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = trainer.optimizers[0]
+        if batch_idx == 2:
+            state = next(iter(optimizer.state.values()))
+            state["exp_avg"] = state["exp_avg"] * 2
+        if batch_idx == 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+            next(iter(optimizer.state.values()))["exp_avg_sq"].mul_(2)
+
+
+def test_state_that_users_exchange_is_stepped() -> None:
+    plain = fit(Stepped, vectors(), "auto", callbacks=[Replaces()], recorded="losses")
+    with simulated():
+        ours = fit(Stepped, vectors(), on_device(), callbacks=[Replaces()], recorded="losses")
+    assert_same(ours, plain)
+
+
+# ---------------------------------------------------------------------- optimizers of users
+
+
+class Own(Optimizer):
+    """Keeps lists and numbers, writes its gradient, gives a parameter new memory, and raises an error if it is told to."""
+
+    steps_each_parameter_alone = True
+    raises_at = -1
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["moments"] = [0.9 * each for each in state.get("moments", [])] or [
+                    torch.zeros_like(p),
+                    torch.ones_like(p),
+                ]
+                state["moments"][0] += p.grad
+                p.data = p.data - group["lr"] * state["moments"][0] / state["moments"][1].sqrt()
+                p.grad.mul_(0.5)
+                if state["count"] == self.raises_at:
+                    raise ZeroDivisionError("in the middle")
+        return loss
+
+
+def test_a_users_optimizer_that_says_so_is_plains() -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: Stepped(Own), vectors(), strategy, recorded="gradients", accumulate_grad_batches=2)
+
+    plain = run("auto")
+    with simulated():
+        assert_same(run(on_device()), plain)
+
+
+def test_an_error_in_the_middle_leaves_each_layer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: dict[str, Tensor] = {}
+
+    class Notes(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            before.update({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+
+    module = Stepped(Own)
+    monkeypatch.setattr(Own, "raises_at", 3)
+    with pytest.raises(ZeroDivisionError, match="in the middle"), simulated():
+        trainer_for(on_device(), callbacks=[Notes()]).fit(module, loader(vectors()))
+    assert_equal({name: p.detach() for name, p in module.named_parameters()}, before, "weights")
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_the_slots_take_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    close = StepsOnDevice.close
+
+    def noting(self: StepsOnDevice) -> None:
+        taken.append(self.nbytes)
+        close(self)
+
+    monkeypatch.setattr(StepsOnDevice, "close", noting)
+    strategy = on_device()
+    fit(Stepped, vectors(), strategy, recorded="nothing")
+    plan = strategy.plan
+    assert plan.update_bytes == 8 * max(layer.gradient_bytes for layer in plan.trained)
+    # Beside each parameter's state its count of steps lies in a slot where the device is the CPU.
+    steps = 2 * 512 * max(len(layer.spans) for layer in plan.trained)
+    assert plan.update_bytes <= taken[0] <= plan.update_bytes + steps
+    without = superpipeline(k=1)
+    fit(Stepped, vectors(), without, recorded="nothing")
+    assert plan.peak_device_bytes - without.plan.peak_device_bytes == plan.update_bytes
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"disk": "/tmp"}, "from a disk to the device"),
+        ({"fused_optimizer": True}, "torch.optim.AdamW"),
+        ({"optimizer_on": "gpu"}, "optimizer_on"),
+    ],
+    ids=["disk", "fused", "unknown"],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        SuperpipelineStrategy(**{"optimizer_on": "device", **options})
+
+
+class Unknown(torch.optim.SGD):
+    pass
+
+
+class Manual(Stepped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Stepped(torch.optim.LBFGS), "LBFGS is not known"),
+        (lambda: Stepped(lambda ps: Unknown(ps, lr=0.1)), r"Unknown.steps_each_parameter_alone = True"),
+        (Manual, "optimization is manual"),
+    ],
+    ids=["LBFGS", "unknown", "manual"],
+)
+def test_what_would_not_be_plains_is_refused(make: Callable[[], Stepped], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        trainer_for(on_device()).fit(make(), loader(vectors()))
+
+
+def test_the_remedy_for_an_unknown_optimizer_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unknown, "steps_each_parameter_alone", True, raising=False)
+
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: Stepped(lambda ps: Unknown(ps, lr=0.1)), vectors(), strategy, recorded="losses")
+
+    assert_same(run(on_device()), run("auto"))
