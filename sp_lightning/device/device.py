@@ -52,7 +52,7 @@ class Wait(enum.Enum):
     WRITE_BACK_AFTER_USE = "the host takes a weight after the kernels that wrote it on the device"
     RESIDENTS_AFTER_USE = "residents are sent again after the last kernel that read them"
     USE_AFTER_RESIDENTS = "residents are read after their transfer"
-    DRAIN_AFTER_GRADIENT = "a gradient leaves after the kernel that wrote it"
+    DRAIN_AFTER_GRADIENT = "a gradient leaves, or is used by a step, after the kernel that wrote it"
     REDUCE_AFTER_GRADIENT = "a gradient is sent to other ranks after the kernel that wrote it"
     DRAIN_AFTER_REDUCE = "a rank's part of a sum leaves after the kernels that added it up"
     SHOW_AFTER_LANDING = "gradients are shown after the parts of all ranks are there"

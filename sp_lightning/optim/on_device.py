@@ -26,7 +26,7 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import Made, made_of
+from sp_lightning.weights.narrow_gradient import made_of
 from sp_lightning.weights.roles import Role
 
 Key = tuple[StreamedLayer, Optimizer]
@@ -117,26 +117,10 @@ class StepsOnDevice:
         if not trained:
             return
         held = self._bring_together(key, groups, state)
-        came = [made_of(p.grad) for p in trained]
-        spans = lay_out(("", each) for each in (*trained, *(gradient for gradient, _ in came)))
-        begin = total_bytes(spans)
-        nbytes = begin + (0 if held is None else held.bytes.nbytes)
-        slot = self._slot(nbytes)
-        memory = slot.memory
-        assert memory is not None
-        targets, sources = [part(memory, span) for span in spans], [*trained, *(gradient for gradient, _ in came)]
-        if held is not None:
-            targets.append(memory[begin:nbytes])
-            sources.append(held.bytes)
-        self._device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
-        self._device.wait(Stream.COMPUTE, self._device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
-        self._device.access(memory[:nbytes], Stream.COMPUTE, write=True)
-        twins = [_twin(p, target) for p, target in zip(trained, targets, strict=False)]
-        written = [_set_gradient(twin, target, made) for twin, target, made in zip(
-            twins, targets[len(trained) :], came, strict=False
-        )]  # fmt: skip
+        slot, twins, there = self._bring(trained, held)
+        gradients: list[Any] = [twin.grad for twin in twins]
+        versions = [gradient._version for gradient in gradients]
         twin_of = {id(p): twin for p, twin in zip(trained, twins, strict=True)}
-        there = {} if held is None else _views(held, memory, begin)
         stay = list[tuple[Tensor, Tensor]]()  # tensors that stay on the host, with what is stepped in their place
 
         def to_device(leaf: Any) -> Any:
@@ -155,6 +139,10 @@ class StepsOnDevice:
             if values := dict.get(state, p):
                 part_of.state[twin] = tree_map(to_device, dict(values))
         step()
+        written = [
+            g if g._version != v and g is twin.grad else None
+            for g, twin, v in zip(gradients, twins, versions, strict=True)
+        ]
         self._take_back(key, slot, list(zip(trained, twins, written, strict=True)), part_of.state, state, stay)
 
     def close(self) -> None:
@@ -177,6 +165,47 @@ class StepsOnDevice:
             # The allocator may have given memory that a kernel still uses.
             self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
         return slot
+
+    def _bring(
+        self, trained: Sequence[nn.Parameter], held: _HostState | None
+    ) -> tuple[_StepSlot, list[nn.Parameter], dict[int, Tensor]]:
+        """Sends what a layer's update needs to a slot, but for gradients that have stayed on the device.
+
+        Returns:
+            The slot; the parameters there, with their gradients; the tensors of the state there, by the ``id`` of the host's.
+        """
+        device = self._device
+        made = [made_of(p.grad) for p in trained]
+        computed = [getattr(p.grad, "computed", None) for p in trained]
+        coming = [came for (came, _), event in zip(made, computed, strict=True) if event is None]
+        spans = lay_out(("", each) for each in (*trained, *coming))
+        begin = total_bytes(spans)
+        nbytes = begin + (0 if held is None else held.bytes.nbytes)
+        slot = self._slot(nbytes)
+        memory = slot.memory
+        assert memory is not None
+        targets, sources = [part(memory, span) for span in spans], [*trained, *coming]
+        if held is not None:
+            targets.append(memory[begin:nbytes])
+            sources.append(held.bytes)
+        device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
+        device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
+        device.access(memory[:nbytes], Stream.COMPUTE, write=True)
+        for event in {id(each): each for each in computed if each is not None}.values():
+            # Backward runs on another stream than the background where its user has chosen one.
+            device.wait(Stream.COMPUTE, event, Wait.DRAIN_AFTER_GRADIENT)
+        arrived = iter(targets[len(trained) :])
+        twins = []
+        for p, weight, (came, changes), event in zip(trained, targets, made, computed, strict=False):
+            twins.append(twin := _twin(p, weight))
+            if event is not None:
+                device.access(came, Stream.COMPUTE, write=True)
+            gradient = came if event is not None else next(arrived)
+            twin.grad = gradient.data if gradient.dtype is twin.dtype else gradient.to(twin.dtype)
+            for change in changes:
+                change(twin.grad)
+        pairs = () if held is None else zip(held.tensors, held.spans, strict=True)
+        return slot, twins, {id(tensor): part(memory[begin:], span).data for tensor, span in pairs}
 
     def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> _HostState | None:
         """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
@@ -201,7 +230,7 @@ class StepsOnDevice:
         self,
         key: Key,
         slot: _StepSlot,
-        stepped: Sequence[tuple[nn.Parameter, nn.Parameter, tuple[Tensor, int]]],
+        stepped: Sequence[tuple[nn.Parameter, nn.Parameter, Tensor | None]],
         new: dict[Any, Any],
         state: dict[Any, Any],
         stay: Iterable[tuple[Tensor, Tensor]],
@@ -211,7 +240,7 @@ class StepsOnDevice:
         Args:
             key: the layer, and the user's optimizer.
             slot: where the layer is.
-            stepped: parameters on the host and on the device, with the gradient there and its version before the step.
+            stepped: parameters on the host and on the device, with the gradient there if the step has written it.
             new: the state on the device, by the device's parameters.
             state: the user's, by the host's.
             stay: tensors of it that stay on the host, with what was stepped in their place.
@@ -219,14 +248,16 @@ class StepsOnDevice:
         layer, device = key[0], self._device
         pairs = [(p, twin) for p, twin, _ in stepped]
         copies = list[tuple[Tensor, Tensor]]()  # to the host, from the device
-        for p, twin, (gradient, version) in stepped:
+        for p, twin, gradient in stepped:
             if (twin.shape, twin.dtype) != (p.shape, p.dtype):
                 raise RuntimeError(
                     f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r} {twin.dtype} of shape "
                     f"{tuple(twin.shape)}; it was {p.dtype} of shape {tuple(p.shape)}. Exchange it between two batches."
                 )
             copies.append((p.detach(), twin.detach()))
-            if gradient is twin.grad and gradient._version != version and p.grad is not None:
+            if (
+                gradient is not None and made_of(p.grad)[0] is p.grad
+            ):  # of a narrow one no code reads what the step leaves
                 copies.append((p.grad, gradient))
         current, places = layer.casts.current, layer.casts.places(Stream.COMPUTE)
         for p, twin in pairs:
@@ -302,12 +333,6 @@ def _of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: C
                         yield leaf
 
 
-def _views(held: _HostState, memory: Tensor, begin: int) -> dict[int, Tensor]:
-    """The tensors of a layer's state in its slot, by the ``id`` of the host's."""
-    pairs = zip(held.tensors, held.spans, strict=True)
-    return {id(tensor): part(memory[begin:], span).data for tensor, span in pairs}
-
-
 def _twin(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter as its user made it, but on the device. Its version shows whether the step has written it."""
     kind = type(parameter)
@@ -317,15 +342,6 @@ def _twin(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
         twin.__class__ = users
     vars(twin).update(vars(parameter))
     return twin
-
-
-def _set_gradient(twin: nn.Parameter, came: Tensor, made: Made) -> tuple[Tensor, int]:
-    """Gives a parameter on the device its gradient, in its own dtype. Returns that, and its version before the step."""
-    gradient = came.to(twin.dtype) if came.dtype is not twin.dtype else came.data
-    for change in made[1]:
-        change(gradient)
-    twin.grad = gradient
-    return gradient, gradient._version
 
 
 def _to_host(leaf: Any, of_host: dict[int, Tensor]) -> Any:

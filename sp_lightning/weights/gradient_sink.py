@@ -33,6 +33,7 @@ class GradientSink(Generic[W]):
     Attributes:
         in_flight: the same number.
         keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until user code reads them.
+        stay: whether those of a layer that a step waits for stay on the device, where the layer is stepped.
         arriving: the layers, or families of them, of which gradients have arrived that :meth:`make_room` would send off.
         device_bytes: bytes of gradients that are on the device now.
         drained_bytes: bytes that have left for the host.
@@ -43,7 +44,7 @@ class GradientSink(Generic[W]):
         self.device = device
         self.in_flight = in_flight
         self._apply_one = apply
-        self.keep_narrow = False
+        self.keep_narrow = self.stay = False
         self.arriving: dict[Any, None] = {}
         self.device_bytes = self.drained_bytes = self.host_waits = 0
         # What comes, the tensors on the device that are kept alive until compute has waited for the copy, and its event.

@@ -23,7 +23,7 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_values
 from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.weights.embedding_rows import each_row_once
-from sp_lightning.weights.gradient_sink import GradientSink, bytes_of_dense
+from sp_lightning.weights.gradient_sink import GradientSink, Wanted, bytes_of_dense
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
 
@@ -72,6 +72,7 @@ class Gradients(GradientSink[_Drain]):
         self._received: dict[StreamedLayer, _Received] = {}
         # Held by the thread that applies gradients: parts of one are added in order.
         self._landing = threading.RLock()
+        self._wanted: Wanted | None = None  # in this backward
         # Whether user code has read one. The next ones would be read, too, and take memory in both dtypes.
         self._looked_at = False
 
@@ -103,10 +104,39 @@ class Gradients(GradientSink[_Drain]):
         gradients, received.gradients = received.gradients, {}
         del self.arriving[owner]
         self.device.access(gradients.values(), Stream.COMPUTE, write=True)
+        if self._may_stay(owner, received, gradients):
+            self._keep(owner, received, gradients)
+            return
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         landings, staging, targets, sources = self._place(gradients)
         owner.rows.sparse_on_device = False  # the layer's next gradient says anew whether it is
         self.send(owner.index, targets, sources, list(gradients.values()), (owner, landings, staging))
+
+    def expect(self, wanted: Wanted | None = None) -> None:
+        self._wanted = wanted
+
+    def _may_stay(
+        self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
+    ) -> bool:
+        """Whether a step on the device waits for these gradients, which are all that its layer gets."""
+        if not self.stay or self._wanted is None or len(gradients) != received.expected:
+            return False
+        parameters = [layer.block.parameters[index] for layer, index in gradients]
+        dense = all(gradient.layout is torch.strided for gradient in gradients.values())
+        alone = all(p.grad is None and not accumulation_hooks(p) for p in parameters)
+        return dense and alone and owner.kind is not Kind.RESIDENTS and self._wanted(owner)
+
+    def _keep(
+        self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
+    ) -> None:
+        """Leaves gradients on the device. They come to the host if user code looks at them."""
+        computed = self.device.record(Stream.COMPUTE)
+        for (layer, index), gradient in gradients.items():
+            parameter = layer.block.parameters[index]
+            keep_narrow(parameter, gradient, self._look, computed=computed)
+            received.applied.add(id(parameter))
+            self.device_bytes -= bytes_of_dense(gradient)
+        self._landed.append(((owner, deque(), None), None))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]

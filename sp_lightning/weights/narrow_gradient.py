@@ -39,13 +39,15 @@ class NarrowGradient(Tensor):
     It says that it has its parameter's dtype. Its memory is a single NaN.
 
     Attributes:
-        made_of: the gradient as it came, which is host memory of the parameter's shape in a lower dtype that is never written,
-            with its changes.
+        made_of: the gradient as it came, which is memory of the parameter's shape that is never written, with its changes: host
+            memory in a lower dtype, or the device's in any.
         looked_at: called when it is widened.
+        computed: of one that is on the device: the event after the kernels that wrote it. None of others.
     """
 
     made_of: Made
     looked_at: Callable[[], None]
+    computed: Any = None
 
     @classmethod
     def __torch_function__(
@@ -85,18 +87,19 @@ class _HasNarrowGradient(Role):
         leave(self, _HasNarrowGradient)
 
 
-def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], None]) -> None:
-    """Makes memory in a lower dtype a parameter's gradient.
+def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], None], *, computed: Any = None) -> None:
+    """Makes memory in a lower dtype, or on the device, a parameter's gradient.
 
     Args:
         parameter: a host parameter without a gradient.
-        came: host memory with the gradient.
+        came: memory with the gradient.
         looked_at: called when user code asks for the gradient.
+        computed: the event after which it is there, if it is on the device.
     """
     with no_inference_mode():
         gradient: Any = torch.full((), float("nan"), dtype=parameter.dtype, device="cpu").expand(came.shape)
     gradient.__class__ = NarrowGradient
-    gradient.made_of, gradient.looked_at = (came, ()), looked_at
+    gradient.made_of, gradient.looked_at, gradient.computed = (came, ()), looked_at, computed
     parameter.grad = gradient
     take(parameter, _HasNarrowGradient)
 
@@ -162,13 +165,13 @@ def _widen(gradient: Any) -> None:
             return
         with no_torch_functions(), no_inference_mode(), no_dispatch_modes(), torch.no_grad():
             came, changes = gradient.made_of
-            wide = torch.empty_like(came, dtype=gradient.dtype).copy_(came)
+            wide = torch.empty_like(came, dtype=gradient.dtype, device="cpu").copy_(came)
             for each in changes:
                 each(wide)
             _tensor_data.__set__(gradient, wide)
         gradient.looked_at()
         gradient.__class__ = Tensor  # type: ignore[assignment]
-        del gradient.made_of, gradient.looked_at
+        del gradient.made_of, gradient.looked_at, gradient.computed
 
 
 class Norms:

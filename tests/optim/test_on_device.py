@@ -303,3 +303,39 @@ def test_the_remedy_for_an_unknown_optimizer_works(monkeypatch: pytest.MonkeyPat
         return fit(lambda: Stepped(lambda ps: Unknown(ps, lr=0.1)), vectors(), strategy, recorded="losses")
 
     assert_same(run(on_device()), run("auto"))
+
+
+# ---------------------------------------------------------------------- gradients that stay on the device
+
+
+def test_gradients_of_layers_never_leave_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drained(mode: str) -> int:
+        strategy = on_device(optimizer_overlap=mode)
+        fit(Stepped, vectors(), strategy, recorded="losses")
+        return strategy.stats().drained_bytes
+
+    assert drained("off") > 0
+    assert drained("backward") == 0, "this model has no residents"
+
+
+class FailsInBackward(Stepped):
+    """Raises an error once in backward, when some layers are updated, and looks at the gradients of the others."""
+
+    seen: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        net: Any = self.net
+        net.stem.weight.register_hook(self.fail)
+
+    def fail(self, gradient: Tensor) -> None:
+        raise KeyError("in a hook")
+
+
+def test_a_gradient_that_has_stayed_comes_if_user_code_looks() -> None:
+    module = FailsInBackward()
+    with simulated(), pytest.raises(KeyError, match="in a hook"):
+        trainer_for(on_device(optimizer_overlap="backward")).fit(module, loader(vectors()))
+    for p in module.parameters():
+        assert p.grad is None or p.grad.device.type == "cpu"
+        assert p.grad is None or bool(p.grad.isfinite().all())
