@@ -256,11 +256,6 @@ class LayerwiseStep:
             for parameter in parameters:
                 if parameter.grad is None and dict.get(state_of(part), parameter) == {}:
                     dict.pop(state_of(part), parameter)
-            if self._on_device is not None:
-                self._on_device.step((layer, self._optimizer), part, partial(_own_step(self._class), part))
-                return
-            for parameter in trained:
-                engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
             self._step_layer(layer, part, trained, clips)
             if self._state is not None:
                 self._state.store((layer, self._optimizer), part)
@@ -273,6 +268,11 @@ class LayerwiseStep:
     ) -> None:
         """Runs the step of one layer, and casts its new weights."""
         step = partial(_own_step(self._class), part)
+        if self._on_device is not None:
+            self._on_device.step((layer, self._optimizer), part, step)
+            return
+        for parameter in trained:
+            self._engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
         if self._separable:
             for parameter in trained:
                 if id(parameter) in clips and parameter.grad is not None:

@@ -120,30 +120,13 @@ class StepsOnDevice:
         slot, twins, there = self._bring(trained, held)
         gradients: list[Any] = [twin.grad for twin in twins]
         versions = [gradient._version for gradient in gradients]
-        twin_of = {id(p): twin for p, twin in zip(trained, twins, strict=True)}
-        stay = list[tuple[Tensor, Tensor]]()  # tensors that stay on the host, with what is stepped in their place
-
-        def to_device(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # quantised state, which is small
-                return leaf.to(self._device.device)
-            if type(leaf) is Tensor and id(leaf) not in there:
-                stay.append((leaf, leaf.clone()))
-                return stay[-1][1]
-            return there.get(id(leaf), leaf)
-
-        part_of.param_groups = [
-            {**group, "params": [twin_of[id(p)] for p in group["params"] if id(p) in twin_of]} for group in groups
-        ]
-        part_of.state = defaultdict(dict)
-        for p, twin in zip(trained, twins, strict=True):
-            if values := dict.get(state, p):
-                part_of.state[twin] = tree_map(to_device, dict(values))
+        stay = self._exchange(part_of, dict(zip(map(id, trained), twins, strict=True)), there)
         step()
         written = [
             g if g._version != v and g is twin.grad else None
             for g, twin, v in zip(gradients, twins, versions, strict=True)
         ]
-        self._take_back(key, slot, list(zip(trained, twins, written, strict=True)), part_of.state, state, stay)
+        self._take_back(key, slot, list(zip(trained, twins, written, strict=True)), (part_of.state, state, stay))
 
     def close(self) -> None:
         """Frees device memory. All updates were waited for; their state stays on the host."""
@@ -207,6 +190,34 @@ class StepsOnDevice:
         pairs = () if held is None else zip(held.tensors, held.spans, strict=True)
         return slot, twins, {id(tensor): part(memory[begin:], span).data for tensor, span in pairs}
 
+    def _exchange(
+        self, part_of: Any, twin_of: dict[int, nn.Parameter], there: dict[int, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Gives a part of an optimizer the device's parameters, by the ``id`` of the host's, and the tensors of its state there.
+
+        Returns:
+            The tensors of the state that stay on the host, with what is stepped in their place: it counts if there is no error.
+        """
+        stay = list[tuple[Tensor, Tensor]]()
+
+        def to_device(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # quantised state, which is small
+                return leaf.to(self._device.device)
+            if type(leaf) is Tensor and id(leaf) not in there:
+                stay.append((leaf, leaf.clone()))
+                return stay[-1][1]
+            return there.get(id(leaf), leaf)
+
+        groups, state = part_of.param_groups, state_of(part_of)
+        part_of.state = defaultdict(dict)
+        part_of.param_groups = [
+            {**group, "params": [twin_of[id(p)] for p in group["params"] if id(p) in twin_of]} for group in groups
+        ]
+        for p in [p for group in groups for p in group["params"] if id(p) in twin_of]:
+            if values := dict.get(state, p):
+                part_of.state[twin_of[id(p)]] = tree_map(to_device, dict(values))
+        return stay
+
     def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> _HostState | None:
         """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
         held = self._states.get(key)
@@ -231,9 +242,7 @@ class StepsOnDevice:
         key: Key,
         slot: _StepSlot,
         stepped: Sequence[tuple[nn.Parameter, nn.Parameter, Tensor | None]],
-        new: dict[Any, Any],
-        state: dict[Any, Any],
-        stay: Iterable[tuple[Tensor, Tensor]],
+        states: tuple[dict[Any, Any], dict[Any, Any], list[tuple[Tensor, Tensor]]],
     ) -> None:
         """Sends what a step has made to the host, and gives the user's optimizer its state there.
 
@@ -241,47 +250,23 @@ class StepsOnDevice:
             key: the layer, and the user's optimizer.
             slot: where the layer is.
             stepped: parameters on the host and on the device, with the gradient there if the step has written it.
-            new: the state on the device, by the device's parameters.
-            state: the user's, by the host's.
-            stay: tensors of it that stay on the host, with what was stepped in their place.
+            states: what the step has left, by the device's parameters; the user's, by the host's; tensors of it that stay on
+                the host, with what was stepped in their place.
         """
         layer, device = key[0], self._device
         pairs = [(p, twin) for p, twin, _ in stepped]
-        copies = list[tuple[Tensor, Tensor]]()  # to the host, from the device
-        for p, twin, gradient in stepped:
-            if (twin.shape, twin.dtype) != (p.shape, p.dtype):
-                raise RuntimeError(
-                    f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r} {twin.dtype} of shape "
-                    f"{tuple(twin.shape)}; it was {p.dtype} of shape {tuple(p.shape)}. Exchange it between two batches."
-                )
-            copies.append((p.detach(), twin.detach()))
-            if (
-                gradient is not None and made_of(p.grad)[0] is p.grad
-            ):  # of a narrow one no code reads what the step leaves
-                copies.append((p.grad, gradient))
+        copies = list(_written(key, stepped))  # to the host, from the device
         current, places = layer.casts.current, layer.casts.places(Stream.COMPUTE)
         for p, twin in pairs:
             if (place := places.get(id(p))) is not None:
                 copies.append((place, twin.detach().to(place.dtype)))
-        entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
-        of_host = {id(there): here.copy_(there) for here, there in stay}
-        if made := self._made(entries):
-            held = self._states.get(key)
-            if held is None or not held.is_like(made):
-                held = self._states[key] = _HostState(device, made, pin=self._pin)
-            copies += [(part(held.bytes, span), each) for span, each in zip(held.spans, made, strict=True)]
-            of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
+        copies += self._give_state(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
         device.access(sources, Stream.COMPUTE, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
         device.copy(targets, sources, Stream.DOWNLOAD)
         slot.left = layer.landed = device.record(Stream.DOWNLOAD)
         slot.alive = [*sources, *(twin for _, twin in pairs)]
-        for p, values in entries:
-            entry = state.setdefault(p, {})
-            now = tree_map(lambda leaf: _to_host(leaf, of_host), values)
-            entry.clear()
-            entry.update(now)
         with no_inference_mode():
             for p, twin in pairs:
                 if twin._version:  # as on plain Lightning: a fused step of some versions of torch shows none
@@ -291,6 +276,30 @@ class StepsOnDevice:
         elif layer.masters is not None:
             device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             layer.casts.refresh(by=Stream.UPDATE)
+
+    def _give_state(
+        self,
+        key: Key,
+        pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
+        new: dict[Any, Any],
+        state: dict[Any, Any],
+        stay: Iterable[tuple[Tensor, Tensor]],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Gives the user's optimizer its new state. Returns the tensors of it on the host and on the device, to be copied."""
+        entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
+        of_host = {id(there): here.copy_(there) for here, there in stay}
+        copies = list[tuple[Tensor, Tensor]]()
+        if made := self._made(entries):
+            held = self._states.get(key)
+            if held is None or not held.is_like(made):
+                held = self._states[key] = _HostState(self._device, made, pin=self._pin)
+            copies = [(part(held.bytes, span), each) for span, each in zip(held.spans, made, strict=True)]
+            of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
+        for p, values in entries:
+            entry, now = state.setdefault(p, {}), tree_map(lambda leaf: _to_host(leaf, of_host), values)
+            entry.clear()
+            entry.update(now)
+        return copies
 
     def _made(self, entries: Iterable[tuple[Any, Any]]) -> list[Tensor]:
         """The tensors of new state that are on the device, each once."""
@@ -331,6 +340,25 @@ def _of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: C
                     if type(leaf) is Tensor and leaf.layout is torch.strided and id(leaf) not in seen and not counts:
                         seen.add(id(leaf))
                         yield leaf
+
+
+def _written(
+    key: Key, stepped: Iterable[tuple[nn.Parameter, nn.Parameter, Tensor | None]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The weights and gradients that a step has written, on the host and on the device.
+
+    Raises:
+        RuntimeError: it has given a parameter another dtype or shape.
+    """
+    for p, twin, gradient in stepped:
+        if (twin.shape, twin.dtype) != (p.shape, p.dtype):
+            raise RuntimeError(
+                f"{type(key[1]).__name__}.step has given a parameter of {key[0].name!r} {twin.dtype} of shape "
+                f"{tuple(twin.shape)}; it was {p.dtype} of shape {tuple(p.shape)}. Exchange it between two batches."
+            )
+        yield p.detach(), twin.detach()
+        if gradient is not None and made_of(p.grad)[0] is p.grad:  # of a narrow one no code reads what the step leaves
+            yield p.grad, gradient
 
 
 def _twin(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:

@@ -130,6 +130,7 @@ class Steps:
         pieces: whether layers are updated piece by piece, so that what one walk has left in the caches serves the next.
         narrow: whether gradients that leave as casts stay so until the update.
         sliced: whether the devices of a node upload layers together.
+        on_device: whether layers are stepped on the device. Then the passes of an update are transfers.
     """
 
     early: bool
@@ -139,6 +140,7 @@ class Steps:
     pieces: bool = False
     narrow: bool = False
     sliced: bool = False
+    on_device: bool = False
 
 
 def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: Steps) -> Ledger:
@@ -167,6 +169,8 @@ def _gradient_bytes(plan: Plan, steps: Steps) -> int:
     kept = [layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers]  # as they wait for the update
     if not steps.early:
         return sum(kept) + staged
+    if steps.on_device:  # those of layers never leave it
+        return plan.residents.gradient_bytes + staged
     # Those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
     return min(sum(kept), plan.residents.gradient_bytes + (plan.k_prime + 3) * max(kept)) + staged
 
@@ -188,10 +192,14 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     widened = narrow_leave * (not narrow)
     wide = kept - halves * narrow  # a narrow gradient is unscaled and clipped on its way
     clipped = wide * (clips is not None)
+    leave = gradients
+    if steps.early and steps.on_device:
+        leave = kept = plan.residents.gradient_bytes
+        narrow_leave = widened = 0
     return [
-        Pass("casts", accumulate * masters - 2 * halves * pieces, accumulate * casts),
+        Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), accumulate * casts),
         Pass("fetch", 2 * accumulate * (together + plan.ranks * whole), 0),
-        Pass("gradients", 0, accumulate * (gradients - narrow_leave)),
+        Pass("gradients", 0, accumulate * (leave - narrow_leave)),
         Pass("widening", widened, 2 * widened),
         # Several devices take what is there already with them, and add it up there.
         Pass("accumulation", more * gradients * (2 if plan.alone else plan.ranks), more * gradients * plan.alone),

@@ -285,16 +285,7 @@ class Plan:
         return "" if state is None else f"{human_bytes(weights + gradients + state)} with optimizer state"
 
 
-def make_plan(
-    found: Found,
-    *,
-    k: int,
-    k_prime: int,
-    ranks: int = 1,
-    nodes: int = 1,
-    training: bool = True,
-    steps_on_device: bool = False,
-) -> Plan:
+def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True) -> Plan:
     """Gives every layer its place in memory and its ring.
 
     Args:
@@ -305,7 +296,6 @@ def make_plan(
         nodes: how many nodes add up their sums.
         training: whether batches are trained. Otherwise nearly nothing of stacked experts travels, and k and k' count the
             other layers.
-        steps_on_device: whether layers are stepped on the device, if batches are trained.
     """
     masters, tables = ([_planned(layer, ring=-1) for layer in each] for each in (found.masters, found.tables))
     with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
@@ -336,7 +326,6 @@ def make_plan(
         nodes=nodes,
         staying=found.staying,
         nothing=found.nothing,
-        steps_on_device=steps_on_device and training,
     )
     if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
         remedy = "nothing is streamed." if plan.nothing else "lower k, or choose smaller layers."

@@ -219,6 +219,7 @@ class OptimizerSteps:
             pieces=pieces,
             narrow=(pieces or self._on_device) and self._narrow(),
             sliced=self._run.placement.sliced,
+            on_device=self._on_device,
         )
         ledger = make_ledger(self._run.plan, trainer.optimizers, steps)
         fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
@@ -67,7 +67,8 @@ class Window:
         self._budget = budget
         self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._training = training
-        self._make = partial(make_plan, ranks=ranks, nodes=nodes, training=training, steps_on_device=steps_on_device)
+        self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
+        self._steps_on_device = steps_on_device and training
         self._found: Found
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
@@ -174,6 +175,10 @@ class Window:
         ks = range(1, self._count + 1)
         fitting = bisect_left(ks, True, key=lambda k: not self.fits(self._plan(k, k_prime))) if self._k == "auto" else 0
         return self._plan(max(1, fitting), k_prime)
+
+    def _make(self, found: Found, *, k: int, k_prime: int) -> Plan:
+        plan = make_plan(found, k=k, k_prime=k_prime, **self._options)
+        return replace(plan, steps_on_device=self._steps_on_device)
 
     def _plan(self, k: int, k_prime: int) -> Plan:
         """The plan with such a window, but for what the user gave as a number."""
