@@ -312,9 +312,12 @@ class StepsOnDevice:
     def norm(self, gradient: Tensor) -> Tensor:
         """The norm of a gradient as the device computes it: a tensor without dimensions there. See :meth:`read`."""
         came, changes = made_of(gradient)
-        (span,) = lay_out([("", came)])
-        flat = came.as_strided((came.numel(),), (1,)).view(torch.uint8)
-        there = view(self._device.send(flat), span).to(gradient.dtype)
+        spans, device = lay_out([("", came)]), self._device
+        memory = device.empty(total_bytes(spans))
+        device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
+        device.copy([part(memory, spans[0])], [came], Stream.UPLOAD)
+        device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
+        there = part(memory, spans[0]).to(gradient.dtype)
         for change in changes:
             change(there)
         return get_total_norm([there])
