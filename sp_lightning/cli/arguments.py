@@ -48,7 +48,10 @@ _LINKS = "from each device to the others, and back (%(default)s)"
 _TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)"
 _NETWORK = "from each node to the others, each way (%(default)s); in bits, as 200Gb/s, too"
 _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
-_LORA = 'train adapters of this rank alone, as those of PEFT\'s LoraConfig(r=N, target_modules="all-linear")'
+_LORA = (
+    'train adapters of this rank alone, those of PEFT\'s LoraConfig(r=N, target_modules="all-linear"); in inference they are '
+    "beside the weights (merged ones need nothing: leave this out)"
+)
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (
     "exit status: 0 if it fits, with plain Lightning as it is or here; 1 if it does not; 2 if the question cannot be answered; "
@@ -158,8 +161,8 @@ def contradictions(question: Question) -> Iterator[str]:
     for name, several in (("links", "devices"), ("transfer", "devices"), ("network", "nodes")):
         if getattr(question, several) == 1 and getattr(question, name) != getattr(usual, name):
             yield f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
-    if question.predict and (question.accumulate > 1 or question.clip or question.lora or question.loss_tokens):
-        yield "--accumulate, --clip, --lora and --loss-tokens are for training, and nothing is trained here; leave them out."
+    if question.predict and (question.accumulate > 1 or question.clip or question.loss_tokens):
+        yield "--accumulate, --clip and --loss-tokens are for training, and nothing is trained here; leave them out."
     if question.keep_logits and question.loss_tokens is None:
         yield "--keep-logits says what becomes of logits with --loss-tokens N; give that, too."
     if question.clip and question.overlap == "backward":

@@ -240,7 +240,7 @@ def estimate_model(question: Question) -> Estimate:
         module = source.module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
-        notes = [] if question.lora is None else add_adapters(module, question.lora, layers=question.layers)
+        notes = [] if question.lora is None else add_adapters(module, question.lora)
         module.to(dtype)
         if question.checkpointing:
             enable: Any = getattr(module, "gradient_checkpointing_enable", None)

@@ -345,31 +345,6 @@ def test_adapters_without_a_factory(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "experts" not in text
 
 
-def test_stacked_experts_without_adapters_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, num_experts=4, architectures=["Qwen3MoeForCausalLM"],
-    )  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    found = plan(capsys, str(tmp_path), "--tokens", "8", "--lora", "4", "--k", "1")
-    names = ", ".join(f"model.layers.*.mlp.experts.{name} (2)" for name in ("gate_up_proj", "down_proj"))
-    assert f"stacked experts get no adapters, only linear layers do: {names}" in found["notes"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["mobilenet_v2", "--lora", "4"], "--lora: the blocks of MobileNetV2 have no linear layers"),
-        (["resnet18", "--lora", "4", "--predict"], "--lora and --loss-tokens are for training"),
-    ],
-)
-def test_adapters_that_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_name_of_the_hub_is_read_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,15 +393,3 @@ def test_warnings_of_libraries_are_not_shown(
     assert not caplog.records
     assert not recwarn.list
     assert capfd.readouterr().err == ""
-
-
-def test_a_model_of_torch_has_adapters_where_its_linear_layers_are_called(capsys: pytest.CaptureFixture[str]) -> None:
-    """``nn.MultiheadAttention`` reads the weight of its projection and does not call it."""
-    found = plan(capsys, "tests.cli.test_plan_verdict:encoder", "--input", "2", "8", "16", "--lora", "2", "--k", "1")
-    assert found["activation_bytes"]
-    plain = sum(parameter.numel() for parameter in encoder().parameters())
-    assert found["parameters"] - plain == 3 * 2 * 2 * (16 + 32)
-
-
-def encoder() -> nn.Module:
-    return nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)))
