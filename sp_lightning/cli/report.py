@@ -12,7 +12,7 @@ from sp_lightning.cli.estimate import Estimate
 from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, verdict
 from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
-from sp_lightning.plan.units import human_bytes, in_gib
+from sp_lightning.plan.units import in_gib
 
 _MOST_REASONS = 10
 _DAY = 24 * 60 * 60
@@ -171,14 +171,11 @@ def _unit(question: Question) -> str:
 
 def _host(estimate: Estimate) -> list[str]:
     """Host memory: what is in it, and what processes take beside that of the memory that there is."""
-    question, host, ledger = estimate.question, estimate.host, estimate.host.ledger
+    question, host = estimate.question, estimate.host
     node = " of each node" if question.nodes > 1 else " of the node" if question.devices > 1 else ""
-    line = f"host memory{node} {in_gib(host.nbytes)}"
-    if ledger is not None:
-        parts = {"activations": host.activations} if host.activations else {}
-        parts |= {"weights": ledger.weights, "gradients": ledger.gradients, "optimizer state": ledger.state or 0}
-        line += f", {host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter: "
-        line += ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in parts.items())
+    parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in host.parts.items() if nbytes)
+    each = f"{host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter"
+    line = f"host memory{node} {in_gib(host.nbytes)}, {each}: {parts}"
     if question.host_memory is None:
         return [line]
     who = "the process, its" if question.devices == 1 else f"the {question.devices} processes, their"
@@ -268,14 +265,14 @@ def _experts(estimate: Estimate, row: Row) -> list[str]:
     if not stacked or estimate.why_guessed:
         return []
     unit = "batch" if estimate.question.generate is None else "token of each sequence"
-    kept = human_bytes(row.plan.stack_bytes)
+    kept = in_gib(row.plan.stack_bytes)
     lines = ["", f"per {unit}, if so many of the experts that it is routed to ({kept} in all) are on the device:"]
     for hits in (0.0, 0.25, 0.5, 0.75):
         costs = tuple(replace(cost, share=cost.share * (1 - hits)) for cost in estimate.work.costs)
         prediction = replace(estimate, work=replace(estimate.work, costs=costs)).predict(row.plan, row.modes)
         fetches = [each for each in prediction.intervals if each.kind == "fetch"]
-        fetched = human_bytes(sum(each.nbytes for each in fetches))
-        experts = human_bytes(sum(each.nbytes for each in fetches if each.layer in stacked))
+        fetched = in_gib(sum(each.nbytes for each in fetches))
+        experts = in_gib(sum(each.nbytes for each in fetches if each.layer in stacked))
         lines.append(f"  {hits:4.0%}  {fetched:>10}, of that experts {experts:>10}  {prediction.seconds:.3g} s")
     return lines
 
@@ -357,7 +354,8 @@ def _fields(answer: Answer) -> dict[str, object]:
         "prompt_seconds": answer.prompt_seconds,
         "plain_bytes": estimate.plain_bytes if known else None,
         "checkpointed_bytes": estimate.checkpointed_bytes if known else None,
-        "host_bytes": estimate.host.nbytes, "host_fits": estimate.host.fits, "disk": _disk(answer) or None,
+        "host_bytes": estimate.host.nbytes, "host_parts": dict(estimate.host.parts), "host_fits": estimate.host.fits,
+        "disk": _disk(answer) or None,
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
         "assumed": {"tflops": question.tflops}
         | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},

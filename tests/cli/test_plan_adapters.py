@@ -85,7 +85,17 @@ def test_in_inference_adapters_are_beside_the_weights(
     more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They were refused there."""
-    asked = [config_file(tmp_path, "LlamaForCausalLM"), "--tokens", "8", "--predict", "--k", "1", "--k-prime", "1", *more]
+    asked = [
+        config_file(tmp_path, "LlamaForCausalLM"),
+        "--tokens",
+        "8",
+        "--predict",
+        "--k",
+        "1",
+        "--k-prime",
+        "1",
+        *more,
+    ]
     merged, beside = plan(capsys, *asked), plan(capsys, *asked, "--lora", "4")
     adapters = beside["parameters"] - merged["parameters"]
     assert adapters == 2 * 4 * (4 * (32 + 32) + 3 * (32 + 64))

@@ -17,7 +17,7 @@ import peft
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from sp_lightning.__main__ import main
 from sp_lightning.cli.arguments import Question, command, make_parser
