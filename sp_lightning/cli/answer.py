@@ -80,7 +80,7 @@ class Answer:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if it fits, 1 if it does not, 3 if that is not known."""
+        """The exit status: 0 if it fits as it was asked, 1 if it does not, 3 if that is not known."""
         if self.fits_plain:
             return 0
         return 1 if self.best is None else 3 if self.estimate.why_guessed else 0

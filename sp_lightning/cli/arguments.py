@@ -54,8 +54,9 @@ _LORA = (
 )
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (
-    "exit status: 0 if it fits, with plain Lightning as it is or here; 1 if it does not; 2 if the question cannot be answered; "
-    "3 if activations are unknown, because no batch could be run. Of several models the highest counts."
+    "exit status: 0 if it fits as it was asked, with plain Lightning or here; 1 if it does not, even if the answer names a "
+    "change that fits; 2 if the question cannot be answered; 3 if activations are unknown, because no batch could be run. Of "
+    "several models the highest counts."
 )
 _MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 
@@ -152,7 +153,9 @@ class Question(argparse.Namespace):
     measure_host: Annotated[bool, _option(_MEASURE_HOST, action="store_true")]
     verbose: Annotated[bool, _option(_VERBOSE, action="store_true")]
     json: Annotated[bool, _option("for programs", action="store_true")]
-    plot: Annotated[Path | None, _option("seconds against memory; needs matplotlib", type=Path, metavar="FILE.png")]
+    plot: Annotated[
+        Path | None, _option("seconds against memory, of one question; needs matplotlib", type=Path, metavar="FILE.png")
+    ]
 
 
 def contradictions(question: Question) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import MODES, PRECISIONS, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
-from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, verdict
+from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
 from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import in_gib
@@ -38,20 +38,24 @@ def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
 
 
 def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
-    lines = ["Each of these was planned, and fits:"] if remedies else []
+    heading = "Each of these was planned, and fits:" if answer.best is None else "Planned, too, and it fits without us:"
+    lines = [heading] if remedies else []
     for other in remedies:
-        device, host = in_gib(other.shown.device_bytes), in_gib(other.estimate.host.nbytes)
-        needed = f"{device} of device and {host} of host memory, {speed(other)}"
+        estimate, words = other.estimate, list[str]()
+        if other.best is not None:
+            device, host = in_gib(other.best.device_bytes), in_gib(estimate.host.nbytes)
+            words.append(f"{device} of device and {host} of host memory, {speed(other)}")
         if _rounds(other.question) and not _rounds(answer.question):
-            needed += f"; {_ROUNDED}"
+            words.append(_ROUNDED)
         if other.question.lora != answer.question.lora:
-            needed += f"; {_number(other.estimate.trained)} parameters are trained"
+            words.append(f"{_number(estimate.trained)} parameters are trained")
         if other.fits_plain:
-            needed += (
-                f"; plain Lightning fits with {in_gib(other.estimate.plain_bytes)} of device memory, and is faster"
-            )
+            words.append(f"plain Lightning fits with {in_gib(estimate.plain_bytes)} of device memory, and is faster")
+        elif other.fits_checkpointed and not answer.fits_checkpointed:
+            least = in_gib(estimate.checkpointed_bytes)
+            words.append(f"plain Lightning fits with {least} if each layer runs in torch.utils.checkpoint")
         lines += [
-            f"  {changed(answer.question, other.question)}: {needed}",
+            f"  {changed(answer.question, other.question)}: {'; '.join(words)}",
             f"    {command(other.question)}",
         ]
     return lines
@@ -107,19 +111,27 @@ def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterat
     """A heading, then a line for each answer as soon as it is there, with the options in which the questions differ."""
     asked = [vars(question) for question in questions]
     differing = [name for name in SEVERAL if name == "model" or len({each[name] for each in asked}) > 1]
-    heading = {"fits plain": 14, "fits here": 9, "k": 2, "k'": 2, "device": 10, "host": 10, "speed": 16, "waiting": 7}
+    heading = {"fits plain": 23, "fits here": 9, "k": 2, "k'": 2, "device": 10, "host": 10, "speed": 16, "waiting": 7}
     widths = [*(max(len(str(each[name])) for each in ({name: name}, *asked)) for name in differing), *heading.values()]
     yield _in_columns([*differing, *heading], widths)
     for answer, each in zip(answers, asked, strict=True):
         fits, known, plan = answer.best is not None, not answer.estimate.why_guessed, answer.shown.plan
-        limit = ("yes, " if answer.fits_plain else "no, ") * (answer.question.gpu_memory is not None)
         row = [
-            limit + in_gib(answer.estimate.plain_bytes) if known else "unknown",
+            _plain(answer) if known else "unknown",
             "no" if not fits else "yes" if known else "unknown", str(plan.k), str(plan.k_prime),
             in_gib(answer.shown.device_bytes) if known else "unknown", in_gib(answer.estimate.host.nbytes),
-            *([per_second(answer), f"{answer.shown.waiting:.0%}"] if fits else []),
+            *([per_second(answer), f"{answer.shown.waiting:.0%}"] if fits else [too_little(answer)]),
         ]  # fmt: skip
         yield _in_columns([*(str(each[name]) for name in differing), *row], widths)
+
+
+def _plain(answer: Answer) -> str:
+    """Whether plain Lightning fits, and what it needs; with torch's checkpoints of each layer if it fits only with them."""
+    estimate = answer.estimate
+    if answer.fits_checkpointed and not answer.fits_plain:
+        return f"checkpointed, {in_gib(estimate.checkpointed_bytes)}"
+    limit = ("yes, " if answer.fits_plain else "no, ") * (answer.question.gpu_memory is not None)
+    return limit + in_gib(estimate.plain_bytes)
 
 
 def _in_columns(words: Iterable[str], widths: Iterable[int]) -> str:

@@ -16,22 +16,32 @@ LEAST_WAITING = 0.05
 
 def verdict(answer: Answer) -> str:
     """What the answer comes to, in one line or two."""
-    lines = []
+    limit, lines = answer.question.gpu_memory or 0, list[str]()
     if answer.fits_plain:
-        plain, limit = answer.estimate.plain_bytes, answer.question.gpu_memory or 0
-        lines.append(f"It fits without us: plain Lightning needs {_of(plain, limit)} and is faster. Use it.")
+        plain = _of(answer.estimate.plain_bytes, limit)
+        lines.append(f"It fits without us: plain Lightning needs {plain} and is faster. Use it.")
     elif answer.fits_checkpointed:
-        plain, limit = answer.estimate.checkpointed_bytes, answer.question.gpu_memory or 0
-        lines.append(
-            f"It fits without us if each layer runs in torch.utils.checkpoint: plain Lightning needs {_of(plain, limit)} then."
-        )
+        plain = _of(answer.estimate.checkpointed_bytes, limit)
+        lines.append(f"{_CHECKPOINTED}: plain Lightning needs {plain} then.")
     if answer.best is not None:
         return "\n".join([*lines, _recommended(answer, answer.best)])
-    if not answer.estimate.host.fits:
-        lines.append(_refused_by_host(answer))
+    reasons = [] if answer.estimate.host.fits else [_refused_by_host(answer)]
+    reasons += [] if any(row.fits for row in answer.rows) else [_refused_by_device(answer)]
+    # The exit status is that of the first line.
+    return "\n".join([*lines, *reasons] if answer.fits_plain else [*reasons, *lines])
+
+
+_CHECKPOINTED = "It fits without us if each layer runs in torch.utils.checkpoint"
+
+
+def too_little(answer: Answer) -> str:
+    """Which memory is too small for this strategy, in short: what is needed of what was given."""
+    question, parts = answer.question, list[str]()
     if not any(row.fits for row in answer.rows):
-        lines.append(_refused_by_device(answer))
-    return "\n".join(lines)
+        parts.append(f"device {_of(answer.shown.device_bytes, question.gpu_memory or 0)}")
+    if not answer.estimate.host.fits:
+        parts.append(f"host {_of(enough_host_memory(answer), question.host_memory or 0)}")
+    return f"no: {', '.join(parts)}"
 
 
 def _of(needed: int, limit: int) -> str:
@@ -44,7 +54,7 @@ def _too_little(needed: int, limit: int) -> str:
 
 
 def _refused(answer: Answer) -> str:
-    return "With this strategy it does not fit" if answer.fits_plain or answer.fits_checkpointed else "It does not fit"
+    return "With this strategy it does not fit" if answer.fits_plain else "It does not fit"
 
 
 def _refused_by_host(answer: Answer) -> str:
@@ -111,8 +121,16 @@ def waiting(answer: Answer) -> str:
     for what, seconds in answer.waits.items():
         before, total = total, total + 100 * seconds / row.prediction.seconds
         if percent := round(total) - round(before):  # so that the parts add up to the whole
-            parts.append(f"{percent}% for {what}")
+            parts.append(f"{percent}% for {_where(answer, what)}")
     return f"the device waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
+
+
+def _where(answer: Answer, what: str) -> str:
+    """What the device waits for, and what bounds that: the host's memory (DRAM), PCIe, or nothing of both."""
+    step = answer.estimate.step
+    if what == "updates" and step is not None and step.seconds is None:
+        return "updates in DRAM"
+    return {"fetches": "fetches over PCIe", "gradients to leave": "gradients over PCIe"}.get(what, what)
 
 
 def _choice(question: Question, plan: Plan) -> str:
