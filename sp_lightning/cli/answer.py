@@ -74,6 +74,12 @@ class Answer:
         return limit is not None and not self.estimate.why_guessed and self.estimate.checkpointed_bytes <= limit
 
     @property
+    def lacking(self) -> frozenset[str]:
+        """Of which memory, ``device`` or ``host``, this strategy needs more than there is."""
+        enough = {"device": any(row.fits for row in self.rows), "host": self.estimate.host.fits}
+        return frozenset(name for name, there_is in enough.items() if not there_is)
+
+    @property
     def shown(self) -> Row:
         """The best row; of none that fits the one that takes the least memory."""
         return self.best or min(self.rows, key=lambda row: row.device_bytes)

@@ -49,8 +49,7 @@ _TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(t
 _NETWORK = "from each node to the others, each way (%(default)s); in bits, as 200Gb/s, too"
 _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
 _LORA = (
-    'train adapters of this rank alone, those of PEFT\'s LoraConfig(r=N, target_modules="all-linear"); in inference they are '
-    "beside the weights (merged ones need nothing: leave this out)"
+    'adapters of this rank, all that is trained, as by PEFT\'s LoraConfig(r=N, target_modules="all-linear"); not merged'
 )
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (

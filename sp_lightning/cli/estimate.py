@@ -134,7 +134,7 @@ class Estimate:
         found = host_memory(asked, plan, self.step, offloaded)
         if asked.activations == "auto" and asked.disk is None and found.limit is not None and not found.fits:
             # A run offloads as far as there is room, and computes other layers' activations again.
-            room = all_but_an_eighth(found.limit - found.nbytes + found.activations)
+            room = all_but_an_eighth(found.limit - found.nbytes + found.parts["activations"])
             found = host_memory(asked, plan, self.step, room // asked.devices)
         return found
 

@@ -134,7 +134,6 @@ class HostMemory:
         limit: what processes leave of the memory that there is. None for no limit.
         kept: what they take for themselves.
         ledger: what training has, all of it in memory; None for inference.
-        activations: those of all devices, which are offloaded.
         placement: which layers' optimizer state, or weights in inference, is on the disk. None without a disk, or if memory
             does not suffice even with one.
         trained: what else is on the disk.
@@ -144,7 +143,6 @@ class HostMemory:
     limit: int | None
     kept: int
     ledger: Ledger | None
-    activations: int
     placement: StatePlacement | None = None
     trained: OnDisk = _NOTHING
 
@@ -185,7 +183,7 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         step: the optimizer's; None for inference.
         offloaded: bytes of activations that each device has there.
     """
-    memory, disk, activations = question.host_memory, question.disk is not None, question.devices * offloaded
+    memory, disk = question.host_memory, question.disk is not None
     kept = 0 if memory is None else min(memory, kept_for_processes(memory, question.devices, disk=disk))
     limit = None if memory is None else memory - kept
     if step is None:
@@ -198,9 +196,9 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         parts = Counter({"weights": ledger.weights, "gradients": ledger.gradients, movable: state})
         sizes = {layer.name: layer.gradient_bytes * state // max(gradients, 1) for layer in plan.trained}
         sizes = {name: size for name, size in sizes.items() if size}
-    parts["activations"] = activations
+    parts["activations"] = question.devices * offloaded
     if not disk:
-        return HostMemory(parts, limit, kept, ledger, activations)
+        return HostMemory(parts, limit, kept, ledger)
     parts[movable] -= sum(sizes.values())
     chosen, placement = _NOTHING, _place(sizes, parts.total(), limit)
     if placement is None and limit is not None and ledger is not None and step is not None and plan.alone:
@@ -216,7 +214,7 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         parts[movable] += least_room(sizes)
     else:
         parts.update({movable: sum(placement.in_memory.values()), _PASSING: placement.staging})
-    return HostMemory(parts, limit, kept, ledger, activations, placement, chosen)
+    return HostMemory(parts, limit, kept, ledger, placement, chosen)
 
 
 def _place(sizes: Mapping[str, int], others: int, limit: int | None) -> StatePlacement | None:

@@ -11,7 +11,6 @@ from sp_lightning.cli.arguments import PRECISIONS, Question, changed, contradict
 from sp_lightning.cli.estimate import Estimate, estimate_model
 from sp_lightning.cli.verdict import enough_host_memory
 from sp_lightning.plan.activation_policy import FREEING
-from sp_lightning.tune.choices import SAME
 
 _STEP = 2**29  # bytes of memory, by which the least is rounded up
 _MOST, _MOST_RUNS = 2, 4
@@ -37,40 +36,28 @@ def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
             break
         if any(other <= names for other in found):
             continue
-        tried = _try(asked, changes, estimates, say)
-        if "disk" in changes:  # gradients that are freed in backward do not go there
-            tried = _better(tried, _try(asked, {**changes, "overlap": "backward"}, estimates, say))
-        if tried is not None and tried.status == 0:
-            found[names] = tried
-    without_us: list[Answer] = []
-    for changes in _for_plain(asked, any(each.fits_plain for each in found.values())):
-        tried = _try(asked, changes, estimates, say)
-        if tried is not None and (tried.fits_plain or (tried.fits_checkpointed and tried.best is not None)):
-            without_us = [tried]
-            break
+        # Gradients that are freed in backward do not go to a disk.
+        ways = [changes, *[{**changes, "overlap": "backward"}] * ("disk" in changes)]
+        fitting = [each for way in ways if (each := _try(asked, way, estimates, say)) is not None and each.status == 0]
+        if fitting:
+            found[names] = min(fitting, key=lambda each: each.shown.prediction.seconds)
+    planned = (_try(asked, changes, estimates, say) for changes in _for_plain(asked, [*found.values()]))
+    without_us = next((each for each in planned if each is not None and each.fits_plain), None)
     more = _try(asked, _more_memory(asked), estimates, say)
-    return [*found.values(), *without_us, *([more] if more is not None and more.status == 0 else [])]
+    return [*found.values(), *(each for each in (without_us, more) if each is not None and each.status == 0)]
 
 
-def _better(one: Answer | None, other: Answer | None) -> Answer | None:
-    """The one that fits; of two the first, unless the second is faster."""
-    if other is None or other.best is None:
-        return one
-    slower = one is None or one.best is None or one.best.prediction.seconds > SAME * other.best.prediction.seconds
-    return other if slower else one
-
-
-def _for_plain(asked: Answer, known: bool) -> Iterator[Changes]:
+def _for_plain(asked: Answer, found: list[Answer]) -> Iterator[Changes]:
     """What may let plain Lightning do without us: checkpoints of the model's own, a loss in chunks, adapters on 16 bits.
 
     Args:
         asked: what does not fit, or fits with this strategy.
-        known: whether a remedy lets plain Lightning do that.
+        found: what was found to fit.
     """
     estimate, limit = asked.estimate, asked.question.gpu_memory
-    if asked.fits_checkpointed and not asked.fits_plain and asked.best is None:
+    if asked.fits_checkpointed and asked.best is None:
         yield {"checkpointing": True}
-    if known or limit is None or asked.fits_plain:
+    if limit is None or any(each.fits_plain for each in found):
         return
     least = min(estimate.plain_bytes, estimate.checkpointed_bytes)
     if _has_loss(asked) and least - _OF_LOSS * estimate.work.outside <= limit < least:
@@ -115,7 +102,7 @@ def _is_too_large(refused: Answer, question: Question) -> bool:
 
 def _candidates(refused: Answer) -> Iterator[Changes]:
     """What is lacking needs one step that helps, or several. Of the same price those with fewer steps come first."""
-    lacking = _lacking(refused)
+    lacking = refused.lacking
     steps = [step for step in _steps(refused) if step[1] & lacking]
     several = [chosen for count in (1, 2, 3) for chosen in combinations(steps, count)]
     for chosen in sorted(several, key=lambda chosen: sum(price for _, _, price in chosen)):
@@ -124,11 +111,6 @@ def _candidates(refused: Answer) -> Iterator[Changes]:
         # Two steps that change the same argument exclude each other.
         if lacking <= helped and len(changes) == sum(len(step) for step, _, _ in chosen):
             yield changes
-
-
-def _lacking(refused: Answer) -> frozenset[str]:
-    device = frozenset() if any(row.fits for row in refused.rows) else _DEVICE
-    return device if refused.estimate.host.fits else device | _HOST
 
 
 def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
@@ -169,7 +151,6 @@ def _fitting_batch(refused: Answer) -> int:
 
 def _more_memory(refused: Answer) -> Changes:
     """The least memory of device and host of which there is enough."""
-    lacking = _lacking(refused)
-    needed = {"host_memory": enough_host_memory(refused)} if "host" in lacking else {}
-    needed |= {"gpu_memory": refused.shown.device_bytes} if "device" in lacking else {}
+    needed = {"host_memory": enough_host_memory(refused)} if "host" in refused.lacking else {}
+    needed |= {"gpu_memory": refused.shown.device_bytes} if "device" in refused.lacking else {}
     return {name: -(-nbytes // _STEP) * _STEP for name, nbytes in needed.items()}

@@ -51,9 +51,6 @@ def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
             words.append(f"{_number(estimate.trained)} parameters are trained")
         if other.fits_plain:
             words.append(f"plain Lightning fits with {in_gib(estimate.plain_bytes)} of device memory, and is faster")
-        elif other.fits_checkpointed and not answer.fits_checkpointed:
-            least = in_gib(estimate.checkpointed_bytes)
-            words.append(f"plain Lightning fits with {least} if each layer runs in torch.utils.checkpoint")
         lines += [
             f"  {changed(answer.question, other.question)}: {'; '.join(words)}",
             f"    {command(other.question)}",

@@ -12,6 +12,7 @@ from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib
 
 LEAST_WAITING = 0.05
 """Waiting that takes a smaller share of the time is not worth a word of advice."""
+_OVER = {"updates": " in DRAM", "fetches": " over PCIe", "gradients to leave": " over PCIe"}
 
 
 def verdict(answer: Answer) -> str:
@@ -25,8 +26,8 @@ def verdict(answer: Answer) -> str:
         lines.append(f"{_CHECKPOINTED}: plain Lightning needs {plain} then.")
     if answer.best is not None:
         return "\n".join([*lines, _recommended(answer, answer.best)])
-    reasons = [] if answer.estimate.host.fits else [_refused_by_host(answer)]
-    reasons += [] if any(row.fits for row in answer.rows) else [_refused_by_device(answer)]
+    reasons = [_refused_by_host(answer)] if "host" in answer.lacking else []
+    reasons += [_refused_by_device(answer)] if "device" in answer.lacking else []
     # The exit status is that of the first line.
     return "\n".join([*lines, *reasons] if answer.fits_plain else [*reasons, *lines])
 
@@ -36,12 +37,9 @@ _CHECKPOINTED = "It fits without us if each layer runs in torch.utils.checkpoint
 
 def too_little(answer: Answer) -> str:
     """Which memory is too small for this strategy, in short: what is needed of what was given."""
-    question, parts = answer.question, list[str]()
-    if not any(row.fits for row in answer.rows):
-        parts.append(f"device {_of(answer.shown.device_bytes, question.gpu_memory or 0)}")
-    if not answer.estimate.host.fits:
-        parts.append(f"host {_of(enough_host_memory(answer), question.host_memory or 0)}")
-    return f"no: {', '.join(parts)}"
+    device, host = answer.question.gpu_memory or 0, answer.question.host_memory or 0
+    needed = {"device": (answer.shown.device_bytes, device), "host": (enough_host_memory(answer), host)}
+    return f"no: {', '.join(f'{name} {_of(*needed[name])}' for name in sorted(answer.lacking))}"
 
 
 def _of(needed: int, limit: int) -> str:
@@ -117,20 +115,13 @@ def per_second(answer: Answer) -> str:
 
 def waiting(answer: Answer) -> str:
     """The share of the time in which the device waits, and for what."""
-    total, parts, row = 0.0, list[str](), answer.shown
+    total, parts, row, step = 0.0, list[str](), answer.shown, answer.estimate.step
+    over = _OVER if step is None or step.seconds is None else {**_OVER, "updates": ""}
     for what, seconds in answer.waits.items():
         before, total = total, total + 100 * seconds / row.prediction.seconds
         if percent := round(total) - round(before):  # so that the parts add up to the whole
-            parts.append(f"{percent}% for {_where(answer, what)}")
+            parts.append(f"{percent}% for {what}{over.get(what, '')}")
     return f"the device waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
-
-
-def _where(answer: Answer, what: str) -> str:
-    """What the device waits for, and what bounds that: the host's memory (DRAM), PCIe, or nothing of both."""
-    step = answer.estimate.step
-    if what == "updates" and step is not None and step.seconds is None:
-        return "updates in DRAM"
-    return {"fetches": "fetches over PCIe", "gradients to leave": "gradients over PCIe"}.get(what, what)
 
 
 def _choice(question: Question, plan: Plan) -> str:

@@ -552,7 +552,7 @@ def test_logits_are_told_where_they_are_much(tmp_path: Path, capsys: pytest.Capt
     main(["plan", config("gpt2", tmp_path), "--tokens", "512", "--batch", "8", "--k", "1", "--verbose"])
     text = capsys.readouterr().out
     assert "  recompute  " in text
-    assert "GiB on the host" in text
+    assert "MiB on the host" in text
     assert "outside of all layers" not in text
     main(["plan", config("gpt2", tmp_path), "--predict", "--tokens", "64", "--k", "1", "--verbose"])
     assert "  recompute  " not in capsys.readouterr().out
