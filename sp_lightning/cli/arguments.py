@@ -49,13 +49,12 @@ _TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(t
 _NETWORK = "from each node to the others, each way (%(default)s); in bits, as 200Gb/s, too"
 _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
 _LORA = (
-    'adapters of this rank, all that is trained, as by PEFT\'s LoraConfig(r=N, target_modules="all-linear"); not merged'
+    'adapters of this rank, which alone are trained: PEFT\'s LoraConfig(r=N, target_modules="all-linear"), not merged'
 )
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (
-    "exit status: 0 if it fits as it was asked, with plain Lightning or here; 1 if it does not, even if the answer names a "
-    "change that fits; 2 if the question cannot be answered; 3 if activations are unknown, because no batch could be run. Of "
-    "several models the highest counts."
+    "exit status: 0 if it fits as asked, with plain Lightning or here; 1 if it does not, even if a change would help; 2 if there "
+    "is no answer; 3 if activations are unknown, because no batch could be run. Of several models the highest counts."
 )
 _MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 
@@ -152,9 +151,7 @@ class Question(argparse.Namespace):
     measure_host: Annotated[bool, _option(_MEASURE_HOST, action="store_true")]
     verbose: Annotated[bool, _option(_VERBOSE, action="store_true")]
     json: Annotated[bool, _option("for programs", action="store_true")]
-    plot: Annotated[
-        Path | None, _option("seconds against memory, of one question; needs matplotlib", type=Path, metavar="FILE.png")
-    ]
+    plot: Annotated[Path | None, _option("draws one answer; needs matplotlib", type=Path, metavar="FILE.png")]
 
 
 def contradictions(question: Question) -> Iterator[str]:

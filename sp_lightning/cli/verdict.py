@@ -17,13 +17,13 @@ _OVER = {"updates": " in DRAM", "fetches": " over PCIe", "gradients to leave": "
 
 def verdict(answer: Answer) -> str:
     """What the answer comes to, in one line or two."""
-    limit, lines = answer.question.gpu_memory or 0, list[str]()
+    estimate, limit, lines = answer.estimate, answer.question.gpu_memory or 0, list[str]()
     if answer.fits_plain:
-        plain = _of(answer.estimate.plain_bytes, limit)
-        lines.append(f"It fits without us: plain Lightning needs {plain} and is faster. Use it.")
+        needed = _of(estimate.plain_bytes, limit)
+        lines.append(f"It fits without us: plain Lightning needs {needed} and is faster. Use it.")
     elif answer.fits_checkpointed:
-        plain = _of(answer.estimate.checkpointed_bytes, limit)
-        lines.append(f"{_CHECKPOINTED}: plain Lightning needs {plain} then.")
+        needed = _of(estimate.checkpointed_bytes, limit)
+        lines.append(f"{_CHECKPOINTED}: plain Lightning needs {needed} then.")
     if answer.best is not None:
         return "\n".join([*lines, _recommended(answer, answer.best)])
     reasons = [_refused_by_host(answer)] if "host" in answer.lacking else []
