@@ -9,55 +9,50 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sp_lightning.model.find import find_layers
 from sp_lightning.model.stacks import is_stack
 
 
-def add_adapters(module: nn.Module, rank: int, *, layers: list[str] | None) -> list[str]:
-    """Freezes a module, and adds to all linear layers of its blocks what PEFT's adapters add.
+def add_adapters(module: nn.Module, rank: int) -> list[str]:
+    """Freezes a module, and adds what PEFT's ``LoraConfig(r=rank, target_modules="all-linear")`` adds to its linear layers.
+
+    That is to all of them, whether they are called or not, but to the output head of a model of transformers.
 
     Args:
-        module: it keeps the names of its modules, so that ``layers`` finds the same blocks afterwards.
+        module: it keeps the names of its modules.
         rank: the rank of each adapter.
-        layers: patterns that name the blocks; None to find them.
 
     Returns:
-        A sentence on the experts that get none, if there are some.
+        A sentence on the experts whose adapters are not counted, if there are some.
 
     Raises:
-        ValueError: no block has a linear layer.
+        ValueError: there is no linear layer.
     """
-    linear = _linear_layers(module, layers)
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    linear: list[Any] = [each for each in module.modules() if _inputs(each) is not None and each is not head]
     if not linear:
         raise ValueError(
-            f"--lora: the blocks of {type(module).__name__} have no linear layers (nn.Linear). Name a factory that adds "
-            "adapters as you do."
+            f"--lora: {type(module).__name__} has no linear layers (nn.Linear). Name a factory that adds adapters as you do."
         )
     module.requires_grad_(False)
-    for name in linear:
-        adapted: Any = module.get_submodule(name)
+    for adapted in linear:
+        inputs = _inputs(adapted) or 0
         # A product with rank × inputs numbers, and one of that with outputs × rank.
-        adapted.lora_A = nn.Linear(adapted.in_features, rank, bias=False)
-        adapted.lora_B = nn.Linear(rank, adapted.out_features, bias=False)
+        adapted.lora_A = nn.Linear(inputs, rank, bias=False)
+        adapted.lora_B = nn.Linear(rank, adapted.weight.numel() // inputs, bias=False)
         adapted.register_forward_hook(partial(_adapted, adapted.lora_A, adapted.lora_B))
     frozen = [(name, p) for name, p in module.named_parameters() if "expert" in name and not p.requires_grad]
     alike = Counter(re.sub(r"\d+", "*", name) for name, p in frozen if is_stack(p, len(p)))
     names = ", ".join(f"{name} ({count})" for name, count in alike.items())
-    return [f"stacked experts get no adapters, only linear layers do: {names}"] if names else []
+    note = "adapters of stacked experts and of their routers, which PEFT adds for some models, are not counted"
+    return [f"{note}: {names}"] if names else []
 
 
-def _linear_layers(module: nn.Module, layers: list[str] | None) -> list[str]:
-    """The names of the linear layers within blocks. A head that is a layer by itself is not within one."""
-    modules, found = dict(module.named_modules()), dict[str, None]()
-    for layer in find_layers(module, layers=layers).layers:
-        if layer.name not in modules:
-            continue  # a parameter
-        for name, inner in modules[layer.name].named_modules(prefix=layer.name):
-            around = modules[name.rpartition(".")[0]]
-            # Attention of torch reads the weight of its projection without calling it.
-            if name != layer.name and isinstance(inner, nn.Linear) and not isinstance(around, nn.MultiheadAttention):
-                found[name] = None
-    return list(found)
+def _inputs(module: nn.Module) -> int | None:
+    """How many numbers a linear layer takes; None if a module is none. That of GPT-2 has the transposed weight."""
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    weight: Any = module.weight if type(module).__name__ == "Conv1D" else None
+    return None if weight is None else len(weight)
 
 
 def _adapted(down: nn.Module, up: nn.Module, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

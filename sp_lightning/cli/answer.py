@@ -74,13 +74,19 @@ class Answer:
         return limit is not None and not self.estimate.why_guessed and self.estimate.checkpointed_bytes <= limit
 
     @property
+    def lacking(self) -> frozenset[str]:
+        """Of which memory, ``device`` or ``host``, this strategy needs more than there is."""
+        enough = {"device": any(row.fits for row in self.rows), "host": self.estimate.host.fits}
+        return frozenset(name for name, there_is in enough.items() if not there_is)
+
+    @property
     def shown(self) -> Row:
         """The best row; of none that fits the one that takes the least memory."""
         return self.best or min(self.rows, key=lambda row: row.device_bytes)
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if it fits, 1 if it does not, 3 if that is not known."""
+        """The exit status: 0 if it fits as it was asked, 1 if it does not, 3 if that is not known."""
         if self.fits_plain:
             return 0
         return 1 if self.best is None else 3 if self.estimate.why_guessed else 0

@@ -48,11 +48,13 @@ _LINKS = "from each device to the others, and back (%(default)s)"
 _TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)"
 _NETWORK = "from each node to the others, each way (%(default)s); in bits, as 200Gb/s, too"
 _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
-_LORA = 'train adapters of this rank alone, as those of PEFT\'s LoraConfig(r=N, target_modules="all-linear")'
+_LORA = (
+    'adapters of this rank, which alone are trained: PEFT\'s LoraConfig(r=N, target_modules="all-linear"), not merged'
+)
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (
-    "exit status: 0 if it fits, with plain Lightning as it is or here; 1 if it does not; 2 if the question cannot be answered; "
-    "3 if activations are unknown, because no batch could be run. Of several models the highest counts."
+    "exit status: 0 if it fits as asked, with plain Lightning or here; 1 if it does not, even if a change would help; 2 if there "
+    "is no answer; 3 if activations are unknown, because no batch could be run. Of several models the highest counts."
 )
 _MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 
@@ -149,7 +151,7 @@ class Question(argparse.Namespace):
     measure_host: Annotated[bool, _option(_MEASURE_HOST, action="store_true")]
     verbose: Annotated[bool, _option(_VERBOSE, action="store_true")]
     json: Annotated[bool, _option("for programs", action="store_true")]
-    plot: Annotated[Path | None, _option("seconds against memory; needs matplotlib", type=Path, metavar="FILE.png")]
+    plot: Annotated[Path | None, _option("draws one answer; needs matplotlib", type=Path, metavar="FILE.png")]
 
 
 def contradictions(question: Question) -> Iterator[str]:
@@ -158,8 +160,8 @@ def contradictions(question: Question) -> Iterator[str]:
     for name, several in (("links", "devices"), ("transfer", "devices"), ("network", "nodes")):
         if getattr(question, several) == 1 and getattr(question, name) != getattr(usual, name):
             yield f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
-    if question.predict and (question.accumulate > 1 or question.clip or question.lora or question.loss_tokens):
-        yield "--accumulate, --clip, --lora and --loss-tokens are for training, and nothing is trained here; leave them out."
+    if question.predict and (question.accumulate > 1 or question.clip or question.loss_tokens):
+        yield "--accumulate, --clip and --loss-tokens are for training, and nothing is trained here; leave them out."
     if question.keep_logits and question.loss_tokens is None:
         yield "--keep-logits says what becomes of logits with --loss-tokens N; give that, too."
     if question.clip and question.overlap == "backward":

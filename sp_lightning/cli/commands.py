@@ -61,7 +61,7 @@ def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str
         yield from as_table(questions, found)
     else:
         (one,) = found
-        yield as_text(one, remedies(one, _say) if one.status == 1 else [])
+        yield as_text(one, remedies(one, _say) if one.status < 3 and not one.fits_plain else [])
 
 
 def _answer(question: Question, answers: list[Answer]) -> Answer:

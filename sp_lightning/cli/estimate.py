@@ -134,7 +134,7 @@ class Estimate:
         found = host_memory(asked, plan, self.step, offloaded)
         if asked.activations == "auto" and asked.disk is None and found.limit is not None and not found.fits:
             # A run offloads as far as there is room, and computes other layers' activations again.
-            room = all_but_an_eighth(found.limit - found.nbytes + found.activations)
+            room = all_but_an_eighth(found.limit - found.nbytes + found.parts["activations"])
             found = host_memory(asked, plan, self.step, room // asked.devices)
         return found
 
@@ -240,7 +240,7 @@ def estimate_model(question: Question) -> Estimate:
         module = source.module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
-        notes = [] if question.lora is None else add_adapters(module, question.lora, layers=question.layers)
+        notes = [] if question.lora is None else add_adapters(module, question.lora)
         module.to(dtype)
         if question.checkpointing:
             enable: Any = getattr(module, "gradient_checkpointing_enable", None)

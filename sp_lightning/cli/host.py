@@ -20,6 +20,7 @@ from sp_lightning.plan.state_placement import OnDisk, StatePlacement, choose_on_
 
 _EIGHT_BITS_SECONDS = 21e-9  # per parameter, measured on two cores: tests/results/2026-11-22-updates-cpu.md
 _NOTHING = OnDisk()
+_PASSING = "memory for what passes to the disk"
 _MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
 
 
@@ -129,23 +130,26 @@ class HostMemory:
     """What is in the host memory of a node, and on its disk. All sizes are in bytes.
 
     Attributes:
-        nbytes: what is in memory; the least that can be, if there is not as much.
+        parts: what is in memory, by what it is; the least that can be, if there is not as much.
         limit: what processes leave of the memory that there is. None for no limit.
         kept: what they take for themselves.
         ledger: what training has, all of it in memory; None for inference.
-        activations: those of all devices, which are offloaded.
         placement: which layers' optimizer state, or weights in inference, is on the disk. None without a disk, or if memory
             does not suffice even with one.
         trained: what else is on the disk.
     """
 
-    nbytes: int
+    parts: Mapping[str, int]
     limit: int | None
     kept: int
     ledger: Ledger | None
-    activations: int
     placement: StatePlacement | None = None
     trained: OnDisk = _NOTHING
+
+    @property
+    def nbytes(self) -> int:
+        """What is in memory."""
+        return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
@@ -179,33 +183,38 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         step: the optimizer's; None for inference.
         offloaded: bytes of activations that each device has there.
     """
-    memory, disk, activations = question.host_memory, question.disk is not None, question.devices * offloaded
+    memory, disk = question.host_memory, question.disk is not None
     kept = 0 if memory is None else min(memory, kept_for_processes(memory, question.devices, disk=disk))
     limit = None if memory is None else memory - kept
     if step is None:
-        ledger, nbytes = None, plan.taken(training=False)[1] + activations
+        ledger, parts = None, Counter(weights=plan.taken(training=False)[1])
         # Weights that travel as casts, tables and residents stay in memory.
-        sizes = {layer.name: layer.nbytes for layer in plan.layers if not layer.casts}
-        others = nbytes - sum(sizes.values())
+        movable, sizes = "weights", {layer.name: layer.nbytes for layer in plan.layers if not layer.casts}
     else:
-        ledger = _ledger(question, plan, step)
-        nbytes, state = ledger.nbytes + activations, ledger.state or 0
-        gradients = sum(layer.gradient_bytes for layer in plan.trained)
+        ledger, movable = _ledger(question, plan, step), "optimizer state"
+        state, gradients = ledger.state or 0, sum(layer.gradient_bytes for layer in plan.trained)
+        parts = Counter({"weights": ledger.weights, "gradients": ledger.gradients, movable: state})
         sizes = {layer.name: layer.gradient_bytes * state // max(gradients, 1) for layer in plan.trained}
         sizes = {name: size for name, size in sizes.items() if size}
-        others = nbytes - state
+    parts["activations"] = question.devices * offloaded
     if not disk:
-        return HostMemory(nbytes, limit, kept, ledger, activations)
-    chosen, placement = _NOTHING, _place(sizes, others, limit)
+        return HostMemory(parts, limit, kept, ledger)
+    parts[movable] -= sum(sizes.values())
+    chosen, placement = _NOTHING, _place(sizes, parts.total(), limit)
     if placement is None and limit is not None and ledger is not None and step is not None and plan.alone:
         # With several devices nothing but state goes to the disk, where gradients are as wide as parameters.
         wide = _ledger(question, plan, step, narrow=False).gradients - ledger.gradients
-        missing = others + wide + 2 * max(sizes.values(), default=0) - limit
+        missing = parts.total() + wide + 2 * max(sizes.values(), default=0) - limit
         chosen = choose_on_disk(plan, missing, gradients=not _early(question, step))
-        others += wide * bool(chosen.gradients) - chosen.spared
-        placement = _place(sizes, others, limit)
-    nbytes = others + (least_room(sizes) if placement is None else placement.memory_bytes)
-    return HostMemory(nbytes, limit, kept, ledger, activations, placement, chosen)
+        parts["weights"] -= chosen.weight_bytes
+        parts["gradients"] += wide * bool(chosen.gradients) - chosen.gradient_bytes
+        parts[_PASSING] = chosen.window
+        placement = _place(sizes, parts.total(), limit)
+    if placement is None:
+        parts[movable] += least_room(sizes)
+    else:
+        parts.update({movable: sum(placement.in_memory.values()), _PASSING: placement.staging})
+    return HostMemory(parts, limit, kept, ledger, placement, chosen)
 
 
 def _place(sizes: Mapping[str, int], others: int, limit: int | None) -> StatePlacement | None:

@@ -10,46 +10,69 @@ from sp_lightning.cli.answer import Answer, answer
 from sp_lightning.cli.arguments import PRECISIONS, Question, changed, contradictions
 from sp_lightning.cli.estimate import Estimate, estimate_model
 from sp_lightning.cli.verdict import enough_host_memory
+from sp_lightning.plan.activation_policy import FREEING
 
 _STEP = 2**29  # bytes of memory, by which the least is rounded up
 _MOST, _MOST_RUNS = 2, 4
+_OF_LOSS = 3  # times the bytes that it saves are alive at most while a loss over tokens is computed
 _DEVICE, _HOST = frozenset({"device"}), frozenset({"host"})
 
 Changes = dict[str, Any]
 """New values of arguments, by their names."""
 
 
-def remedies(refused: Answer, say: Callable[[str], None]) -> list[Answer]:
+def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
     """The answers to changed questions that fit: the two cheapest, none of which contains the other, and more memory.
 
     Args:
-        refused: one that does not fit.
+        asked: what does not fit; of what fits with this strategy alone, only a way to do without it is tried.
         say: is told what is tried, if that takes its time.
     """
     found: dict[frozenset[str], Answer] = {}
-    estimates = [refused.estimate]
-    for changes in _candidates(refused):
+    estimates = [asked.estimate]
+    for changes in _candidates(asked) if asked.best is None else ():
         names = frozenset(changes)
         if len(found) == _MOST:
             break
         if any(other <= names for other in found):
             continue
-        tried = _try(refused, changes, estimates, say)
-        if tried is not None and tried.status == 0:
-            found[names] = tried
-    tried = None
-    if not any(each.fits_plain for each in found.values()):
-        tried = _try(refused, _for_plain(refused), estimates, say)
-    without_us = [tried] if tried is not None and tried.fits_plain else []
-    more = _try(refused, _more_memory(refused), estimates, say)
-    return [*found.values(), *without_us, *([more] if more is not None and more.status == 0 else [])]
+        # Gradients that are freed in backward do not go to a disk.
+        ways = [changes, *[{**changes, "overlap": "backward"}] * ("disk" in changes)]
+        fitting = [each for way in ways if (each := _try(asked, way, estimates, say)) is not None and each.status == 0]
+        if fitting:
+            found[names] = min(fitting, key=lambda each: each.shown.prediction.seconds)
+    planned = (_try(asked, changes, estimates, say) for changes in _for_plain(asked, [*found.values()]))
+    without_us = next((each for each in planned if each is not None and each.fits_plain), None)
+    more = _try(asked, _more_memory(asked), estimates, say)
+    return [*found.values(), *(each for each in (without_us, more) if each is not None and each.status == 0)]
 
 
-def _for_plain(refused: Answer) -> Changes:
-    """What may let plain Lightning do without this strategy: adapters on 16-bit weights, and a loss in chunks."""
-    steps = {name: value for step, _, _ in _steps(refused) for name, value in step.items()}
-    wanted: Changes = {name: steps[name] for name in ("precision", "lora", "loss_tokens") if name in steps}
-    return wanted if "lora" in wanted else {}
+def _for_plain(asked: Answer, found: list[Answer]) -> Iterator[Changes]:
+    """What may let plain Lightning do without us: checkpoints of the model's own, a loss in chunks, adapters on 16 bits.
+
+    Args:
+        asked: what does not fit, or fits with this strategy.
+        found: what was found to fit.
+    """
+    estimate, limit = asked.estimate, asked.question.gpu_memory
+    if asked.fits_checkpointed and asked.best is None:
+        yield {"checkpointing": True}
+    if limit is None or any(each.fits_plain for each in found):
+        return
+    least = min(estimate.plain_bytes, estimate.checkpointed_bytes)
+    if _has_loss(asked) and least - _OF_LOSS * estimate.work.outside <= limit < least:
+        yield {"loss_tokens": 1024}
+        yield {"loss_tokens": 1024, "checkpointing": True}
+    steps = {name: value for step, _, _ in _steps(asked) for name, value in step.items()}
+    if "lora" in steps and asked.best is None:
+        yield {name: steps[name] for name in ("precision", "lora", "loss_tokens") if name in steps}
+
+
+def _has_loss(asked: Answer) -> bool:
+    """Whether there may be a loss over tokens that is not computed in chunks."""
+    question, estimate = asked.question, asked.estimate
+    known = not question.predict and not estimate.why_guessed and question.input is None
+    return known and question.loss_tokens is None and estimate.work.largest_outside is not None
 
 
 def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Callable[[str], None]) -> Answer | None:
@@ -79,7 +102,7 @@ def _is_too_large(refused: Answer, question: Question) -> bool:
 
 def _candidates(refused: Answer) -> Iterator[Changes]:
     """What is lacking needs one step that helps, or several. Of the same price those with fewer steps come first."""
-    lacking = _lacking(refused)
+    lacking = refused.lacking
     steps = [step for step in _steps(refused) if step[1] & lacking]
     several = [chosen for count in (1, 2, 3) for chosen in combinations(steps, count)]
     for chosen in sorted(several, key=lambda chosen: sum(price for _, _, price in chosen)):
@@ -90,11 +113,6 @@ def _candidates(refused: Answer) -> Iterator[Changes]:
             yield changes
 
 
-def _lacking(refused: Answer) -> frozenset[str]:
-    device = frozenset() if any(row.fits for row in refused.rows) else _DEVICE
-    return device if refused.estimate.host.fits else device | _HOST
-
-
 def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
     """Single changes, with the memory of which each may need less, and a price.
 
@@ -102,14 +120,14 @@ def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
     more (3), and so is another training (4).
     """
     asked, estimate = refused.question, refused.estimate
-    work, step = estimate.work, estimate.step
+    step = estimate.step
     if asked.k or asked.k_prime:
         yield {"k": None, "k_prime": None}, _DEVICE, 0
+    if _has_loss(refused):
+        yield {"loss_tokens": 1024}, _DEVICE, 1
     if not asked.predict and not estimate.why_guessed:
-        if asked.loss_tokens is None and work.largest_outside is not None and asked.input is None:
-            yield {"loss_tokens": 1024}, _DEVICE, 1
-        for mode in ("recompute", "offload"):
-            if asked.activations not in (mode, "auto"):
+        for mode in ("auto", *FREEING):
+            if asked.activations != mode:
                 yield {"activations": mode}, _DEVICE, 1
     if asked.batch > 1 and (count := _fitting_batch(refused)):
         yield {"batch": count}, _DEVICE, 3
@@ -133,7 +151,6 @@ def _fitting_batch(refused: Answer) -> int:
 
 def _more_memory(refused: Answer) -> Changes:
     """The least memory of device and host of which there is enough."""
-    lacking = _lacking(refused)
-    needed = {"host_memory": enough_host_memory(refused)} if "host" in lacking else {}
-    needed |= {"gpu_memory": refused.shown.device_bytes} if "device" in lacking else {}
+    needed = {"host_memory": enough_host_memory(refused)} if "host" in refused.lacking else {}
+    needed |= {"gpu_memory": refused.shown.device_bytes} if "device" in refused.lacking else {}
     return {name: -(-nbytes // _STEP) * _STEP for name, nbytes in needed.items()}

@@ -9,10 +9,10 @@ from dataclasses import replace
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import MODES, PRECISIONS, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
-from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, verdict
+from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
 from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
-from sp_lightning.plan.units import human_bytes, in_gib
+from sp_lightning.plan.units import in_gib
 
 _MOST_REASONS = 10
 _DAY = 24 * 60 * 60
@@ -38,20 +38,21 @@ def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
 
 
 def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
-    lines = ["Each of these was planned, and fits:"] if remedies else []
+    heading = "Each of these was planned, and fits:" if answer.best is None else "Planned, too, and it fits without us:"
+    lines = [heading] if remedies else []
     for other in remedies:
-        device, host = in_gib(other.shown.device_bytes), in_gib(other.estimate.host.nbytes)
-        needed = f"{device} of device and {host} of host memory, {speed(other)}"
+        estimate, words = other.estimate, list[str]()
+        if other.best is not None:
+            device, host = in_gib(other.best.device_bytes), in_gib(estimate.host.nbytes)
+            words.append(f"{device} of device and {host} of host memory, {speed(other)}")
         if _rounds(other.question) and not _rounds(answer.question):
-            needed += f"; {_ROUNDED}"
+            words.append(_ROUNDED)
         if other.question.lora != answer.question.lora:
-            needed += f"; {_number(other.estimate.trained)} parameters are trained"
+            words.append(f"{_number(estimate.trained)} parameters are trained")
         if other.fits_plain:
-            needed += (
-                f"; plain Lightning fits with {in_gib(other.estimate.plain_bytes)} of device memory, and is faster"
-            )
+            words.append(f"plain Lightning fits with {in_gib(estimate.plain_bytes)} of device memory, and is faster")
         lines += [
-            f"  {changed(answer.question, other.question)}: {needed}",
+            f"  {changed(answer.question, other.question)}: {'; '.join(words)}",
             f"    {command(other.question)}",
         ]
     return lines
@@ -107,19 +108,27 @@ def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterat
     """A heading, then a line for each answer as soon as it is there, with the options in which the questions differ."""
     asked = [vars(question) for question in questions]
     differing = [name for name in SEVERAL if name == "model" or len({each[name] for each in asked}) > 1]
-    heading = {"fits plain": 14, "fits here": 9, "k": 2, "k'": 2, "device": 10, "host": 10, "speed": 16, "waiting": 7}
+    heading = {"fits plain": 23, "fits here": 9, "k": 2, "k'": 2, "device": 10, "host": 10, "speed": 16, "waiting": 7}
     widths = [*(max(len(str(each[name])) for each in ({name: name}, *asked)) for name in differing), *heading.values()]
     yield _in_columns([*differing, *heading], widths)
     for answer, each in zip(answers, asked, strict=True):
         fits, known, plan = answer.best is not None, not answer.estimate.why_guessed, answer.shown.plan
-        limit = ("yes, " if answer.fits_plain else "no, ") * (answer.question.gpu_memory is not None)
         row = [
-            limit + in_gib(answer.estimate.plain_bytes) if known else "unknown",
+            _plain(answer) if known else "unknown",
             "no" if not fits else "yes" if known else "unknown", str(plan.k), str(plan.k_prime),
             in_gib(answer.shown.device_bytes) if known else "unknown", in_gib(answer.estimate.host.nbytes),
-            *([per_second(answer), f"{answer.shown.waiting:.0%}"] if fits else []),
+            *([per_second(answer), f"{answer.shown.waiting:.0%}"] if fits else [too_little(answer)]),
         ]  # fmt: skip
         yield _in_columns([*(str(each[name]) for name in differing), *row], widths)
+
+
+def _plain(answer: Answer) -> str:
+    """Whether plain Lightning fits, and what it needs; with torch's checkpoints of each layer if it fits only with them."""
+    estimate = answer.estimate
+    if answer.fits_checkpointed and not answer.fits_plain:
+        return f"checkpointed, {in_gib(estimate.checkpointed_bytes)}"
+    limit = ("yes, " if answer.fits_plain else "no, ") * (answer.question.gpu_memory is not None)
+    return limit + in_gib(estimate.plain_bytes)
 
 
 def _in_columns(words: Iterable[str], widths: Iterable[int]) -> str:
@@ -171,14 +180,11 @@ def _unit(question: Question) -> str:
 
 def _host(estimate: Estimate) -> list[str]:
     """Host memory: what is in it, and what processes take beside that of the memory that there is."""
-    question, host, ledger = estimate.question, estimate.host, estimate.host.ledger
+    question, host = estimate.question, estimate.host
     node = " of each node" if question.nodes > 1 else " of the node" if question.devices > 1 else ""
-    line = f"host memory{node} {in_gib(host.nbytes)}"
-    if ledger is not None:
-        parts = {"activations": host.activations} if host.activations else {}
-        parts |= {"weights": ledger.weights, "gradients": ledger.gradients, "optimizer state": ledger.state or 0}
-        line += f", {host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter: "
-        line += ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in parts.items())
+    parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in host.parts.items() if nbytes)
+    each = f"{host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter"
+    line = f"host memory{node} {in_gib(host.nbytes)}, {each}: {parts}"
     if question.host_memory is None:
         return [line]
     who = "the process, its" if question.devices == 1 else f"the {question.devices} processes, their"
@@ -268,14 +274,14 @@ def _experts(estimate: Estimate, row: Row) -> list[str]:
     if not stacked or estimate.why_guessed:
         return []
     unit = "batch" if estimate.question.generate is None else "token of each sequence"
-    kept = human_bytes(row.plan.stack_bytes)
+    kept = in_gib(row.plan.stack_bytes)
     lines = ["", f"per {unit}, if so many of the experts that it is routed to ({kept} in all) are on the device:"]
     for hits in (0.0, 0.25, 0.5, 0.75):
         costs = tuple(replace(cost, share=cost.share * (1 - hits)) for cost in estimate.work.costs)
         prediction = replace(estimate, work=replace(estimate.work, costs=costs)).predict(row.plan, row.modes)
         fetches = [each for each in prediction.intervals if each.kind == "fetch"]
-        fetched = human_bytes(sum(each.nbytes for each in fetches))
-        experts = human_bytes(sum(each.nbytes for each in fetches if each.layer in stacked))
+        fetched = in_gib(sum(each.nbytes for each in fetches))
+        experts = in_gib(sum(each.nbytes for each in fetches if each.layer in stacked))
         lines.append(f"  {hits:4.0%}  {fetched:>10}, of that experts {experts:>10}  {prediction.seconds:.3g} s")
     return lines
 
@@ -357,7 +363,8 @@ def _fields(answer: Answer) -> dict[str, object]:
         "prompt_seconds": answer.prompt_seconds,
         "plain_bytes": estimate.plain_bytes if known else None,
         "checkpointed_bytes": estimate.checkpointed_bytes if known else None,
-        "host_bytes": estimate.host.nbytes, "host_fits": estimate.host.fits, "disk": _disk(answer) or None,
+        "host_bytes": estimate.host.nbytes, "host_parts": dict(estimate.host.parts), "host_fits": estimate.host.fits,
+        "disk": _disk(answer) or None,
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
         "assumed": {"tflops": question.tflops}
         | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},

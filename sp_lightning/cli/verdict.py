@@ -12,26 +12,34 @@ from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib
 
 LEAST_WAITING = 0.05
 """Waiting that takes a smaller share of the time is not worth a word of advice."""
+_OVER = {"updates": " in DRAM", "fetches": " over PCIe", "gradients to leave": " over PCIe"}
 
 
 def verdict(answer: Answer) -> str:
     """What the answer comes to, in one line or two."""
-    lines = []
+    estimate, limit, lines = answer.estimate, answer.question.gpu_memory or 0, list[str]()
     if answer.fits_plain:
-        plain, limit = answer.estimate.plain_bytes, answer.question.gpu_memory or 0
-        lines.append(f"It fits without us: plain Lightning needs {_of(plain, limit)} and is faster. Use it.")
+        needed = _of(estimate.plain_bytes, limit)
+        lines.append(f"It fits without us: plain Lightning needs {needed} and is faster. Use it.")
     elif answer.fits_checkpointed:
-        plain, limit = answer.estimate.checkpointed_bytes, answer.question.gpu_memory or 0
-        lines.append(
-            f"It fits without us if each layer runs in torch.utils.checkpoint: plain Lightning needs {_of(plain, limit)} then."
-        )
+        needed = _of(estimate.checkpointed_bytes, limit)
+        lines.append(f"{_CHECKPOINTED}: plain Lightning needs {needed} then.")
     if answer.best is not None:
         return "\n".join([*lines, _recommended(answer, answer.best)])
-    if not answer.estimate.host.fits:
-        lines.append(_refused_by_host(answer))
-    if not any(row.fits for row in answer.rows):
-        lines.append(_refused_by_device(answer))
-    return "\n".join(lines)
+    reasons = [_refused_by_host(answer)] if "host" in answer.lacking else []
+    reasons += [_refused_by_device(answer)] if "device" in answer.lacking else []
+    # The exit status is that of the first line.
+    return "\n".join([*lines, *reasons] if answer.fits_plain else [*reasons, *lines])
+
+
+_CHECKPOINTED = "It fits without us if each layer runs in torch.utils.checkpoint"
+
+
+def too_little(answer: Answer) -> str:
+    """Which memory is too small for this strategy, in short: what is needed of what was given."""
+    device, host = answer.question.gpu_memory or 0, answer.question.host_memory or 0
+    needed = {"device": (answer.shown.device_bytes, device), "host": (enough_host_memory(answer), host)}
+    return f"no: {', '.join(f'{name} {_of(*needed[name])}' for name in sorted(answer.lacking))}"
 
 
 def _of(needed: int, limit: int) -> str:
@@ -44,7 +52,7 @@ def _too_little(needed: int, limit: int) -> str:
 
 
 def _refused(answer: Answer) -> str:
-    return "With this strategy it does not fit" if answer.fits_plain or answer.fits_checkpointed else "It does not fit"
+    return "With this strategy it does not fit" if answer.fits_plain else "It does not fit"
 
 
 def _refused_by_host(answer: Answer) -> str:
@@ -107,11 +115,12 @@ def per_second(answer: Answer) -> str:
 
 def waiting(answer: Answer) -> str:
     """The share of the time in which the device waits, and for what."""
-    total, parts, row = 0.0, list[str](), answer.shown
+    total, parts, row, step = 0.0, list[str](), answer.shown, answer.estimate.step
+    over = _OVER if step is None or step.seconds is None else {**_OVER, "updates": ""}
     for what, seconds in answer.waits.items():
         before, total = total, total + 100 * seconds / row.prediction.seconds
         if percent := round(total) - round(before):  # so that the parts add up to the whole
-            parts.append(f"{percent}% for {what}")
+            parts.append(f"{percent}% for {what}{over.get(what, '')}")
     return f"the device waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
 
 

@@ -20,7 +20,7 @@ import torch
 from sp_lightning.device.layout import ALIGNMENT, Span, aligned, lay_out, total_bytes
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.rings import Ring, choose_rings_apart
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.units import in_gib
 
 # At most so many lines of layers are printed.
 _LONGEST = 12
@@ -219,16 +219,16 @@ class Plan:
             state: bytes of the optimizer's state. What plain training takes is known with it only.
         """
         width = max([len(layer.name) for layer in self.layers] + [24])
-        shown = [f"  {layer.name:<{width}} {human_bytes(layer.nbytes):>10}" for layer in self.layers]
+        shown = [f"  {layer.name:<{width}} {in_gib(layer.nbytes):>10}" for layer in self.layers]
         if len(shown) > _LONGEST:
             half = _LONGEST // 2
             shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
-        slots = " + ".join(f"{r.slots} × {human_bytes(r.nbytes)}" for r in self.rings if r.slots) or "none"
+        slots = " + ".join(f"{r.slots} × {in_gib(r.nbytes)}" for r in self.rings if r.slots) or "none"
         peak, host = self.taken(training=training)
         what = "weights and gradients" if training else "weights"
         plain, stay, kept = self._plain(training, state), self.staying[0], self.cache_bytes
-        moved_whole = f"of them {human_bytes(stay)} of buffers and modules that are moved whole" if stay else ""
-        of_stacks = f"{kept / self.stack_bytes:.0%} of {human_bytes(self.stack_bytes)}" if kept else ""
+        moved_whole = f"of them {in_gib(stay)} of buffers and modules that are moved whole" if stay else ""
+        of_stacks = f"{kept / self.stack_bytes:.0%} of {in_gib(self.stack_bytes)}" if kept else ""
         totals = {
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, moved_whole),
@@ -242,7 +242,7 @@ class Plan:
             [
                 self._heading(),
                 *shown,
-                *(f"  {name:<{width}} {human_bytes(n):>10}   {more}".rstrip() for name, (n, more) in totals.items()),
+                *(f"  {name:<{width}} {in_gib(n):>10}   {more}".rstrip() for name, (n, more) in totals.items()),
                 *(f"  note: {note}" for note in self.notes),
             ]
         )
@@ -255,7 +255,7 @@ class Plan:
         peak, on_host = self.taken(training=training)
         what = "weights and gradients" if training else "weights"
         plain = self._plain(training, state)
-        saves = f"take {human_bytes(peak)} of device memory"
+        saves = f"take {in_gib(peak)} of device memory"
         if plain:
             saves += f", plain Lightning {plain}"
         if self.nothing:
@@ -281,8 +281,8 @@ class Plan:
         """What plain Lightning has on the device; empty if that is not known."""
         weights, gradients = self.plain
         if not training:
-            return human_bytes(weights)
-        return "" if state is None else f"{human_bytes(weights + gradients + state)} with optimizer state"
+            return in_gib(weights)
+        return "" if state is None else f"{in_gib(weights + gradients + state)} with optimizer state"
 
 
 def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True) -> Plan:
@@ -366,7 +366,7 @@ def _planned(
 
 def _table_notes(tables: Iterable[PlannedLayer]) -> list[str]:
     return [
-        f"of {table.name!r} ({human_bytes(table.nbytes)}) only the rows that are looked up travel; "
+        f"of {table.name!r} ({in_gib(table.nbytes)}) only the rows that are looked up travel; "
         f"layers=[{table.name!r}] would move it whole."
         for table in tables
     ]
@@ -379,7 +379,7 @@ def _stack_notes(layers: Iterable[PlannedLayer]) -> list[str]:
     first = stacked[0]
     return [
         f"experts are stacked in {len(stacked)} modules, of which only those travel that something is routed to: "
-        f"{first.name!r} … with {first.rows} of {human_bytes(first.row_bytes)} each. "
+        f"{first.name!r} … with {first.rows} of {in_gib(first.row_bytes)} each. "
         f"layers= with the blocks around them would move them whole."
     ]
 

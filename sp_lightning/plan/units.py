@@ -16,9 +16,9 @@ def human_bytes(nbytes: float) -> str:
 
 
 def in_gib(nbytes: float) -> str:
-    """A number of bytes in GiB, so that figures which are compared have one unit; what would be nothing, as people read it."""
+    """A number of bytes in GiB, so that figures which are compared have one unit; less than a tenth of one as it reads well."""
     gib = nbytes / 2**30
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{gib:.3g} GiB" if gib >= 0.0005 else human_bytes(nbytes)
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{gib:.3g} GiB" if gib >= 0.1 else human_bytes(nbytes)
 
 
 def enough_gib(nbytes: int) -> str:

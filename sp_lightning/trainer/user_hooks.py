@@ -188,7 +188,7 @@ def choose_overlap(
         return "off", ""
     if all(is_no_optimizer(optimizer) for optimizer in optimizers):
         return "off", "there is no optimizer"
-    never = "" if on_device else _against_layerwise_steps(optimizers, fuse)
+    never, better = ("", "") if on_device else _against_layerwise_steps(optimizers, fuse)
     if asked == "auto":
         why = _against_background(trainer, optimizers) or never
         return ("off" if why else "forward"), why
@@ -196,7 +196,7 @@ def choose_overlap(
     if why:
         raise ValueError(
             f'optimizer_overlap="{asked}" cannot be used: {why}. '
-            f'Use SuperpipelineStrategy(optimizer_overlap="{"off" if never else "forward"}").'
+            f'{better or "Use"} SuperpipelineStrategy(optimizer_overlap="{"off" if never else "forward"}").'
         )
     return asked, ""
 
@@ -230,25 +230,31 @@ def _first(*reasons: tuple[Any, str]) -> str:
     return next((why for holds, why in reasons if holds), "")
 
 
-def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> str:
-    """Returns why an optimizer's step cannot be taken apart by layers; an empty string if all can."""
+def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tuple[str, str]:
+    """Returns why an optimizer's step cannot be taken apart by layers; an empty string if all can.
+
+    The second text is how it could be, as the beginning of a sentence that goes on with another way; empty if there is none.
+    """
     for optimizer in [each for each in optimizers if not is_separable(each)]:
         name = type(optimizer).__name__
         if not has_fused_step(optimizer):
             if getattr(optimizer, "bf16_stochastic_round", False):
-                return f"{name}(bf16_stochastic_round=True) draws random numbers in the order of all parameters"
+                return f"{name}(bf16_stochastic_round=True) draws random numbers in the order of all parameters", ""
             return (
                 f"{name} is none of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers, and "
                 "none of torchao's with a state of few bits"
-            )
+            ), ""
         for group in [each for each in optimizer.param_groups if not runs_fused(optimizer, each, fuse=fuse)]:
             chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
             by = ", ".join(f"{key}={value}" for key, value in chosen.items())
             if not by and loses_updates(optimizer, group):
                 by = f"torch {torch.__version__} would leave its 16-bit weights as they are"
             by = by or "fused=False or fused_optimizer=False"
-            return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})"
-    return ""
+            left_open = {**group, **dict.fromkeys(("fused", *BARS_FUSED))}
+            better = f"Leave that out, and {name} runs fused, as with fused=True, or use"
+            better *= runs_fused(optimizer, left_open, fuse=True)
+            return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})", better
+    return "", ""
 
 
 def refuse_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> None:

@@ -547,14 +547,12 @@ def test_second_forwards_count_where_activations_are_unknown(capsys: pytest.Capt
 def test_logits_are_told_where_they_are_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", config("gpt2", tmp_path, vocab_size=50_000), "--tokens", "64", "--k", "1", "--verbose"])
     text = capsys.readouterr().out
-    assert (
-        "note: 0.0119 GiB are saved outside of all layers (largest: float32 (64, 50000), 0.0119 GiB), whatever" in text
-    )
+    assert "note: 12.2 MiB are saved outside of all layers (largest: float32 (64, 50000), 12.2 MiB), whatever" in text
     assert "see examples/guide/activations.md" in text
     main(["plan", config("gpt2", tmp_path), "--tokens", "512", "--batch", "8", "--k", "1", "--verbose"])
     text = capsys.readouterr().out
     assert "  recompute  " in text
-    assert "GiB on the host" in text
+    assert "MiB on the host" in text
     assert "outside of all layers" not in text
     main(["plan", config("gpt2", tmp_path), "--predict", "--tokens", "64", "--k", "1", "--verbose"])
     assert "  recompute  " not in capsys.readouterr().out

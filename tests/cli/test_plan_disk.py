@@ -11,7 +11,7 @@ from sp_lightning.__main__ import main
 from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.units import parse_bytes
 from tests.support.answers import plan
-from tests.support.tiers import some
+from tests.support.tiers import first, some
 
 MODEL = ("vit_b_16", "--batch", "2", "--k", "1", "--k-prime", "1", "--precision", "32-true")
 WEIGHTS = 4 * 86_567_656
@@ -38,6 +38,34 @@ def test_optimizer_state_is_on_the_disk_as_far_as_memory_does_not_hold_it(capsys
     below, state = 4 * WEIGHTS - 2**30, 2 * WEIGHTS  # some memory is for state on its way
     assert 2 * below / 1e9 < found["windows"][0]["busy_seconds"]["disk"] < 2 * state / 1e9
     assert found["windows"][0]["seconds"] >= 0.9 * found["windows"][0]["busy_seconds"]["disk"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    first(
+        [
+            ["--disk", "1GB/s", "--host-memory", memory("700MiB")],
+            ["--accumulate", "2", "--disk", "1GB/s", "--host-memory", memory("700MiB")],
+            ["--accumulate", "2", "--precision", "bf16-true"],
+            ["--lora", "4", "--activations", "offload", "--precision", "bf16-true"],
+            ["--lora", "4", "--predict", "--disk", "1GB/s", "--host-memory", memory("256MiB")],
+            ["--devices", "2", "--disk", "1GB/s", "--host-memory", "2500MiB"],
+        ],
+        if_=lambda more: more[0] == "--disk",
+        why="plans of a whole model",
+    ),
+)
+def test_parts_of_host_memory_add_up_to_it(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a disk has some of it, the parts that were printed were those of a run without one."""
+    main(["plan", *MODEL, *more])
+    found = re.search(
+        r"^host memory.*? ([\d.]+ \w+), .* bytes per parameter: (.*)$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert found is not None
+    total, *parts = (parse_bytes("it", size) for size in re.findall(r"[\d.]+ [KMG]?i?B", f"{found[1]} {found[2]}"))
+    assert sum(parts) == pytest.approx(total, rel=0.01), "rounded"
+    answered = answer(capsys, *more)
+    assert sum(answered["host_parts"].values()) == answered["host_bytes"]
 
 
 @pytest.mark.rest("two plans of a whole model; the first tier has one of them")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -67,8 +68,8 @@ def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
 @pytest.mark.parametrize(
     ("mode", "make", "options", "message"),
     [
-        ("forward", CASES["lbfgs"].make, {}, "LBFGS is none of torch's Adam"),
-        ("forward", None, {"fused_optimizer": False}, "AdamW does not run fused"),
+        ("forward", CASES["lbfgs"].make, {}, r"LBFGS is none of torch's Adam.*\. Use Sup"),
+        ("forward", None, {"fused_optimizer": False}, r"AdamW does not run fused \(.*\)\. Leave that"),
         ("backward", CASES["gan"].make, {}, "manual"),
         ("backward", None, {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
         ("backward", None, {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))}, "scaler"),
@@ -82,6 +83,27 @@ def test_what_cannot_be_is_refused_before_the_first_step(
     extra = {key: options.pop(key) for key in list(options) if key == "fused_optimizer"}
     with pytest.raises(ValueError, match=message):
         fit(make or (lambda: Module(Stack())), vectors(), overlapping(mode, **extra), recorded="losses", **options)
+
+
+def test_an_unfused_optimizer_is_told_both_ways_and_both_work() -> None:
+    """``optimizer_overlap="off"`` was the only one that was named, and the slower one."""
+
+    class Steps(Module):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(Stack())
+            self.options = options
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), **self.options)
+
+    better = r"AdamW does not run fused \(foreach=True\)\. Leave that out, and AdamW runs fused, as with fused=True, or use Sup"
+    with pytest.raises(ValueError, match=better):
+        fit(lambda: Steps(foreach=True), vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="forward"))
+    for make in (Steps, partial(Steps, fused=True)):
+        with taken_apart() as layers:
+            fit(make, vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="forward"), recorded="losses")
+        assert layers
+    fit(lambda: Steps(foreach=True), vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="off"), recorded="losses")
 
 
 def test_a_wrong_mode_is_refused() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,3 +283,25 @@ def test_the_line_says_whether_the_step_runs_fused(fused: bool) -> None:
     fit(wide, BATCHES[:2], strategy)
     expected = "fused optimizer step, at most: " if fused else "optimizer step, which does not run fused, more than: "
     assert f"host memory traffic per parameter and {expected}" in str(strategy.ledger)
+
+
+GUIDES = Path(__file__).parents[2]
+ACCUMULATED: dict[Any, tuple[int, int]] = {"32-true": (16, 4), "bf16-mixed": (18, 4), "bf16-true": (8, 2)}
+
+
+@pytest.mark.parametrize("precision", first(ACCUMULATED, "bf16-mixed", why="other dtypes"))
+def test_accumulation_takes_what_the_guides_say(precision: Any) -> None:
+    """They said 18 bytes per parameter in one place, and 19 in another, which holds what waits of some model."""
+    count, (each, of_gradient) = WIDTH * WIDTH * DEPTH, ACCUMULATED[precision]
+    for accumulate in (1, 2):
+        strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="forward")
+        options: Any = {"precision": precision, "accumulate_grad_batches": accumulate}
+        fit(wide, BATCHES, strategy, recorded="nothing", **options)
+        waiting = 3 * of_gradient * WIDTH * WIDTH * (accumulate > 1)  # of k' + 2 layers
+        assert strategy.ledger.nbytes - waiting == (each if accumulate > 1 else min(each, 16)) * count
+    readme = " ".join((GUIDES / "README.md").read_text().split())
+    assert re.search(
+        r"16 to train with AdamW in float32 or `bf16-mixed`, 8 in `bf16-true`; .* 18 in `bf16-mixed`, and three", readme
+    )
+    pages = [readme, *(page.read_text() for page in (GUIDES / "examples" / "guide").glob("*.md"))]
+    assert not any(re.search(r"up to 19|\(then 9\)", page) for page in pages)
