@@ -128,6 +128,10 @@ class Question(argparse.Namespace):
         Literal["off", "forward", "backward"],
         _option("optimizer_overlap (%(default)s)", choices=("off", "forward", "backward"), default="forward"),
     ]
+    optimizer_on: Annotated[
+        Literal["host", "device"],
+        _option("where the optimizer steps (%(default)s)", choices=("host", "device"), default="host"),
+    ]
     optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd", "muon"))]
     step_seconds: Annotated[float | None, _option(_STEP_SECONDS, type=positive_number, metavar="S")]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
@@ -166,6 +170,8 @@ def contradictions(question: Question) -> Iterator[str]:
         yield "--keep-logits says what becomes of logits with --loss-tokens N; give that, too."
     if question.clip and question.overlap == "backward":
         yield "--overlap backward updates layers before all gradients are there, and --clip needs them. Leave one out."
+    if question.optimizer_on == "device" and (question.disk is not None or question.devices * question.nodes > 1):
+        yield "--optimizer-on device is for one device, without --disk. Leave one out."
     if question.disk is not None and question.predict and question.devices * question.nodes > 1:
         yield "--disk with --predict is for one device: with several, all weights are in memory. Leave out one."
     if question.activations == "auto" and (question.gpu_memory is None or question.predict):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.cli.adapters import add_adapters
 from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
-from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step
+from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step, on_device
 from sp_lightning.cli.model_source import Arguments, ModelSource, has_forward, load_model
 from sp_lightning.device.modes import default_dtype
 from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
@@ -38,7 +38,7 @@ from sp_lightning.tune.visits import Prediction, Rates
 
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch", "tokens", "image", "input", "checkpointing", "loss_tokens", "lora",
-    "keep_logits", "optimizer", "step_seconds", "layers", "resident", "host_tflops",
+    "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers", "resident", "host_tflops",
 )  # fmt: skip
 """What of a question a batch without values, or the optimizer's step, depends on, but for when updates run."""
 
@@ -87,6 +87,14 @@ class Estimate:
         if step is not None and step.overlap == self.question.overlap:
             step = replace(step, overlap=question.overlap)
         return replace(self, question=question, step=step)
+
+    def stepped_on_device(self) -> Estimate | None:
+        """The estimate if the device steps; None if it does, cannot, or nothing is trained."""
+        question, step = self.question, self.step
+        if step is None or step.on_device or question.disk is not None or question.devices * question.nodes > 1:
+            return None
+        asked = Question(**{**vars(question), "optimizer_on": "device"})
+        return replace(self, question=asked, step=on_device(step, asked))
 
     @cached_property
     def plain_bytes(self) -> int:
@@ -150,10 +158,19 @@ class Estimate:
     @cached_property
     def rates(self) -> Rates:
         """What the machine does in a second, as the question says."""
-        asked, update = self.question, math.inf
+        asked, update, come, leave = self.question, math.inf, 0.0, 0.0
         if self.step is not None:
-            gradients = sum(layer.gradient_bytes for layer in self.plan(1, 1).trained)
-            update = gradients / (self.step.seconds or max(self._traffic[0], 1) / asked.dram)
+            trained = self.plan(1, 1).trained
+            gradients = sum(layer.gradient_bytes for layer in trained)
+            seconds = max(self._traffic[0], 1) / asked.dram
+            if self.step.on_device:
+                casts = sum(layer.narrow_bytes for layer in trained) / gradients
+                state = (self.host.ledger.state or 0) / gradients if self.host.ledger is not None else 0.0
+                once = asked.accumulate == 1  # sums are as wide as weights
+                come = 1 + state + (0 if once and self.step.overlap == "backward" else 1 - casts * once)
+                leave = 1 + state + casts
+                seconds = (3 + 2 * state) * gradients / asked.device_bandwidth
+            update = gradients / (self.step.seconds or seconds)
         visit, weight = host_seconds(training=not asked.predict, measured=asked.measure_host)
         devices, nodes = asked.devices - 1, asked.nodes - 1  # the others
         # Sums of 16 bits travel in float32.
@@ -171,6 +188,8 @@ class Estimate:
             network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
             disk=asked.disk or math.inf,
             sliced=asked.transfer == "sliced" and devices > 0,
+            come=come,
+            leave=leave,
         )
 
     def _balance(self, plan: Plan, rates: Rates) -> Balance:
@@ -213,14 +232,15 @@ class Estimate:
         update, each = self._traffic
         overlap = self.question.overlap if self.step is None else self.step.overlap
         on_disk = self.host.moved(plan, self.question.accumulate) if moves else {}
-        with_updates = rates if updates else replace(rates, update=math.inf)
+        with_updates = rates if updates else replace(rates, update=math.inf, come=0.0, leave=0.0)
         walk = Walk(plan, self._balance(plan, rates).visited(modes), with_updates, overlap=overlap, on_disk=on_disk)
         return walk.predict(host_traffic=each + update * updates)
 
 
 def _plan(question: Question, found: Found, k: int, k_prime: int) -> Plan:
     training = not question.predict
-    return make_plan(found, k=k, k_prime=k_prime, ranks=question.devices, nodes=question.nodes, training=training)
+    plan = make_plan(found, k=k, k_prime=k_prime, ranks=question.devices, nodes=question.nodes, training=training)
+    return replace(plan, steps_on_device=training and question.optimizer_on == "device")
 
 
 def estimate_model(question: Question) -> Estimate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -38,6 +38,8 @@ class HostStep:
         seconds: what a step takes, if that is not a pass of a fused optimizer over memory; None if it is.
         why: how many seconds, in words; empty for a fused optimizer.
         source: what names the optimizer.
+        on_device: whether the device steps.
+        flops: what it multiplies, if that and not memory decides how long it takes.
     """
 
     name: str
@@ -46,6 +48,8 @@ class HostStep:
     seconds: float | None = None
     why: str = ""
     source: str = "--optimizer"
+    on_device: bool = False
+    flops: int = 0
 
 
 def host_step(question: Question, module: nn.Module) -> HostStep:
@@ -54,6 +58,25 @@ def host_step(question: Question, module: nn.Module) -> HostStep:
     Raises:
         ValueError: nothing in the module is trained, or torchao is missing.
     """
+    step = _step_of(question, module)
+    return step if question.optimizer_on == "host" else on_device(step, question)
+
+
+def on_device(step: HostStep, question: Question) -> HostStep:
+    """The same step on the device: what it multiplies decides how long it takes there, or what it reads and writes."""
+    seconds, why = question.step_seconds, step.why if question.step_seconds else ""
+    if seconds is None and step.flops:
+        seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
+    return replace(step, overlap=question.overlap, on_device=True, seconds=seconds, why=why)
+
+
+def _multiplied(flops: int, there: str, tflops: float, option: str) -> tuple[float, str]:
+    """The seconds that so many multiplications and additions take, and how many in words."""
+    seconds = flops / (tflops * 1e12)
+    return seconds, f"{flops / 1e12:.3g} TFLOP on the {there}, {seconds:.3g} s with {tflops:g} TFLOP/s ({option})"
+
+
+def _step_of(question: Question, module: nn.Module) -> HostStep:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
@@ -69,16 +92,21 @@ def host_step(question: Question, module: nn.Module) -> HostStep:
         momentum = [torch.optim.SGD(matrices, momentum=0.95)] if matrices else []
         optimizers = (*momentum, *([torch.optim.AdamW(others)] if others else []))
         if seconds is None:
-            flops = muon_flops(matrices)
-            seconds = flops / (question.host_tflops * 1e12)
-            why = f"{flops / 1e12:.3g} TFLOP on the host, {seconds:.3g} s with {question.host_tflops:g} TFLOP/s (--host-tflops)"
+            flops, there = muon_flops(matrices), question.optimizer_on
+            tflops, option = (
+                (question.host_tflops, "--host-tflops") if there == "host" else (question.tflops, "--tflops")
+            )
+            seconds = flops / (tflops * 1e12)
+            why = f"{flops / 1e12:.3g} TFLOP on the {there}, {seconds:.3g} s with {tflops:g} TFLOP/s ({option})"
         return HostStep("Muon", optimizers, "off", seconds, why)
     if question.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
             raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
-        if seconds is None:  # its state is converted in each step: only a measurement tells how long that takes
+        if (
+            seconds is None and question.optimizer_on == "host"
+        ):  # its state is converted in each step: only a measurement tells how long that takes
             seconds = _EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
             why = (
                 f"{seconds:.3g} s, {1e9 * _EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
@@ -230,14 +258,15 @@ def _early(question: Question, step: HostStep) -> bool:
 
 
 def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = True) -> Ledger:
-    fused = step.overlap != "off" and step.seconds is None
+    fused = step.overlap != "off" and step.seconds is None and not step.on_device
     steps = Steps(
         early=_early(question, step),
         accumulate=question.accumulate,
         clips=question.clip,
         scales=question.precision == "16-mixed",
         pieces=fused,
-        narrow=fused and narrow,
+        narrow=(fused or step.on_device) and narrow,
+        on_device=step.on_device,
         sliced=question.transfer == "sliced",
     )
     return make_ledger(plan, step.optimizers, steps)

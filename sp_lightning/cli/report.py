@@ -233,7 +233,9 @@ def _step(estimate: Estimate) -> list[str]:
     if step is None or step.seconds is None:
         return []
     how = "layer by layer beside the device's work"
-    if step.overlap == "off":
+    if step.on_device:
+        how = "layer by layer"
+    elif step.overlap == "off":
         how = "and the device waits; torch's fused optimizers, and torchao's of few bits, can run beside it"
     return [f"{step.name}: each step takes {step.why}, {how}"]
 
@@ -298,6 +300,11 @@ def _faster(answer: Answer) -> str:
     sliced = answer.without_waits.get("whole uploads", now)
     if now - sliced >= LEAST_WAITING * now:
         why += f' transfer="sliced" takes {sliced:.3g} s.'
+    if "updates" in waited and (other := answer.estimate.stepped_on_device()) is not None:
+        there = other.plan(plan.k, plan.k_prime)
+        if now - (seconds := other.predict(there, row.modes).seconds) >= LEAST_WAITING * now:
+            more = in_gib(there.update_bytes)
+            why += f' optimizer_on="device" takes {seconds:.3g} s, and {more} of device memory more (--optimizer-on device).'
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
 
@@ -349,7 +356,8 @@ def _fields(answer: Answer) -> dict[str, object]:
     plan, modes = answer.rows[0].plan, answer.rows[0].modes
     known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "dram", "links", "network")
     return {
-        "model": question.model, "precision": question.precision, "batch": estimate.items, "training": not question.predict,
+        "model": question.model, "precision": question.precision, "optimizer_on": question.optimizer_on,
+        "batch": estimate.items, "training": not question.predict,
         "devices": question.devices, "nodes": question.nodes, "generated_tokens": question.generate,
         "parameters": estimate.parameters, "trained_parameters": estimate.trained,
         "tables": [{"name": table.name, "bytes": table.nbytes} for table in plan.tables],

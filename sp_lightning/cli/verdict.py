@@ -116,7 +116,9 @@ def per_second(answer: Answer) -> str:
 def waiting(answer: Answer) -> str:
     """The share of the time in which the device waits, and for what."""
     total, parts, row, step = 0.0, list[str](), answer.shown, answer.estimate.step
-    over = _OVER if step is None or step.seconds is None else {**_OVER, "updates": ""}
+    over = dict(_OVER)
+    if step is not None and (step.on_device or step.seconds is not None):
+        over["updates"] = " on the device" * step.on_device
     for what, seconds in answer.waits.items():
         before, total = total, total + 100 * seconds / row.prediction.seconds
         if percent := round(total) - round(before):  # so that the parts add up to the whole
@@ -133,6 +135,8 @@ def _choice(question: Question, plan: Plan) -> str:
         options["memory_budget"] = exact_bytes(question.gpu_memory or 0)
     if question.overlap != "forward" and not question.predict:
         options["optimizer_overlap"] = question.overlap
+    if question.optimizer_on != "host" and not question.predict:
+        options["optimizer_on"] = question.optimizer_on
     if question.transfer != "whole":
         options["transfer"] = question.transfer
     if question.disk is not None:

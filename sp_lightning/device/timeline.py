@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal[
     "fetch", "forward", "backward", "between", "reduce", "gather", "network", "drain", "update", "store", "return", "read",
-    "write",
+    "write", "bring", "take",
 ]  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Steps on the device: what an update needs of a layer comes there, the optimizer's own code steps it, and it leaves again.
 
 Weights and the optimizer's state stay on the host, in memory that transfers read and write. For its update a layer's weights,
-gradients and state come to one of two slots, so that the next layer's come while this one steps and the last one's leave. The
-optimizer sees ordinary parameters and tensors there, in the form (foreach, fused, capturable) that its user chose.
+gradients and state come to one of two slots, so that the next layer's come while this one steps and the last one's leave. A
+layer that is much larger than the others, an embedding say, has both slots for itself. The optimizer sees ordinary parameters
+and tensors there, in the form (foreach, fused, capturable) that its user chose.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.device.layout import lay_out, part, total_bytes, view
+from sp_lightning.device.layout import ALIGNMENT, aligned, lay_out, part, total_bytes, view
 from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.patched import state_of
@@ -38,12 +39,12 @@ class _StepSlot:
     """Device memory for one update.
 
     Attributes:
-        memory: flat ``uint8``; None until the first update.
+        memory: flat ``uint8``.
         left: the event after which all has left that the last update made.
         alive: what it has made beside the slot, which is there until then.
     """
 
-    memory: Tensor | None = None
+    memory: Tensor
     left: Any = None
     alive: list[Tensor] = field(default_factory=list)
 
@@ -89,20 +90,22 @@ class StepsOnDevice:
     Args:
         device: copies, and says in which order.
         pin: whether the memory of state is page-locked.
-        slot_bytes: how large a slot is at least.
+        slot_bytes: of both slots together, at least.
     """
 
     def __init__(self, device: Device, *, pin: bool, slot_bytes: int) -> None:
         self._device = device
         self._slot_bytes = slot_bytes
         self._pin = pin
-        self._slots = [_StepSlot(), _StepSlot()]
+        self._slots: list[
+            _StepSlot
+        ] = []  # that of all the memory, then its halves, the one that was used last behind the other
         self._states: dict[Key, _HostState] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the slots take."""
-        return sum(slot.memory.nbytes for slot in self._slots if slot.memory is not None)
+        return self._slots[0].memory.nbytes if self._slots else 0
 
     def step(self, key: Key, part_of: Any, step: Callable[[], Any]) -> None:
         """Runs the step of a layer. An error of the optimizer's leaves its weights and its state as they were.
@@ -130,24 +133,32 @@ class StepsOnDevice:
 
     def close(self) -> None:
         """Frees device memory. All updates were waited for; their state stays on the host."""
-        for slot in self._slots:
-            slot.memory = None
-            slot.alive.clear()
+        self._slots.clear()
 
     # ------------------------------------------------------------------ before the step
 
     def _slot(self, nbytes: int) -> _StepSlot:
-        """The slot that was used longer ago, once all has left it."""
-        slot, other = self._slots
-        self._slots = [other, slot]
-        self._device.synchronize(slot.left, Wait.BRING_AFTER_TAKE)
-        slot.alive.clear()
-        if slot.memory is None or slot.memory.nbytes < nbytes:
-            slot.memory = None
-            slot.memory = self._device.empty(max(nbytes, self._slot_bytes))
+        """The half that was used longer ago, or both if one is too small, once all has left it that the last update made."""
+        if nbytes > self.nbytes:
+            self._wait(*self._slots)
+            self._slots.clear()
+            memory = self._device.empty(max(aligned(nbytes), self._slot_bytes))
+            middle = memory.nbytes // 2 // ALIGNMENT * ALIGNMENT
+            self._slots = [_StepSlot(each) for each in (memory, memory[:middle], memory[middle:])]
             # The allocator may have given memory that a kernel still uses.
             self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
-        return slot
+        whole, first, second = self._slots
+        if nbytes > first.memory.nbytes:
+            self._wait(*self._slots)
+            return whole
+        self._slots = [whole, second, first]
+        self._wait(whole, first)
+        return first
+
+    def _wait(self, *slots: _StepSlot) -> None:
+        for slot in slots:
+            self._device.synchronize(slot.left, Wait.BRING_AFTER_TAKE)
+            slot.alive.clear()
 
     def _bring(
         self, trained: Sequence[nn.Parameter], held: _HostState | None
@@ -166,7 +177,6 @@ class StepsOnDevice:
         nbytes = begin + (0 if held is None else held.bytes.nbytes)
         slot = self._slot(nbytes)
         memory = slot.memory
-        assert memory is not None
         targets, sources = [part(memory, span) for span in spans], [*trained, *coming]
         if held is not None:
             targets.append(memory[begin:nbytes])
@@ -266,7 +276,7 @@ class StepsOnDevice:
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
         device.copy(targets, sources, Stream.DOWNLOAD)
         slot.left = layer.landed = device.record(Stream.DOWNLOAD)
-        slot.alive = [*sources, *(twin for _, twin in pairs)]
+        slot.alive = sources
         with no_inference_mode():
             for p, twin in pairs:
                 if twin._version:  # as on plain Lightning: a fused step of some versions of torch shows none

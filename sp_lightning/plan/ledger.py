@@ -130,7 +130,7 @@ class Steps:
         pieces: whether layers are updated piece by piece, so that what one walk has left in the caches serves the next.
         narrow: whether gradients that leave as casts stay so until the update.
         sliced: whether the devices of a node upload layers together.
-        on_device: whether layers are stepped on the device. Then the passes of an update are transfers.
+        on_device: whether layers are stepped on the device. Then the host's memory is read and written by transfers alone.
     """
 
     early: bool
@@ -196,7 +196,7 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     if steps.early and steps.on_device:
         leave = kept = plan.residents.gradient_bytes
         narrow_leave = widened = 0
-    return [
+    passes = [
         Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), accumulate * casts),
         Pass("fetch", 2 * accumulate * (together + plan.ranks * whole), 0),
         Pass("gradients", 0, accumulate * (leave - narrow_leave)),
@@ -206,8 +206,13 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
         Pass("unscaling", kept * scales, wide * scales),
         Pass("norm", kept * (clips == "norm"), 0),
         Pass("clipping", clipped * (not pieces), clipped),
-        Pass("update", gradients + kept + state, gradients + state),  # a gradient is as large as its weight
     ]
+    if steps.on_device:
+        return passes
+    return [
+        *passes,
+        Pass("update", gradients + kept + state, gradients + state),
+    ]  # a gradient is as large as its weight
 
 
 def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:

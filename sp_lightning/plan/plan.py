@@ -182,9 +182,20 @@ class Plan:
         return sum(sizes) + residents + sum(each * part for part in parts) + adding
 
     @property
+    def step_slot_bytes(self) -> int:
+        """Device memory of the two slots in which layers are stepped: of weights, gradients, and a state as Adam's.
+
+        If most weights are in layers of less than half the size of the largest, that layer has both slots for itself.
+        """
+        sizes = [layer.gradient_bytes for layer in self.trained]
+        largest = max(sizes, default=0)
+        large = sum(size for size in sizes if 2 * size > largest)
+        return self.steps_on_device * 4 * largest * (2 if 2 * large > sum(sizes) else 1)
+
+    @property
     def update_bytes(self) -> int:
-        """Device memory of the two slots in which layers are stepped: of weights, gradients, and a state as Adam's."""
-        return self.steps_on_device * 2 * 4 * max((layer.gradient_bytes for layer in self.trained), default=0)
+        """Device memory of steps: those slots, one layer's gradients in float32 that came as casts, and its new casts."""
+        return self.step_slot_bytes + self.steps_on_device * 3 * max(layer.narrow_bytes for layer in self.trained)
 
     @property
     def peak_device_bytes(self) -> int:

@@ -8,7 +8,7 @@ therefore shows what the engine does, not what it was meant to do.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -59,6 +59,9 @@ class _Source(BlockSource):
 
     def __init__(self, device: ClockDevice, on_disk: Mapping[int, int], sliced: int | None, ranks: int) -> None:
         self._device = device
+        self.waiting = deque[StreamedLayer]()  # for updates on the device that were not issued yet
+        self.issue: Callable[[StreamedLayer | None], None] = lambda layer: None
+        """Issues these: up to one layer's, or as many as find the link idle (None)."""
         self._on_disk = on_disk
         self._sliced, self._ranks = sliced, ranks
         self.shares = dict[int, float]()  # of each layer of stacked experts, what comes of it
@@ -66,10 +69,12 @@ class _Source(BlockSource):
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Whether the layer's update is done."""
-        return self.updated[layer.index] <= self._device.host
+        self.issue(None)
+        return layer not in self.waiting and self.updated[layer.index] <= self._device.host
 
     def wait(self, layer: StreamedLayer) -> None:
         """Lets the host wait for the layer's update."""
+        self.issue(layer)
         self._device.synchronize(self.updated[layer.index], Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
@@ -132,6 +137,10 @@ class Walk:
         prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
         self._residency = Residency(slots, prefetch, self._source, Tenants(slots), noted=lambda: None)
         self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
+        self._on_device = bool(rates.leave) and self._training
+        self._step_begun = 0.0
+        self._left_slots = deque([0.0, 0.0])  # when all has left the two slots in which layers are stepped
+        self._source.issue = self._issue
         self._early = 0.0  # the time at which the last update of this backward is done
         self._left: float | None = None  # the time at which the activations of the last forward have left
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
@@ -253,6 +262,9 @@ class Walk:
 
     def _drain(self, layer: StreamedLayer) -> None:
         device, nbytes = self.device, layer.planned.gradient_bytes
+        if self._on_device and self._overlap == "backward" and layer is not self._resident:
+            self._apply(layer)  # its gradients stay
+            return
         if not self._plan.alone:
             device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
             sent = nbytes - layer.planned.narrow_bytes  # casts' gradients are sent in half as many bytes
@@ -273,19 +285,46 @@ class Walk:
         self._drain(self._resident)
         self._drains.retire(0)
         self._drains.finish(0)
+        self._step_begun = self.device.host
         if self._overlap != "backward":
             tables, blocks = (
                 [layer for layer in self._layers if layer.kind is kind] for kind in (LayerKind.TABLE, LayerKind.BLOCK)
             )
             used = self._residency.prefetch.order("batch")
             for layer in dict.fromkeys((self._resident, *tables, *used, *blocks)):
-                self._update(layer)
+                self._source.waiting.append(layer)
+            if self._overlap == "off" or not self._on_device:
+                self._issue(self._source.waiting[-1])
         if self._overlap == "off":
+            self.device.synchronize(max(self._left_slots), Wait.READ_AFTER_TAKE)
             self.device.synchronize(self.device.now[Stream.UPDATE], Wait.READ_AFTER_UPDATE)
+
+    def _issue(self, layer: StreamedLayer | None) -> None:
+        """The background issues updates as soon as a slot and the link are free; here that is seen when the host comes by."""
+        device, waiting = self.device, self._source.waiting
+        while waiting and (layer in waiting or device.now[Stream.UPLOAD] <= device.host):
+            host, device.host = device.host, min(device.host, self._step_begun)
+            self._update(waiting.popleft())
+            device.host = host
+
+    def _step_on_device(self, layer: StreamedLayer, seconds: float) -> float:
+        """As :meth:`_update`, for the device: what it needs comes to a slot, and leaves that again."""
+        device, nbytes = self.device, layer.planned.gradient_bytes
+        device.wait(Stream.UPLOAD, self._left_slots.popleft(), Wait.BRING_AFTER_TAKE)
+        device.transfer("bring", layer.index, round(self._rates.come * nbytes))
+        device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
+        device.spend(Stream.COMPUTE, seconds, "update", layer.index)
+        device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
+        device.transfer("take", layer.index, round(self._rates.leave * nbytes))
+        done = self._source.updated[layer.index] = device.now[Stream.DOWNLOAD]
+        self._left_slots.append(done)
+        return done
 
     def _update(self, layer: StreamedLayer) -> float:
         """Lets the background update a layer. Returns the time at which it is done."""
         seconds = layer.planned.gradient_bytes / self._rates.update
+        if self._on_device:
+            return self._step_on_device(layer, seconds)
         if layer.index in self._state:
             nbytes = self._state[layer.index]
             self.device.pass_disk(Stream.UPDATE, ["read", "write"], layer.index, nbytes, seconds)

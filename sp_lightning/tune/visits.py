@@ -14,8 +14,8 @@ _MOST_VISITS = 2000
 
 RESOURCES: dict[str, tuple[Kind, ...]] = {
     "compute": ("forward", "backward", "between"),
-    "fetch": ("fetch", "return"),
-    "drain": ("drain", "store"),
+    "fetch": ("fetch", "return", "bring"),
+    "drain": ("drain", "store", "take"),
     "optimizer": ("update",),
     "links": ("reduce", "gather"),
     "network": ("network",),
@@ -51,7 +51,7 @@ class Rates:
 
     Attributes:
         upload, download: bytes that are copied to the device, and to the host.
-        update: bytes of gradients that the optimizer consumes on the host.
+        update: bytes of gradients that the optimizer consumes, where it steps.
         host_memory: bytes that the host reads and writes.
         visit_seconds: seconds of Python for each use of layers.
         weight_seconds: the same, more for each weight of those layers.
@@ -59,6 +59,8 @@ class Rates:
         links: bytes of gradients that are added up over several devices of a node.
         network: bytes of gradients that are added up over several nodes.
         disk: bytes that a disk reads or writes.
+        come, leave: if the device steps layers, bytes that come to it and leave it for each byte of a layer's gradients; 0
+            otherwise.
         sliced: whether the devices of a node upload layers together, with ``transfer="sliced"``. Then weights pass the links,
             too, at the same rate.
     """
@@ -74,6 +76,8 @@ class Rates:
     network: float = math.inf
     disk: float = math.inf
     sliced: bool = False
+    come: float = 0.0
+    leave: float = 0.0
 
 
 def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:
