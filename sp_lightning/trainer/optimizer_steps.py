@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -24,15 +24,16 @@ from sp_lightning.trainer.compat import base_of, is_no_optimizer
 from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
-from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.user_hooks import (
-    UserHooks,
     are_gradients_unread,
     are_gradients_unread_before_step,
     choose_overlap,
     scaler_of,
 )
+
+if TYPE_CHECKING:
+    from sp_lightning.trainer.run import Run
 
 Closure = Callable[[], Any]
 
@@ -42,7 +43,6 @@ class OptimizerSteps:
 
     Args:
         run: whose layers the steps update.
-        hooks: what user code may do around the steps.
         options: of which ``fused_optimizer`` and ``optimizer_overlap`` count here.
         log: gets the mode in which steps run, at DEBUG.
 
@@ -51,13 +51,12 @@ class OptimizerSteps:
         disk: what of the optimizers' state is on a disk; None without ``disk=``.
     """
 
-    def __init__(self, run: Run, hooks: UserHooks, options: Options, log: Any) -> None:
+    def __init__(self, run: Run, options: Options, log: Any) -> None:
         self._run = run
-        self._hooks = hooks
         self._options = options
         self._log = log
         self._layerwise: dict[Optimizer, LayerwiseStep] = {}
-        self._trainer: Any = None
+        self._trainer: Any = run.module.trainer
         self._ledger: Ledger | None = None
         self._ranks = None if run.ranks is None else RankSteps(run)
         self.disk: DiskTier | None = None
@@ -71,7 +70,7 @@ class OptimizerSteps:
         if self._ranks is not None:
             self._ranks.detach()
         self._layerwise.clear()
-        self._trainer = None
+        self.disk = None  # its file is gone with the run
 
     # ------------------------------------------------------------------ how steps run
 
@@ -81,30 +80,28 @@ class OptimizerSteps:
 
         By default they do not where the same steps on the CPU are plain Lightning's: results would differ from those.
         """
-        options, streamer = self._options, self._run.streamer
+        options = self._options
         if options.fused_optimizer != "auto":
             return options.fused_optimizer
-        on_host = streamer is None or streamer.device.computes_on_host
+        on_host = self._run.engine.device.computes_on_host
         return not on_host or options.optimizer_overlap in ("forward", "backward")
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
-        trainer = self._trainer
-        return self._fuse and trainer is not None and optimizer in trainer.optimizers and has_fused_step(optimizer)
+        return self._fuse and optimizer in self._optimizers and has_fused_step(optimizer)
 
     @property
-    def _real_optimizers(self) -> list[Optimizer]:
-        """The trainer's, without what stands for none."""
-        return [each for each in self._trainer.optimizers if not is_no_optimizer(each)]
+    def _optimizers(self) -> list[Optimizer]:
+        """The trainer's, without what stands for none; outside of training it has none."""
+        return [each for each in self._trainer.optimizers if not is_no_optimizer(each)] if self._run.trains else []
 
-    def arrange(self, trainer: Any) -> None:
+    def arrange(self) -> None:
         """Chooses the mode of updates, from optimizers, hooks and callbacks as they are now.
 
         Raises:
             ValueError: a mode was asked for by name that is not possible.
         """
-        streamer = self._run.engine
-        self._trainer = trainer
+        streamer, trainer = self._run.engine, self._trainer
         asked = self._options.optimizer_overlap
         self.overlap, why = choose_overlap(asked, trainer, trainer.optimizers, fuse=self._fuse)
         measure = self._clips() == "norm" and are_gradients_unread_before_step(trainer)
@@ -115,7 +112,7 @@ class OptimizerSteps:
         by_layers = not waits or state is not None or on_disk.any or ranks_with_disk
         if waits and by_layers:  # the bits of a step that is not fused depend on the number of threads
             streamer.device.background_threads = torch.get_num_threads()
-        optimizers = self._real_optimizers
+        optimizers = self._optimizers
         self._layerwise = {
             optimizer: LayerwiseStep(
                 optimizer,
@@ -141,7 +138,7 @@ class OptimizerSteps:
     def rearrange(self) -> None:
         """The engine was built anew: steps that update layer by layer are to update its layers."""
         if self._layerwise:
-            self.arrange(self._trainer)
+            self.arrange()
             self.absorb_state()
 
     # ------------------------------------------------------------------ a disk
@@ -170,16 +167,16 @@ class OptimizerSteps:
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
         on_disk = self._run.placement.on_disk
         others, beside = ledger.gradients + on_host + on_disk.window, on_disk.weight_bytes + on_disk.gradient_bytes
-        tier.place(self._real_optimizers, streamer.updating.layer_of, self._still, others, elsewhere, beside)
+        tier.place(self._optimizers, streamer.updating.layer_of, self._still, others, elsewhere, beside)
         self.disk = tier
-        self.arrange(self._trainer)
+        self.arrange()
         self.absorb_state()
         return tier.placement.memory_bytes
 
     def absorb_state(self) -> None:
         """Optimizers have state that did not come from their steps. What belongs on the disk goes there."""
-        if self.disk is not None and self.disk.state is not None and self._run.streamer is not None:
-            self.disk.state.absorb(self._real_optimizers, self._run.streamer.updating.layer_of)
+        if self.disk is not None and self.disk.state is not None:
+            self.disk.state.absorb(self._optimizers, self._run.engine.updating.layer_of)
 
     def state_loaded(self) -> None:
         """Optimizers have the state of a checkpoint, which may be in its file still."""
@@ -192,8 +189,8 @@ class OptimizerSteps:
 
     @property
     def ledger(self) -> Ledger | None:
-        """Host memory and traffic as they are now, after the run as they were at its end; None outside training."""
-        if self._ledger is not None and self._run.streamer is not None:
+        """Host memory and traffic as they are now; None outside training."""
+        if self._ledger is not None:
             self._ledger = self._count()  # layers may have been unfrozen, accumulation changed, state come into being
         return self._ledger
 
@@ -209,7 +206,7 @@ class OptimizerSteps:
             narrow=pieces and self._narrow(),
             sliced=self._run.placement.sliced,
         )
-        ledger = make_ledger(self._run.plan, trainer.optimizers, steps)
+        ledger = make_ledger(self._run.engine.plan, trainer.optimizers, steps)
         fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
         ledger = without(replace(ledger, fused=fused), self._run.placement)
         return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
@@ -224,9 +221,10 @@ class OptimizerSteps:
     @contextmanager
     def _still(self) -> Generator[None, None, None]:
         """A context in which no update is under way, whatever other threads do."""
-        self._run.finish_updates()  # those that this thread has asked for, with their errors
-        streamer = self._run.streamer
-        with nullcontext() if streamer is None else streamer.updates.still():
+        with ExitStack() as stack:
+            if self._run.streamer is not None:  # state on a disk outlives the run
+                self._run.finish_updates()  # those that this thread has asked for, with their errors
+                stack.enter_context(self._run.engine.updates.still())
             yield
 
     def _clips(self) -> str | None:
@@ -238,7 +236,7 @@ class OptimizerSteps:
         remarks = [] if self.disk is None else [str(self.disk.placement)]
         names = {
             type(optimizer).__name__
-            for optimizer in filter(self._is_fused, getattr(self._trainer, "optimizers", ()))
+            for optimizer in filter(self._is_fused, self._optimizers)
             if any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
         }
         if names:
@@ -268,8 +266,7 @@ class OptimizerSteps:
 
         def closed() -> Any:
             result = closure()
-            if self._run.streamer is not None:
-                self._run.streamer.end_without_backward()
+            self._run.engine.end_without_backward()
             self._step_hooks.closed(optimizer)
             return result
 
@@ -277,7 +274,7 @@ class OptimizerSteps:
             self.disk.count_step(self._run.placement)
         outer = self._step_hooks.deferring  # an optimizer may step inside another one's closure
         # A manual step may catch an error. If it does not, the step of the batch makes room.
-        make_room = self._trainer is not None and self._trainer.lightning_module.automatic_optimization
+        make_room = self._run.trains and self._run.module.automatic_optimization
         try:
             with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
                 if layerwise is not None:
@@ -303,7 +300,7 @@ class OptimizerSteps:
         """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
         base, kind = base_of(plugin, Precision), type(plugin)
         clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
-        on_disk, seen = bool(self._run.placement.on_disk.gradients), self._hooks.may_write_weights("gradients")
+        on_disk, seen = bool(self._run.placement.on_disk.gradients), self._run.hooks.may_write_weights("gradients")
         if clips != (base.clip_grad_by_norm, base.clip_grad_by_value) or not (
             on_disk or (self.overlap != "off" and not seen)
         ):

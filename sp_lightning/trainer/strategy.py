@@ -237,8 +237,8 @@ class StreamingStrategy(LoopStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._steps is not None:
-            self._steps.state_loaded()
+        if self._run is not None:
+            self._run.steps.state_loaded()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
