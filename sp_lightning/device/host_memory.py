@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import weakref
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 _LARGE = 2**20
+_ANOTHER_LIBRARY = AttributeError, OSError, TypeError
 
 
 class PinnedMemory:
@@ -64,10 +66,8 @@ def return_large_blocks() -> None:
 
     glibc (2.36) keeps freed blocks of up to 32 MiB once it has seen some: hundreds of MiB, where tensors of a layer come and go.
     """
-    try:
+    with suppress(*_ANOTHER_LIBRARY):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
-    except (AttributeError, OSError, TypeError):  # another library
-        return
 
 
 def free_garbage() -> None:
@@ -78,7 +78,5 @@ def free_garbage() -> None:
 
 def return_free_memory() -> None:
     """Has the C library return what is free to the system, where it is glibc."""
-    try:
+    with suppress(*_ANOTHER_LIBRARY):
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # another library
-        return

@@ -83,11 +83,6 @@ class HostBlock:
         pairs = enumerate(zip(now, self.addresses, strict=True))
         return [index for index, (at, before) in pairs if at != before and index not in self.retyped]
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the weights are page-locked."""
-        return self.memory.pinned
-
     def present(self, index: int) -> Tensor:
         """Returns a weight's present bytes, flat ``uint8``."""
         return bytes_of(self.memory.seen, self.planned.spans[index])
@@ -144,13 +139,7 @@ class HostBlock:
         """
         displaced = self.displaced
         for index in displaced:
-            parameter, span = self.parameters[index], self.planned.spans[index]
-            if parameter.dtype != span.dtype or parameter.shape != span.shape:
-                raise RuntimeError(
-                    f"Parameter {span.name!r} was {span.dtype} of shape {tuple(span.shape)} when its layer was absorbed; it "
-                    f"is {parameter.dtype} of shape {tuple(parameter.shape)} now, in the middle of a step or in a call "
-                    "outside any step. Exchange parameters between two batches, or before trainer.fit."
-                )
+            self._refuse_other_form(index, "in the middle of a step or in a call outside any step")
         if any((lent := self._lent[index]) is not None and not lent.expired() for index in displaced):
             self.memory.anew()
             displaced = [index for index in range(len(self.parameters)) if index not in self.retyped]
@@ -208,14 +197,16 @@ class HostBlock:
         Raises:
             RuntimeError: it has another dtype or shape, and so no place in the block.
         """
+        parameter, common = self.parameters[index], part(self.memory.common, self.planned.spans[index])
+        if parameter.data_ptr() != common.data_ptr():
+            self._refuse_other_form(index, "given to it by the optimizer's step (param.data = other)")
+            common.copy_(parameter.data)
+
+    def _refuse_other_form(self, index: int, when: str) -> None:
         parameter, span = self.parameters[index], self.planned.spans[index]
-        common = part(self.memory.common, span)
-        if parameter.data_ptr() == common.data_ptr():
-            return
         if parameter.dtype != span.dtype or parameter.shape != span.shape:
             raise RuntimeError(
-                f"The optimizer's step has given {span.name!r} data of {parameter.dtype} and shape {tuple(parameter.shape)} "
-                f"(param.data = other); it was {span.dtype} of shape {tuple(span.shape)}. Exchange parameters between two "
-                "batches."
+                f"Parameter {span.name!r} was {span.dtype} of shape {tuple(span.shape)} when its layer was absorbed; it is "
+                f"{parameter.dtype} of shape {tuple(parameter.shape)} now, {when}. Exchange parameters between two batches, or "
+                "before trainer.fit."
             )
-        common.copy_(parameter.data)

@@ -200,9 +200,6 @@ class MappedMemory(BlockMemory):
         other = self._file.allocate(self.nbytes, False)
         self._map(other.begin, other.pages)
 
-    def unpin(self) -> None:
-        """Nothing is page-locked."""
-
     def use(self) -> None:
         """Has the pages in memory, because they are going to be read or written."""
         self._file.use(self)

@@ -183,8 +183,8 @@ def _finish(content: _Content, stored: Mapping[str, Any], place: Path, folder: P
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         why = "threads of torch.distributed.checkpoint have failed, as they say above, and have not written"
         raise OSError(errno.EIO, f"{why} {lost[0]!r}{more}")
-    tensors = [
-        tuple(StoredTensor(paths, stored[name].relative_path, stored[name].offset, stored[name].length))
+    tensors: list[StoredTensor] = [
+        (paths, stored[name].relative_path, stored[name].offset, stored[name].length)
         for name, paths in content.paths.items()
     ]
     with (place / INDEX).open("xb") as stream:
