@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,7 @@ def buffer_of(memory: Tensor) -> memoryview:
 # ---------------------------------------------------------------------- scratch files
 
 
+@dataclass(eq=False)
 class Extent:
     """A part of a scratch file. Its place is free again once this object is gone.
 
@@ -179,9 +181,8 @@ class Extent:
         offset, nbytes: where it is; both are multiples of a page.
     """
 
-    def __init__(self, offset: int, nbytes: int) -> None:
-        self.offset = offset
-        self.nbytes = nbytes
+    offset: int
+    nbytes: int
 
 
 _MESSAGES = (

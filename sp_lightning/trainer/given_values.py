@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -166,11 +166,20 @@ _MAPPED_TOGETHER = 2**26
 """Bytes that are read through one mapping of a safetensors file. It goes with the last of them, and their pages with it."""
 
 
-class SafetensorsFile:
-    """A file of safetensors, or the files that an index names.
+class WeightFile(NamedTuple):
+    """A file of weights.
 
     Attributes:
         shapes: the shape of each weight, by its name.
+        read: returns a weight, which stays in the file until it is copied. It may be written: the file does not change.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+
+
+def _open_safetensors(path: Path, files: Mapping[str, Path] | None = None) -> WeightFile:
+    """Opens a file of safetensors, or the files that an index names.
 
     Args:
         files: the file in which each weight is, by its name; None for all that are in ``path``.
@@ -179,67 +188,51 @@ class SafetensorsFile:
     Raises:
         ImportError: safetensors is not installed.
     """
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is read with the package safetensors, which is not installed: pip install safetensors."
+        ) from error
+    places: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for each in sorted(set(files.values())) if files else [path]:
+        opened: Any = safe_open(each, framework="pt")
+        for name in opened.keys():  # noqa: SIM118 (it has no iterator)
+            shapes[name] = tuple(opened.get_slice(name).get_shape())
+            places[name] = each
+    last, nbytes = None, 0
 
-    def __init__(self, path: Path, files: Mapping[str, Path] | None = None) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ImportError(
-                f"{path} is read with the package safetensors, which is not installed: pip install safetensors."
-            ) from error
-        self._open: Any = safe_open
-        self._file: Any = None
-        self._path: Path | None = None
-        self._read = 0
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Path] = {}
-        for each in sorted(set(files.values())) if files else [path]:
-            file = self._open(each, framework="pt")
-            for name in file.keys():  # noqa: SIM118 (it has no iterator)
-                self.shapes[name] = tuple(file.get_slice(name).get_shape())
-                self._files[name] = each
-
-    def read(self, name: str) -> Tensor:
-        """Returns a weight, which stays in the file until it is copied. It may be written: the file does not change."""
-        if self._path != self._files[name] or self._read > _MAPPED_TOGETHER:
-            self._path, self._read = self._files[name], 0
-            self._file = self._open(self._path, framework="pt")
-        value: Tensor = self._file.get_tensor(name)
-        self._read += value.nbytes
+    def read(name: str) -> Tensor:
+        nonlocal opened, last, nbytes
+        if last != places[name] or nbytes > _MAPPED_TOGETHER:
+            last, nbytes = places[name], 0
+            opened = safe_open(last, framework="pt")
+        value: Tensor = opened.get_tensor(name)
+        nbytes += value.nbytes
         return value
 
+    return WeightFile(shapes, read)
 
-class TorchFile:
-    """A checkpoint of Lightning's, or a state dictionary that ``torch.save`` wrote.
 
-    Attributes:
-        shapes: as those of :class:`SafetensorsFile`.
+def _open_torch(path: Path) -> WeightFile:
+    """Opens a checkpoint of Lightning's, or a state dictionary that ``torch.save`` wrote.
 
     Raises:
         ValueError: the file has something else.
         pickle.UnpicklingError: the file holds other objects than tensors and plain values.
     """
-
-    def __init__(self, path: Path) -> None:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        state = content.get("state_dict", content) if isinstance(content, dict) else content
-        strange = {type(state)} - {dict, OrderedDict}
-        if not strange:
-            strange = {type(each) for each in state.values()} - {Tensor, nn.Parameter}
-        if strange:
-            raise ValueError(
-                f"weights={str(path)!r}: expected a checkpoint of Lightning's or a state dictionary of plain tensors, found "
-                f"{strange.pop().__name__}. Write one: torch.save(model.state_dict(), FILE)."
-            )
-        self._state: dict[str, Tensor] = state
-        self.shapes = {name: tuple(each.shape) for name, each in self._state.items()}
-
-    def read(self, name: str) -> Tensor:
-        """As :meth:`SafetensorsFile.read`."""
-        return self._state[name]
-
-
-WeightFile = SafetensorsFile | TorchFile
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    state = content.get("state_dict", content) if isinstance(content, dict) else content
+    strange = {type(state)} - {dict, OrderedDict}
+    if not strange:
+        strange = {type(each) for each in state.values()} - {Tensor, nn.Parameter}
+    if strange:
+        raise ValueError(
+            f"weights={str(path)!r}: expected a checkpoint of Lightning's or a state dictionary of plain tensors, found "
+            f"{strange.pop().__name__}. Write one: torch.save(model.state_dict(), FILE)."
+        )
+    return WeightFile({name: tuple(each.shape) for name, each in state.items()}, state.__getitem__)
 
 
 def open_weights(path: Path) -> WeightFile:
@@ -261,8 +254,8 @@ def open_weights(path: Path) -> WeightFile:
         missing = next((file for file in files.values() if not file.is_file()), None)
         if missing is not None:
             raise FileNotFoundError(f"{str(path)!r} names {missing.name!r}, which is not beside it.")
-        return SafetensorsFile(path, files)
-    return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+        return _open_safetensors(path, files)
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
 
 
 def _in_folder(folder: Path) -> Path:
