@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import select
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Thread
@@ -221,11 +221,17 @@ class Board:
         Raises:
             RankError: another rank will not bring it about, or has not within the time that a process group waits.
         """
-        said, late = in_words(why), _TIMEOUT.total_seconds()
-        for waited in _pauses(reached):
+        said, late, turns = in_words(why), _TIMEOUT.total_seconds(), 0
+        began = looked = monotonic()
+        while not reached():
+            turns += 1
+            sleep(0 if turns < 100 else min(turns * 1e-7, 1e-3))
+            if turns < 100 or monotonic() - looked < LOOK:
+                continue
+            looked = monotonic()
             try:
                 self.check(said)
-                if waited > late:
+                if looked - began > late:
                     raise RankError(
                         f"{self._names[self.rank]} has waited {late:.0f} seconds for {said}. {self._places()}."
                     )
@@ -312,21 +318,6 @@ LOOK = 0.05
 
 _TIMEOUT: timedelta = default_pg_timeout
 """How long a rank waits for another one that neither comes nor fails: as long as torch's process groups do."""
-
-
-def _pauses(reached: Callable[[], bool]) -> Iterator[float]:
-    """Waits for something. Yields the seconds that have passed when it is time to look for ranks that have failed."""
-    turns, began = 0, monotonic()
-    looked = began
-    while not reached():
-        turns += 1
-        if turns < 100:
-            sleep(0)
-            continue
-        sleep(min(turns * 1e-7, 1e-3))
-        if monotonic() - looked > LOOK:
-            looked = monotonic()
-            yield looked - began
 
 
 def _decoded(text: bytes) -> str:

@@ -175,6 +175,9 @@ class HostBlock:
         """While this is active parameters are what all processes see, so that an optimizer may step them.
 
         It steps those with a gradient. One that was frozen may have kept its own.
+
+        Raises:
+            RuntimeError: the optimizer has given a parameter another dtype or shape, and so no place in the block.
         """
         stepped = [i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None]
         seen = {i: self.parameters[i].data for i in stepped if i not in self.retyped}
@@ -184,23 +187,15 @@ class HostBlock:
                     self.parameters[index].data = part(self.memory.common, self.planned.spans[index])
             yield
             with no_inference_mode(), torch.no_grad():
-                for index in seen:
-                    self._write_in_common(index)
+                for index in seen:  # all ranks get the value of one that the optimizer has given other memory
+                    parameter, common = self.parameters[index], part(self.memory.common, self.planned.spans[index])
+                    if parameter.data_ptr() != common.data_ptr():
+                        self._refuse_other_form(index, "given to it by the optimizer's step (param.data = other)")
+                        common.copy_(parameter.data)
         finally:
             with no_inference_mode(), torch.no_grad():
                 for index, value in seen.items():
                     self.parameters[index].data = value
-
-    def _write_in_common(self, index: int) -> None:
-        """If an optimizer has given a parameter other memory (``param.data = other``), all ranks get its value.
-
-        Raises:
-            RuntimeError: it has another dtype or shape, and so no place in the block.
-        """
-        parameter, common = self.parameters[index], part(self.memory.common, self.planned.spans[index])
-        if parameter.data_ptr() != common.data_ptr():
-            self._refuse_other_form(index, "given to it by the optimizer's step (param.data = other)")
-            common.copy_(parameter.data)
 
     def _refuse_other_form(self, index: int, when: str) -> None:
         parameter, span = self.parameters[index], self.planned.spans[index]

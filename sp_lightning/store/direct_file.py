@@ -325,18 +325,18 @@ def _create(folder: Path) -> int:
     try:
         return _without_name(folder)
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, _OTHER)
+        remedy = _REMEDIES.get(error.errno or 0, "Name another folder")
         raise OSError(
             error.errno,
-            f"No file can be created in the folder that disk= names ({error.strerror}). {remedy}",
+            f"No file can be created in the folder that disk= names ({error.strerror}). {remedy}: "
+            "SuperpipelineStrategy(disk=FOLDER)",
             str(folder),
         ) from error
 
 
-_OTHER = "Name another folder: SuperpipelineStrategy(disk=FOLDER)"
 _REMEDIES = {
-    errno.ENOENT: "Create it (mkdir -p), or name another one: SuperpipelineStrategy(disk=FOLDER)",
-    errno.EACCES: "See that you may write there, or name another one: SuperpipelineStrategy(disk=FOLDER)",
+    errno.ENOENT: "Create it (mkdir -p), or name another one",
+    errno.EACCES: "See that you may write there, or name another one",
 }
 
 

@@ -87,8 +87,7 @@ class LoopStrategy(HostStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the run, which may be under way: a copy is that of a strategy whose run is over."""
-        last = self._last if self._run is None else self._run.results
-        return {**super().__getstate__(), "_run": None, "_last": last}
+        return {**super().__getstate__(), "_run": None, "_last": self._known}
 
     def on_exception(self, exception: BaseException) -> None:
         self.note_failure(exception)
@@ -148,12 +147,15 @@ class LoopStrategy(HostStrategy):
         return self._results("counters").fetches
 
     def _results(self, what: str) -> Results:
-        results = self._last if self._run is None else self._run.results
-        if results is None:
+        if (known := self._known) is None:
             raise RuntimeError(
                 f"This strategy has no {what} yet: a run begins in trainer.fit (validate, test, predict)."
             )
-        return results
+        return known
+
+    @property
+    def _known(self) -> Results | None:
+        return self._last if self._run is None else self._run.results
 
     def remarks(self) -> list[str]:
         """What a user should know about this run beside the plan, in sentences."""
@@ -271,8 +273,7 @@ class LoopStrategy(HostStrategy):
                 return output
 
     def _refuse_partially_updated(self) -> None:
-        results = self._last if self._run is None else self._run.results
-        mixed = None if results is None else results.partially_updated
+        mixed = None if self._known is None else self._known.partially_updated
         if mixed is not None:
             if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
                 self._close()

@@ -57,7 +57,6 @@ class OptimizerSteps:
         self._log = log
         self._layerwise: dict[Optimizer, LayerwiseStep] = {}
         self._trainer: Any = run.module.trainer
-        self._ledger: Ledger | None = None
         self._ranks = None if run.ranks is None else RankSteps(run)
         self.disk: DiskTier | None = None
         self._logged = ""
@@ -128,11 +127,10 @@ class OptimizerSteps:
         }
         if self._ranks is not None:
             self._ranks.attach([] if by_layers else optimizers, scaler_of(trainer))
-        self._ledger = self._count()
         mode = f"off ({why})" if why else self.overlap
         placed = self._options.disk is None or self.disk is not None
         if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
-            self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._ledger, mode)
+            self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
 
     def rearrange(self) -> None:
@@ -148,8 +146,7 @@ class OptimizerSteps:
 
         With several devices the primary decides, whose optimizers have the state. What all processes of the node take counts.
         """
-        ranks, ledger, disk = self._run.ranks, self._ledger, self._options.disk
-        assert ledger is not None
+        ranks, ledger, disk = self._run.ranks, self._count(), self._options.disk
         if disk is None:
             return ledger.state or 0
         if ranks is None:
@@ -190,9 +187,7 @@ class OptimizerSteps:
     @property
     def ledger(self) -> Ledger | None:
         """Host memory and traffic as they are now; None outside training."""
-        if self._ledger is not None:
-            self._ledger = self._count()  # layers may have been unfrozen, accumulation changed, state come into being
-        return self._ledger
+        return self._count() if self._run.trains else None
 
     def _count(self) -> Ledger:
         trainer = self._trainer
