@@ -227,7 +227,7 @@ class StateOnDisk:
         stored, span = tensor.stored, tensor.span
         with self._lock:
             memory = aligned_memory(span.nbytes)
-            if stored in self._transfers.ahead and stored.transfer is not None:
+            if stored in self._transfers.ahead:
                 try:
                     stored.transfer.wait()
                 except OSError:  # it was read ahead for an update, which will read it again

@@ -87,10 +87,10 @@ class OptimizerSteps:
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
-        return self._fuse and optimizer in self._optimizers and has_fused_step(optimizer)
+        return self._fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
 
     @property
-    def _optimizers(self) -> list[Optimizer]:
+    def _real_optimizers(self) -> list[Optimizer]:
         """The trainer's, without what stands for none; outside of training it has none."""
         return [each for each in self._trainer.optimizers if not is_no_optimizer(each)] if self._run.trains else []
 
@@ -111,7 +111,7 @@ class OptimizerSteps:
         by_layers = not waits or state is not None or on_disk.any or ranks_with_disk
         if waits and by_layers:  # the bits of a step that is not fused depend on the number of threads
             streamer.device.background_threads = torch.get_num_threads()
-        optimizers = self._optimizers
+        optimizers = self._real_optimizers
         self._layerwise = {
             optimizer: LayerwiseStep(
                 optimizer,
@@ -164,7 +164,7 @@ class OptimizerSteps:
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
         on_disk = self._run.placement.on_disk
         others, beside = ledger.gradients + on_host + on_disk.window, on_disk.weight_bytes + on_disk.gradient_bytes
-        tier.place(self._optimizers, streamer.updating.layer_of, self._still, others, elsewhere, beside)
+        tier.place(self._real_optimizers, streamer.updating.layer_of, self._still, others, elsewhere, beside)
         self.disk = tier
         self.arrange()
         self.absorb_state()
@@ -173,7 +173,7 @@ class OptimizerSteps:
     def absorb_state(self) -> None:
         """Optimizers have state that did not come from their steps. What belongs on the disk goes there."""
         if self.disk is not None and self.disk.state is not None:
-            self.disk.state.absorb(self._optimizers, self._run.engine.updating.layer_of)
+            self.disk.state.absorb(self._real_optimizers, self._run.engine.updating.layer_of)
 
     def state_loaded(self) -> None:
         """Optimizers have the state of a checkpoint, which may be in its file still."""
@@ -231,7 +231,7 @@ class OptimizerSteps:
         remarks = [] if self.disk is None else [str(self.disk.placement)]
         names = {
             type(optimizer).__name__
-            for optimizer in filter(self._is_fused, self._optimizers)
+            for optimizer in filter(self._is_fused, self._real_optimizers)
             if any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
         }
         if names:
