@@ -274,13 +274,17 @@ def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
     plugin, tried = trainer.precision_plugin, (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
     hook = next(iter(hooks_of_users(trainer, "train", "gradients", "optimizer")), None)
     return _first(
-        (trainer.strategy.root_device.type == "cpu", "they would compete with the model for the CPU"),
+        (_computes_on_host(trainer), "they would compete with the model for the CPU"),
         (not trainer.lightning_module.automatic_optimization, "optimization is manual"),
         (not is_exactly(plugin, tried), f"{type(plugin).__name__} is not among the precision plugins that were tried"),
         (hook, f"{hook} may look at weights or gradients"),
         (_parameter_hooks(trainer), "parameters have hooks"),
         (_step_hooks(optimizers), "the optimizer has step hooks"),
     )
+
+
+def _computes_on_host(trainer: Any) -> bool:
+    return bool(trainer.strategy.root_device.type == "cpu")
 
 
 def _parameter_hooks(trainer: Any) -> bool:
