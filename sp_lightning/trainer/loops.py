@@ -229,6 +229,8 @@ class LoopStrategy(HostStrategy):
         """Callbacks and module have had their hooks: but for an optimizer's step around it, the training step is next."""
         super().on_train_batch_start(batch, batch_idx)
         if self._run is not None:
+            if self._run.ranks is not None:
+                self._run.ranks.board.place = f"batch {batch_idx} of epoch {self._run.module.current_epoch}"
             self._batch_starts(self._run, "train", batch)
             if not self._run.hooks.may_write_before_training_step():
                 self._run.engine.prefetch_for("train", training=True)

@@ -21,7 +21,7 @@ from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import Count, Fused, Overlap, Transfer, by_name
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_folder import common_tensors, write
-from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for, load
 from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
     FROZEN,
@@ -144,7 +144,6 @@ class StreamingStrategy(LoopStrategy):
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
         super().__init__(options, device, accelerator, checkpoint_io, precision_plugin)
-        self._state_goes_to_disk = options.disk is not None
 
     # ------------------------------------------------------------------ set-up and teardown
 
@@ -237,8 +236,19 @@ class StreamingStrategy(LoopStrategy):
             elif self._ranks.first:  # the others may never come
                 write(checkpoint, folder, own, alone=True)
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Weights stay in the file until they are copied to where they belong."""
+        module, drops = self.lightning_module, self._ranks is not None and not self._ranks.primary
+        stays = self._options.disk is not None or drops  # who drops the state reads none of it
+        return load(checkpoint_path, self.checkpoint_io, module, weights_only, state_stays=stays)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+        """The base class would move the state to the device."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if self._ranks is None or self._ranks.primary:
+                optimizer.load_state_dict(state)
+            else:  # the optimizers of a node's first rank alone have state
+                optimizer.load_state_dict({**state, "state": {}})
         if self._run is not None:
             self._run.steps.state_loaded()
 
