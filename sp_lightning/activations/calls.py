@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sp_lightning.activations.offload import Offload, UnitCall
 from sp_lightning.activations.recompute import OutsideWatch, Recompute, Rerun, first_runs, is_checkpointed
 from sp_lightning.device.device import Device
+from sp_lightning.device.host_memory import HostRing
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import (
     COMPILED_CALL,
@@ -29,7 +30,6 @@ from sp_lightning.device.torch_private import (
     tree_leaves,
 )
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode
-from sp_lightning.store.host_ring import HostRing
 
 
 class Activations:

@@ -8,12 +8,12 @@ process, and pays for pages that it writes alone.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import socket
 import struct
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,6 +21,7 @@ from uuid import uuid4
 from weakref import WeakSet
 from zlib import crc32
 
+import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 from torch import Tensor
 
@@ -223,19 +224,14 @@ def _written_pages(begin: int, end: int) -> list[Page]:
 
 
 def _scan(pagemap: int, begin: int, end: int) -> Iterator[Page]:
-    regions = (ctypes.c_uint64 * (3 * _REGIONS))()
+    regions = np.empty((_REGIONS, 3), np.uint64)
+    there, vector = _PRESENT | _SWAPPED, regions.ctypes.data
     while begin < end:
         # size, flags, start, end, walk_end, vec, vec_len, max_pages, inverted, mask, anyof_mask, return_mask
-        asked = bytearray(
-            struct.pack(
-                "12Q", 96, 0, begin, end, 0, ctypes.addressof(regions), _REGIONS, 0, _FILE, _FILE, _PRESENT | _SWAPPED,
-                _PRESENT | _SWAPPED,
-            )
-        )  # fmt: skip
-        found = fcntl.ioctl(pagemap, _SCAN, asked)
-        for index in range(found):
-            yield regions[3 * index], regions[3 * index + 1]
-        begin = struct.unpack_from("Q", asked, 32)[0]
+        asked = array("Q", [96, 0, begin, end, 0, vector, _REGIONS, 0, _FILE, _FILE, there, there])
+        for first, last, _ in regions[: fcntl.ioctl(pagemap, _SCAN, asked)].tolist():
+            yield first, last
+        begin = asked[4]
 
 
 def _read(pagemap: int, begin: int, end: int) -> Iterator[Page]:

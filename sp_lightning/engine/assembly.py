@@ -62,7 +62,7 @@ def make_layers(
             layer.masters.owner = layer
             layer.casts = Casts(layer.block, layer.masters, device)
     blocks = [layer.block for layer in layers if layer.kind in (Kind.BLOCK, Kind.RESIDENTS)]
-    unpinned = sum(block.planned.nbytes for block in blocks if not block.pinned)
+    unpinned = sum(block.planned.nbytes for block in blocks if not block.memory.pinned)
     if pin and unpinned:
         warnings.warn(
             f"{unpinned / 2**30:.2f} GiB of host memory could not be page-locked (pinned): copies to the device are then "

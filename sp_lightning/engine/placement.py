@@ -26,7 +26,7 @@ from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.away import note_on_disk
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore, Staging
+from sp_lightning.store.block_memory import Allocate, BlockMemory, Staging, shared_allocator
 from sp_lightning.store.mapped_file import MappedFile, page_out
 from sp_lightning.store.weights_in_files import FileBlock, FilePlace, WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
@@ -121,8 +121,7 @@ class OnRanks(Placement):
         )
         self._ranks.must_agree("layers", {layer.name: human_bytes(layer.nbytes) for layer in plan.moving}, remedy)
         nbytes = sum(whole_pages(layer.nbytes) for layer in (*plan.moving, plan.residents))
-        self._store = SharedStore(self._ranks, device, nbytes)
-        return self._store.allocate
+        return shared_allocator(self._ranks, device, nbytes)
 
     def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
         return SlicedUploads(device, self._ranks, lock, written_here, log) if self.sliced else Uploads(device)
@@ -145,7 +144,7 @@ class OnRanks(Placement):
     def turns(
         self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
     ) -> Turns | None:
-        turns = Turns(lock, self._ranks, layers, self._store, source, step, self._gradients)
+        turns = Turns(lock, self._ranks, layers, source, step, self._gradients)
         if self._ranks.primary:
             turns.cast()
         self._ranks.barrier(Wait.READ_AFTER_FILL)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sp_lightning.activations.calls import Activations
 from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.host_memory import HostRing
 from sp_lightning.device.patched import unwatch, watch
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
@@ -27,7 +28,6 @@ from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block_memory import Staging
-from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.lent_weights import LentWeights

@@ -14,7 +14,7 @@ from sp_lightning.device.device import Wait
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.step import Step
-from sp_lightning.store.block_memory import SharedBlockMemory, SharedStore
+from sp_lightning.store.block_memory import SharedBlockMemory, merge
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
 from sp_lightning.weights.slots import Staged
@@ -27,7 +27,7 @@ class Turns:
         lock: the engine's lock.
         ranks: the ranks.
         layers: all layers.
-        store, source, step, gradients: the engine's parts.
+        source, step, gradients: the engine's parts.
     """
 
     def __init__(
@@ -35,7 +35,6 @@ class Turns:
         lock: threading.RLock,
         ranks: Ranks,
         layers: Sequence[StreamedLayer],
-        store: SharedStore,
         source: HostSource,
         step: Step,
         gradients: ReducedGradients,
@@ -43,7 +42,6 @@ class Turns:
         self._lock = lock
         self.ranks = ranks
         self._layers = layers
-        self._store = store
         self._source = source
         self._step = step
         self._gradients = gradients
@@ -101,7 +99,7 @@ class Turns:
         """Makes the primary's weights those of all ranks, without a turn. Collective."""
         self._prepare()
         self.ranks.barrier(Wait.STEP_AFTER_ARRIVAL)
-        if self._store.merge() and self.ranks.primary:
+        if self._merge_weights() and self.ranks.primary:
             self.cast()
         self.ranks.barrier(Wait.USE_AFTER_TURN)
 
@@ -118,11 +116,14 @@ class Turns:
         self.merge()
 
     def _forget(self, *_: object) -> None:
-        self._store.merge()
+        self._merge_weights()
 
     def _merge(self, weights: bool) -> bool:
         self._gradients.places.merge()
-        return weights and bool(self._store.merge())
+        return weights and bool(self._merge_weights())
+
+    def _merge_weights(self) -> int:
+        return merge(layer.block.memory for layer in self._layers)
 
     def cast(self) -> None:
         """Casts all weights anew, for all ranks."""

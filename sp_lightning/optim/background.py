@@ -264,20 +264,12 @@ class SharedUpdates(BackgroundUpdates):
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)
             self._submitted[layer] += 1
-            shared = partial(self._update, layer, self._submitted[layer], self._gradients.landing(layer), work)
+            update = partial(self._update, layer, self._submitted[layer], self._gradients.landing(layer), work)
             if self._ranks.primary:
                 # Until the update is waited for, the layer's parameters and gradients are those that all ranks see.
                 for member in layer.family:
                     common.enter_context(member.block.written_in_common())
                 common.enter_context(self._gradients.places.written_in_common([layer]))
-
-            def update() -> None:
-                try:
-                    shared()
-                except BaseException as error:
-                    if self._ranks.primary:
-                        self._ranks.fail(error)
-                    raise
 
             def after() -> None:
                 common.close()
@@ -292,18 +284,23 @@ class SharedUpdates(BackgroundUpdates):
         """Updates a layer on the primary, in backward once the parts of all ranks are there. The others wait for it."""
         ranks = self._ranks
         landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # where each rank says so
-        if landing is not None:
-            landing()
-            publish(self._landed, landed[ranks.rank], number)
-        if not ranks.primary:
-            ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
-            return
-        if landing is not None:
-            ranks.until(lambda: all(self._landed[each] >= number for each in landed), Wait.UPDATE_AFTER_LANDING)
-            # What this rank's user code has written counts. What others' has, they drop in the step's turn.
-            merge(member.block.memory for member in layer.family)
-        work()
-        publish(self._done, layer.index, number)
+        try:
+            if landing is not None:
+                landing()
+                publish(self._landed, landed[ranks.rank], number)
+            if not ranks.primary:
+                ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
+                return
+            if landing is not None:
+                ranks.until(lambda: all(self._landed[each] >= number for each in landed), Wait.UPDATE_AFTER_LANDING)
+                # What this rank's user code has written counts. What others' has, they drop in the step's turn.
+                merge(member.block.memory for member in layer.family)
+            work()
+            publish(self._done, layer.index, number)
+        except BaseException as error:
+            if ranks.primary:
+                ranks.fail(error)
+            raise
 
     def bound(self, most: int) -> None:
         """Waits for as many updates as leave a slot for the next layer's gradients. Those of all others may be on their way."""

@@ -155,7 +155,9 @@ class StateOnDisk:
             spans.append(Span("", end, tensor.nbytes, tensor.shape, tuple(stride), tensor.dtype))
             end += whole_pages(tensor.nbytes)
         found = self._stored.get(key)
-        if found is None or found.spans != tuple(spans) or _others(found, tensors) or _moved(found, tensors, spans):
+        # Users exchange tensors, and parameters get other places in their groups. There a write would overwrite other tensors.
+        same = found is not None and found.spans == tuple(spans) and _are(found.tensors, tensors)
+        if found is None or not same:
             found = self._stored[key] = Stored(self._transfers.file.allocate(end), tuple(spans))
         elif found in self._transfers.behind:  # all of it was looked at since
             self._transfers.written(found)
@@ -225,7 +227,7 @@ class StateOnDisk:
         stored, span = tensor.stored, tensor.span
         with self._lock:
             memory = aligned_memory(span.nbytes)
-            if stored in self._transfers.ahead and stored.transfer is not None:
+            if stored in self._transfers.ahead:
                 try:
                     stored.transfer.wait()
                 except OSError:  # it was read ahead for an update, which will read it again
@@ -245,20 +247,8 @@ def _tensors(optimizer: Any) -> list[Tensor]:
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 
-def _others(stored: Stored, tensors: Sequence[Tensor]) -> bool:
-    """Whether others than these tensors are there, which a write would overwrite."""
-    own = set(map(id, tensors))
-    there = [tensor for each in stored.tensors if (tensor := each()) is not None and id(tensor) not in own]
-    return any(type(tensor) is Away and tensor.stored is stored for tensor in there)
-
-
-def _moved(stored: Stored, tensors: Sequence[Tensor], spans: Sequence[Span]) -> bool:
-    """Whether some of these tensors are at another place there than they would get. To copy one would overwrite another.
-
-    Users exchange tensors of one layer's parameters, and parameters get other places in their groups.
-    """
-    pairs = zip(tensors, spans, strict=True)
-    return any(type(each) is Away and each.stored is stored and each.span.offset != span.offset for each, span in pairs)
+def _are(references: Sequence[weakref.ref[Tensor]], tensors: Sequence[Tensor]) -> bool:
+    return all(reference() is tensor for reference, tensor in zip(references, tensors, strict=True))
 
 
 def _places(tensors: Iterable[Any]) -> list[Stored]:

@@ -13,6 +13,9 @@ from torch import Tensor
 from sp_lightning.device.layout import Span, whole_pages
 from sp_lightning.store.direct_file import Extent, ScratchFile, Transfer, aligned_memory
 
+_NOTHING = Transfer(())
+"""A transfer that is over."""
+
 
 @dataclass(eq=False)
 class Stored:
@@ -23,14 +26,14 @@ class Stored:
         spans: where each tensor is in it.
         tensors: those that are there. Users may have given them to another layer's parameters.
         buffer: memory with the same bytes, as long as they are read or written.
-        transfer: of those bytes.
+        transfer: of those bytes; of none once they are there.
     """
 
     extent: Extent
     spans: tuple[Span, ...]
     tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
     buffer: Tensor | None = None
-    transfer: Transfer | None = None
+    transfer: Transfer = _NOTHING
 
 
 class StateTransfers:
@@ -69,20 +72,18 @@ class StateTransfers:
             OSError: the disk failed.
         """
         if stored in self.behind:
-            assert stored.transfer is not None
             stored.transfer.wait()  # the bytes are still there
             self.behind.remove(stored)
         elif stored.buffer is None:
             self._read(stored, self.take(stored.extent.nbytes))
         try:
-            if stored.transfer is not None:
-                stored.transfer.wait()
+            stored.transfer.wait()
         except OSError:
             self.release(stored)
             raise
         if stored in self.ahead:
             self.ahead.remove(stored)
-        stored.transfer = None
+        stored.transfer = _NOTHING
 
     def write(self, stored: Stored) -> None:
         """Begins to write a layer's buffer. Once it is written, what is coming is read into its memory."""
@@ -178,7 +179,7 @@ class StateTransfers:
 
     def _collect(self) -> None:
         """Takes back the buffers of writes that are done."""
-        for stored in [each for each in self.behind if each.transfer is not None and each.transfer.done]:
+        for stored in [each for each in self.behind if each.transfer.done]:
             self.written(stored)
 
     def written(self, stored: Stored) -> None:
@@ -187,7 +188,6 @@ class StateTransfers:
         Raises:
             OSError: the write failed. The bytes stay in the buffer.
         """
-        assert stored.transfer is not None
         stored.transfer.wait()
         self.behind.remove(stored)
         self.release(stored)
@@ -196,8 +196,7 @@ class StateTransfers:
         """Gives a buffer back, once no transfer writes to it any more."""
         if stored in self.ahead:
             self.ahead.remove(stored)
-        if stored.transfer is not None:
-            stored.transfer.finish()
+        stored.transfer.finish()
         if stored.buffer is not None:
             self.give_back(stored.buffer)
-        stored.buffer = stored.transfer = None
+        stored.buffer, stored.transfer = None, _NOTHING

@@ -2,7 +2,6 @@
 
 - ``block``: one layer's weights in one flat, pinned block, whose views are the user's parameters; ``block_memory``: the memory
   under it, of this process alone or of all ranks, and what the layer's gradients arrive in.
-- ``host_ring``: memory that is used again and again: by offloaded activations, and by state on its way to a disk and back.
 - ``direct_file``: reads and writes of files past the page cache, scratch files among them; ``away``: the stand-ins that users
   find for what is there.
 - ``mapped_file``: memory that is mapped from a scratch file of its own, for trained weights and gradients.

@@ -83,11 +83,6 @@ class HostBlock:
         pairs = enumerate(zip(now, self.addresses, strict=True))
         return [index for index, (at, before) in pairs if at != before and index not in self.retyped]
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the weights are page-locked."""
-        return self.memory.pinned
-
     def present(self, index: int) -> Tensor:
         """Returns a weight's present bytes, flat ``uint8``."""
         return bytes_of(self.memory.seen, self.planned.spans[index])
@@ -144,13 +139,7 @@ class HostBlock:
         """
         displaced = self.displaced
         for index in displaced:
-            parameter, span = self.parameters[index], self.planned.spans[index]
-            if parameter.dtype != span.dtype or parameter.shape != span.shape:
-                raise RuntimeError(
-                    f"Parameter {span.name!r} was {span.dtype} of shape {tuple(span.shape)} when its layer was absorbed; it "
-                    f"is {parameter.dtype} of shape {tuple(parameter.shape)} now, in the middle of a step or in a call "
-                    "outside any step. Exchange parameters between two batches, or before trainer.fit."
-                )
+            self._refuse_other_form(index, "in the middle of a step or in a call outside any step")
         if any((lent := self._lent[index]) is not None and not lent.expired() for index in displaced):
             self.memory.anew()
             displaced = [index for index in range(len(self.parameters)) if index not in self.retyped]
@@ -186,6 +175,9 @@ class HostBlock:
         """While this is active parameters are what all processes see, so that an optimizer may step them.
 
         It steps those with a gradient. One that was frozen may have kept its own.
+
+        Raises:
+            RuntimeError: the optimizer has given a parameter another dtype or shape, and so no place in the block.
         """
         stepped = [i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None]
         seen = {i: self.parameters[i].data for i in stepped if i not in self.retyped}
@@ -195,27 +187,21 @@ class HostBlock:
                     self.parameters[index].data = part(self.memory.common, self.planned.spans[index])
             yield
             with no_inference_mode(), torch.no_grad():
-                for index in seen:
-                    self._write_in_common(index)
+                for index in seen:  # all ranks get the value of one that the optimizer has given other memory
+                    parameter, common = self.parameters[index], part(self.memory.common, self.planned.spans[index])
+                    if parameter.data_ptr() != common.data_ptr():
+                        self._refuse_other_form(index, "given to it by the optimizer's step (param.data = other)")
+                        common.copy_(parameter.data)
         finally:
             with no_inference_mode(), torch.no_grad():
                 for index, value in seen.items():
                     self.parameters[index].data = value
 
-    def _write_in_common(self, index: int) -> None:
-        """If an optimizer has given a parameter other memory (``param.data = other``), all ranks get its value.
-
-        Raises:
-            RuntimeError: it has another dtype or shape, and so no place in the block.
-        """
+    def _refuse_other_form(self, index: int, when: str) -> None:
         parameter, span = self.parameters[index], self.planned.spans[index]
-        common = part(self.memory.common, span)
-        if parameter.data_ptr() == common.data_ptr():
-            return
         if parameter.dtype != span.dtype or parameter.shape != span.shape:
             raise RuntimeError(
-                f"The optimizer's step has given {span.name!r} data of {parameter.dtype} and shape {tuple(parameter.shape)} "
-                f"(param.data = other); it was {span.dtype} of shape {tuple(span.shape)}. Exchange parameters between two "
-                "batches."
+                f"Parameter {span.name!r} was {span.dtype} of shape {tuple(span.shape)} when its layer was absorbed; it is "
+                f"{parameter.dtype} of shape {tuple(parameter.shape)} now, {when}. Exchange parameters between two batches, or "
+                "before trainer.fit."
             )
-        common.copy_(parameter.data)

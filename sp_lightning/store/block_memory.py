@@ -35,6 +35,7 @@ class BlockMemory:
 
     common: Tensor
     pinned: bool
+    _memory: PinnedMemory | None = None
 
     def __init__(self, device: Device, nbytes: int, pin: bool) -> None:
         self._device = device
@@ -59,9 +60,9 @@ class BlockMemory:
 
     def anew(self) -> None:
         """Takes other memory for ``seen``. Tensors in that of before keep their values as long as there are any."""
-        self._memory = PinnedMemory(self._device, self._nbytes, pin=self._pin)
-        self.common = self._memory.bytes[: self._nbytes]
-        self.pinned = self._memory.pinned
+        self._memory = memory = PinnedMemory(self._device, self._nbytes, pin=self._pin)
+        self.common = memory.bytes[: self._nbytes]
+        self.pinned = memory.pinned
 
     def use(self) -> None:
         """Called before all of it is read or written, in case it is not in memory."""
@@ -70,9 +71,10 @@ class BlockMemory:
         """Called before all of it is written, whatever it had."""
 
     def unpin(self) -> None:
-        """Releases the page lock. The memory and its contents stay."""
-        self._memory.unpin()
-        self.pinned = False
+        """Releases the page lock, if there is one. The memory and its contents stay."""
+        if self._memory is not None:
+            self._memory.unpin()
+            self.pinned = False
 
 
 Allocate = Callable[[int, bool], BlockMemory]
@@ -94,40 +96,23 @@ class SparseMemory(BlockMemory):
         pages.madvise(mmap.MADV_NOHUGEPAGE)
         self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self._nbytes]
 
-    def unpin(self) -> None:
-        """Nothing is page-locked."""
 
-
-class SharedStore:
-    """The memory of all blocks of a model, which all ranks of a node have in common.
+def shared_allocator(ranks: Ranks, device: Device, nbytes: int) -> Allocate:
+    """Returns what allocates blocks in memory that all ranks of a node have in common. Collective.
 
     Args:
         ranks: those who share it.
         device: page-locks it.
         nbytes: of all blocks, each in whole pages.
     """
+    memory, used = ranks.share(nbytes, "weights"), 0
 
-    def __init__(self, ranks: Ranks, device: Device, nbytes: int) -> None:
-        self._device = device
-        self._primary = ranks.primary
-        self._memory = ranks.share(nbytes, "weights")
-        self._blocks: list[SharedBlockMemory] = []
-        self._used = 0
+    def allocate(nbytes: int, pin: bool) -> BlockMemory:
+        nonlocal used
+        begin, used = used, used + whole_pages(nbytes)
+        return SharedBlockMemory(memory, begin, nbytes, device, pin=pin, primary=ranks.primary)
 
-    def allocate(self, nbytes: int, pin: bool) -> BlockMemory:
-        """Returns the memory of the next block."""
-        begin, self._used = self._used, self._used + whole_pages(nbytes)
-        block = SharedBlockMemory(self._memory, begin, nbytes, self._device, pin=pin, primary=self._primary)
-        self._blocks.append(block)
-        return block
-
-    def merge(self) -> int:
-        """Gives all ranks what the primary's user code has written, and drops what another rank's has.
-
-        Returns:
-            The bytes that this rank had written.
-        """
-        return merge(self._blocks)
+    return allocate
 
 
 class SharedBlockMemory(BlockMemory):
@@ -202,7 +187,11 @@ class SharedBlockMemory(BlockMemory):
 
 
 def merge(blocks: Iterable[BlockMemory]) -> int:
-    """Does for some blocks what :meth:`SharedStore.merge` does for all."""
+    """Gives all ranks what the primary's user code has written of blocks, and drops what another rank's has.
+
+    Returns:
+        The bytes that this rank had written.
+    """
     shared = [block for block in blocks if isinstance(block, SharedBlockMemory)]
     for block in shared:
         block.written = False

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,7 @@ def buffer_of(memory: Tensor) -> memoryview:
 # ---------------------------------------------------------------------- scratch files
 
 
+@dataclass(eq=False)
 class Extent:
     """A part of a scratch file. Its place is free again once this object is gone.
 
@@ -179,9 +181,8 @@ class Extent:
         offset, nbytes: where it is; both are multiples of a page.
     """
 
-    def __init__(self, offset: int, nbytes: int) -> None:
-        self.offset = offset
-        self.nbytes = nbytes
+    offset: int
+    nbytes: int
 
 
 _MESSAGES = (
@@ -324,18 +325,18 @@ def _create(folder: Path) -> int:
     try:
         return _without_name(folder)
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, _OTHER)
+        remedy = _REMEDIES.get(error.errno or 0, "Name another folder")
         raise OSError(
             error.errno,
-            f"No file can be created in the folder that disk= names ({error.strerror}). {remedy}",
+            f"No file can be created in the folder that disk= names ({error.strerror}). {remedy}: "
+            "SuperpipelineStrategy(disk=FOLDER)",
             str(folder),
         ) from error
 
 
-_OTHER = "Name another folder: SuperpipelineStrategy(disk=FOLDER)"
 _REMEDIES = {
-    errno.ENOENT: "Create it (mkdir -p), or name another one: SuperpipelineStrategy(disk=FOLDER)",
-    errno.EACCES: "See that you may write there, or name another one: SuperpipelineStrategy(disk=FOLDER)",
+    errno.ENOENT: "Create it (mkdir -p), or name another one",
+    errno.EACCES: "See that you may write there, or name another one",
 }
 
 

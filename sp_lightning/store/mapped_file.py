@@ -67,16 +67,7 @@ class MappedFile:
         """
         with self._lock:
             extent = self._file.allocate(nbytes)
-        try:
-            pages = map_pages(self._file.descriptor, extent)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{human_bytes(extent.nbytes)} of a scratch file could not be mapped ({error.strerror}); see "
-                "vm.max_map_count and ulimit -v",
-                self._file.path,
-            ) from error
-        return MappedMemory(self, extent.offset, nbytes, pages)
+        return MappedMemory(self, extent.offset, nbytes, map_pages(self._file, extent))
 
     def reserve(self, nbytes: int) -> None:
         """Takes room on the disk for memory that will be allocated.
@@ -200,9 +191,6 @@ class MappedMemory(BlockMemory):
         other = self._file.allocate(self.nbytes, False)
         self._map(other.begin, other.pages)
 
-    def unpin(self) -> None:
-        """Nothing is page-locked."""
-
     def use(self) -> None:
         """Has the pages in memory, because they are going to be read or written."""
         self._file.use(self)
@@ -259,11 +247,11 @@ def is_on_disk(tensor: Any) -> bool:
     return at >= 0 and address < _mapped.get(begins[at], 0)
 
 
-def map_pages(descriptor: int, extent: Extent) -> Any:
+def map_pages(file: ScratchFile, extent: Extent) -> Any:
     """Maps a part of a file, as long as there is a tensor of it. ``mmap`` would hold a descriptor for each mapping.
 
     Args:
-        descriptor: the file's.
+        file: the file.
         extent: the part, whose place is free again once it is mapped no longer.
 
     Returns:
@@ -273,10 +261,15 @@ def map_pages(descriptor: int, extent: Extent) -> Any:
         OSError: they cannot be mapped.
     """
     size = extent.nbytes
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, extent.offset)
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file.descriptor, extent.offset)
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise OSError(
+            number,
+            f"{human_bytes(size)} of a scratch file could not be mapped ({os.strerror(number)}); see vm.max_map_count and "
+            "ulimit -v",
+            file.path,
+        )
     advise(address, size, mmap.MADV_DONTFORK)
     pages = _array_of(size).from_address(address)
     _mapped[address] = address + size

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -69,23 +70,21 @@ class Mappings:
 
     def __init__(self) -> None:
         self.resident_bytes = 0
-        self._begins: list[int] = []
-        self._mappings: list[tuple[int, int, int, str]] = []
+        self._mappings: list[tuple[int, int, int, int, str]] = []
         pages_in_memory(0, 1)  # not every process may ask
         for line in Path("/proc/self/maps").read_text().splitlines():
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[4] != "0" and fields[1].endswith("p"):
                 begin, end = (int(each, 16) for each in fields[0].split("-"))
-                self._begins.append(begin)
-                self._mappings.append((end, int(fields[2], 16), int(fields[4]), fields[5]))
+                self._mappings.append((begin, end, int(fields[2], 16), int(fields[4]), fields[5]))
 
     def place(self, tensor: Tensor) -> FilePlace | None:
         """Where the bytes of a tensor are in a file; None if they are anywhere else, too."""
         address = tensor.data_ptr()
-        index = bisect_right(self._begins, address) - 1
+        index = bisect_right(self._mappings, address, key=itemgetter(0)) - 1
         if index < 0 or not tensor.nbytes:
             return None
-        end, offset, node, path = self._mappings[index]
+        begin, end, offset, node, path = self._mappings[index]
         if address + tensor.nbytes > end or not os.path.isfile(path):
             return None
         identity = identity_of(os.stat(path))
@@ -93,7 +92,7 @@ class Mappings:
         if identity[0] != node or (pages := pages_in_memory(address, tensor.nbytes)) is None:
             return None
         self.resident_bytes += PAGE * pages
-        return FilePlace(path, offset + address - self._begins[index], identity)
+        return FilePlace(path, offset + address - begin, identity)
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int]:

@@ -1,7 +1,4 @@
-"""What must be the same on all ranks, compared before work begins, and how many processes there are and where.
-
-Buffers differ, and the primary's count, as under DistributedDataParallel.
-"""
+"""What must be the same on all ranks, compared before work begins, and how many processes there are and where."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.trainer.checkpoint_folder import own_state
@@ -119,35 +115,6 @@ def _shape(tensor: torch.Tensor) -> str:
 
 def _said(value: Any) -> str:
     return type(value).__name__ if callable(value) else repr(value)
-
-
-class Buffers:
-    """Sends the primary's buffers to the others when DistributedDataParallel would: before a step, unless the last one was of
-    validation; in manual optimization before the first step alone.
-
-    Args:
-        ranks: the ranks.
-        module: whose buffers they are.
-        phase: of the trainer. Outside of training the buffers are sent once.
-    """
-
-    def __init__(self, ranks: Ranks, module: pl.LightningModule, phase: TrainerFn | None) -> None:
-        self._ranks = ranks
-        self._module = module
-        self._training = phase == TrainerFn.FITTING
-        self._due = self._training
-        self.send()
-
-    def send(self) -> None:
-        """Overwrites the buffers of all ranks by the primary's. Collective."""
-        self._ranks.broadcast([buffer for buffer in self._module.buffers() if buffer.numel()])
-
-    def step_begins(self) -> None:
-        """A step of a loop begins on all ranks."""
-        if self._due:
-            self.send()
-        # In manual optimization Lightning's ddp has them sent once: its forward ends without a backward that sums.
-        self._due = self._training and torch.is_grad_enabled() and self._module.automatic_optimization
 
 
 # ---------------------------------------------------------------------- processes: as many as the trainer says, each in its place

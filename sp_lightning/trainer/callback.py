@@ -96,7 +96,6 @@ class SuperpipelineCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._running = self._records = False
         self._seen, self._start = 0, 0.0
-        self._recorded: int | None = None  # the batch that is being recorded
         self._intervals: Timeline | None = None
         self._batches: dict[int, list[Interval]] = {}  # the intervals of each batch that was recorded, by its number
         self._tokens: int | None = 0  # of this run so far; None if a batch does not say how many it has
@@ -153,7 +152,9 @@ class SuperpipelineCallback(Callback):
         if self._seen > 1 and (self._seen - 2) % self._every == 0:
             device = self._strategy.computing_device
             assert device is not None
-            self._recorded = self._seen - 1
+            if self._timeline is None:  # the picture shows the last batch only
+                self._batches.clear()
+            self._batches[self._seen - 1] = []
             self._intervals = self._intervals or device.make_timeline()
             device.timelines.append(self._intervals)
 
@@ -243,11 +244,6 @@ class SuperpipelineCallback(Callback):
         device = self._strategy.computing_device  # another one, where the engine was built anew meanwhile
         if device is not None and self._intervals in device.timelines:
             device.timelines.remove(self._intervals)
-        if self._recorded is not None:
-            if self._timeline is None:  # the picture shows the last batch only
-                self._batches.clear()
-            self._batches.setdefault(self._recorded, [])
-            self._recorded = None
         if self._batches:
             # An interval that had not ended at the last stop belongs to the batch that was recorded last.
             self._batches[max(self._batches)] += self._intervals.take()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.shared_memory import was_written
 from sp_lightning.trainer.folder_reader import INDEX, MARK, Keys, StoredTensor, is_folder
-from sp_lightning.trainer.part_files import aside, beside, cause_of, create_part, sync_folder
+from sp_lightning.trainer.part_files import aside, beside, cause_of, create_part, not_written, sync_folder
 
 LEAST = 2**16
 """Bytes of tensors that torch.distributed.checkpoint writes. Smaller ones are in the index."""
@@ -173,7 +173,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Ten
                 save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
         except CheckpointException as error:
             rank, cause = next(iter(error.failures.items()))
-            raise _not_written(cause[0], folder, f"rank {rank}: ") from error
+            raise not_written(cause[0], folder, f"rank {rank}: ") from error
         _on_first(group, folder, lambda: _finish(content, writer.stored, place, folder))
 
 
@@ -183,8 +183,8 @@ def _finish(content: _Content, stored: Mapping[str, Any], place: Path, folder: P
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         why = "threads of torch.distributed.checkpoint have failed, as they say above, and have not written"
         raise OSError(errno.EIO, f"{why} {lost[0]!r}{more}")
-    tensors = [
-        tuple(StoredTensor(paths, stored[name].relative_path, stored[name].offset, stored[name].length))
+    tensors: list[StoredTensor] = [
+        (paths, stored[name].relative_path, stored[name].offset, stored[name].length)
         for name, paths in content.paths.items()
     ]
     with (place / INDEX).open("xb") as stream:
@@ -273,7 +273,7 @@ def _on_first(group: Any, folder: Path, work: Callable[[], tuple[Any, Any] | Non
             error = mine
             found[1] = RuntimeError(f"The checkpoint could not be written: rank 0: {type(mine).__name__}: {mine}")
             if isinstance(mine, OSError):
-                found[1] = error = _not_written(mine, folder)
+                found[1] = error = not_written(mine, folder)
     if group is not None:
         dist.broadcast_object_list(found, 0, group=group)
     if error is not None or found[1] is not None:
@@ -295,12 +295,3 @@ def _all_see(group: Any, place: Path, folder: Path) -> None:
             "into it, so it has to be on a file system of all nodes, under one name",
             str(folder),
         )
-
-
-def _not_written(error: BaseException, folder: Path, who: str = "") -> BaseException:
-    if not isinstance(error, OSError):
-        return error
-    kept = "; the previous one of this name is as it was" if folder.exists() else ""
-    return OSError(
-        error.errno, f"The checkpoint could not be written: {who}{error.strerror or error}{kept}", str(folder)
-    )

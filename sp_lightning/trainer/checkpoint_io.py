@@ -28,7 +28,7 @@ from sp_lightning.model.wrapped import parts, rebuild
 from sp_lightning.store.away import save
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 from sp_lightning.trainer.folder_reader import read
-from sp_lightning.trainer.part_files import cause_of, create_part, read_whole, sync_folder
+from sp_lightning.trainer.part_files import cause_of, create_part, not_written, read_whole, sync_folder
 
 BESIDE_AVERAGES = "current_model_state"
 """The key of a checkpoint under which Lightning's ``WeightAveraging`` keeps the model's own state."""
@@ -79,14 +79,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except BaseException as error:
             if part is not None:
                 part.unlink(missing_ok=True)
-            cause = cause_of(error, handled)
-            if not isinstance(cause, OSError):
-                if cause is error:
-                    raise
-                raise cause from None
-            kept = "; the previous file of this name is as it was" if file.exists() else ""
-            said = f"The checkpoint could not be written: {cause.strerror}{kept}"
-            raise OSError(cause.errno, said, str(file)) from error
+            said = not_written(cause_of(error, handled), file)
+            if said is error:
+                raise
+            raise said from (error if isinstance(said, OSError) else None)
         sync_folder(file.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:

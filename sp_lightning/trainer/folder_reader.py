@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -25,19 +25,9 @@ MARK = "sp_lightning checkpoint"
 Keys = tuple[str | int, ...]
 
 
-class StoredTensor(NamedTuple):
-    """Where a tensor is in a folder.
-
-    Attributes:
-        paths: the keys that lead to it in the checkpoint; tied weights have several.
-        file, offset, nbytes: the part of a file that ``torch.save`` has written for it.
-    """
-
-    paths: list[Keys]
-    file: str
-    offset: int
-    nbytes: int
-
+StoredTensor = tuple[list[Keys], str, int, int]
+"""Where a tensor is in a folder: the keys that lead to it in the checkpoint, several for tied weights; and which part of a file
+``torch.save`` has written for it: the file, the offset, and the bytes."""
 
 # ---------------------------------------------------------------------- what is written
 
@@ -74,7 +64,7 @@ def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     checkpoint: dict[str, Any] = index["rest"]
     without_values = FakeTensorMode()
     files: dict[str, mmap.mmap] = {}
-    for paths, name, offset, nbytes in (StoredTensor(*each) for each in index["tensors"]):
+    for paths, name, offset, nbytes in index["tensors"]:
         size = (folder / name).stat().st_size if (folder / name).is_file() else -1
         if offset + nbytes > size:
             why = f"has a file {name!r} that ends too early ({size} bytes)" if size >= 0 else f"lacks its file {name!r}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +97,18 @@ class GivenValues:
         self, module: pl.LightningModule, found: list[WithoutValues], path: Path, written: list[WithoutValues]
     ) -> None:
         """Gives values from the file; what is in ``written`` does not stay there."""
-        file = open_weights(path)
-        prefix = _find_prefix(module, found, file, path)
+        shapes, read = open_weights(path)
+        prefix = _find_prefix(module, found, shapes, path)
         _check_room(written if self._stay else found)
         for each in found:
-            name = next((name for name in each.names if _strip(name, prefix) in file.shapes), None)
+            name = next((name for name in each.names if _strip(name, prefix) in shapes), None)
             if name is not None:
-                give_values(each, file.read(_strip(name, prefix)))
+                give_values(each, read(_strip(name, prefix)))
         empty = {id(each.tensor) for each in found}
         with torch.no_grad():
             for name, tensor in named_tensors(module):
-                if _strip(name, prefix) in file.shapes and id(tensor) not in empty:
-                    tensor.copy_(file.read(_strip(name, prefix)))
+                if _strip(name, prefix) in shapes and id(tensor) not in empty:
+                    tensor.copy_(read(_strip(name, prefix)))
         self._read = True
 
 
@@ -123,7 +123,7 @@ def _strip(name: str, prefix: str) -> str:
 # ---------------------------------------------------------------------- how a file's names fit a module's
 
 
-def _find_prefix(module: nn.Module, found: list[WithoutValues], file: WeightFile, path: Path) -> str:
+def _find_prefix(module: nn.Module, found: list[WithoutValues], in_file: Shapes, path: Path) -> str:
     """What a file's names lack to be the module's: the name of the sub-module whose file it is, with a dot.
 
     Raises:
@@ -132,11 +132,11 @@ def _find_prefix(module: nn.Module, found: list[WithoutValues], file: WeightFile
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}
     needed = [each.names for each in found if isinstance(each.tensor, nn.Parameter)]
     prefixes = ["", *(f"{name}." for name, _ in module.named_modules(remove_duplicate=False) if name)]
-    first = next((name for name in file.shapes if any(prefix + name in shapes for prefix in prefixes)), "")
+    first = next((name for name in in_file if any(prefix + name in shapes for prefix in prefixes)), "")
 
     def misfits(prefix: str) -> tuple[list[str], list[str]]:
-        more = [name for name, shape in file.shapes.items() if shapes.get(prefix + name) != shape]
-        fits = {prefix + name for name in file.shapes.keys() - more}
+        more = [name for name, shape in in_file.items() if shapes.get(prefix + name) != shape]
+        fits = {prefix + name for name in in_file.keys() - more}
         return [names[0] for names in needed if fits.isdisjoint(names)], more
 
     candidates = [prefix for prefix in prefixes if prefix + first in shapes] or [""]
@@ -147,7 +147,7 @@ def _find_prefix(module: nn.Module, found: list[WithoutValues], file: WeightFile
             f"weights={str(path)!r} does not fit {type(module).__name__}"
             + (f", or its {best[:-1]!r}" if best else "")
             + (f". It lacks {_listed(missing, shapes)}" if missing else "")
-            + (f". The module has no {_listed(unexpected, file.shapes)}" if unexpected else "")
+            + (f". The module has no {_listed(unexpected, in_file)}" if unexpected else "")
             + ". A file has to be that of the module, or of one sub-module, in names and sizes; build what it lacks on the CPU. "
             "transformers saves some models under older names than the module has: save_pretrained(folder, "
             "save_original_format=False) leaves the names as they are."
@@ -155,7 +155,7 @@ def _find_prefix(module: nn.Module, found: list[WithoutValues], file: WeightFile
     return best
 
 
-def _listed(names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _listed(names: list[str], shapes: Shapes) -> str:
     shown = ", ".join(f"{name!r} of shape {shapes[name]}" for name in names[:3])
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -166,11 +166,15 @@ _MAPPED_TOGETHER = 2**26
 """Bytes that are read through one mapping of a safetensors file. It goes with the last of them, and their pages with it."""
 
 
-class SafetensorsFile:
-    """A file of safetensors, or the files that an index names.
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of each weight in a file, by its name."""
 
-    Attributes:
-        shapes: the shape of each weight, by its name.
+Read = Callable[[str], Tensor]
+"""Returns a weight in a file, where it stays until it is copied. It may be written: the file does not change."""
+
+
+def _open_safetensors(path: Path, files: Mapping[str, Path] | None = None) -> tuple[Shapes, Read]:
+    """Opens a file of safetensors, or the files that an index names.
 
     Args:
         files: the file in which each weight is, by its name; None for all that are in ``path``.
@@ -179,70 +183,54 @@ class SafetensorsFile:
     Raises:
         ImportError: safetensors is not installed.
     """
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is read with the package safetensors, which is not installed: pip install safetensors."
+        ) from error
+    places: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for each in sorted(set(files.values())) if files else [path]:
+        opened: Any = safe_open(each, framework="pt")
+        for name in opened.keys():  # noqa: SIM118 (it has no iterator)
+            shapes[name] = tuple(opened.get_slice(name).get_shape())
+            places[name] = each
+    last, nbytes = None, 0
 
-    def __init__(self, path: Path, files: Mapping[str, Path] | None = None) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ImportError(
-                f"{path} is read with the package safetensors, which is not installed: pip install safetensors."
-            ) from error
-        self._open: Any = safe_open
-        self._file: Any = None
-        self._path: Path | None = None
-        self._read = 0
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Path] = {}
-        for each in sorted(set(files.values())) if files else [path]:
-            file = self._open(each, framework="pt")
-            for name in file.keys():  # noqa: SIM118 (it has no iterator)
-                self.shapes[name] = tuple(file.get_slice(name).get_shape())
-                self._files[name] = each
-
-    def read(self, name: str) -> Tensor:
-        """Returns a weight, which stays in the file until it is copied. It may be written: the file does not change."""
-        if self._path != self._files[name] or self._read > _MAPPED_TOGETHER:
-            self._path, self._read = self._files[name], 0
-            self._file = self._open(self._path, framework="pt")
-        value: Tensor = self._file.get_tensor(name)
-        self._read += value.nbytes
+    def read(name: str) -> Tensor:
+        nonlocal opened, last, nbytes
+        if last != places[name] or nbytes > _MAPPED_TOGETHER:
+            last, nbytes = places[name], 0
+            opened = safe_open(last, framework="pt")
+        value: Tensor = opened.get_tensor(name)
+        nbytes += value.nbytes
         return value
 
+    return shapes, read
 
-class TorchFile:
-    """A checkpoint of Lightning's, or a state dictionary that ``torch.save`` wrote.
 
-    Attributes:
-        shapes: as those of :class:`SafetensorsFile`.
+def _open_torch(path: Path) -> tuple[Shapes, Read]:
+    """Opens a checkpoint of Lightning's, or a state dictionary that ``torch.save`` wrote.
 
     Raises:
         ValueError: the file has something else.
         pickle.UnpicklingError: the file holds other objects than tensors and plain values.
     """
-
-    def __init__(self, path: Path) -> None:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        state = content.get("state_dict", content) if isinstance(content, dict) else content
-        strange = {type(state)} - {dict, OrderedDict}
-        if not strange:
-            strange = {type(each) for each in state.values()} - {Tensor, nn.Parameter}
-        if strange:
-            raise ValueError(
-                f"weights={str(path)!r}: expected a checkpoint of Lightning's or a state dictionary of plain tensors, found "
-                f"{strange.pop().__name__}. Write one: torch.save(model.state_dict(), FILE)."
-            )
-        self._state: dict[str, Tensor] = state
-        self.shapes = {name: tuple(each.shape) for name, each in self._state.items()}
-
-    def read(self, name: str) -> Tensor:
-        """As :meth:`SafetensorsFile.read`."""
-        return self._state[name]
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    state = content.get("state_dict", content) if isinstance(content, dict) else content
+    strange = {type(state)} - {dict, OrderedDict}
+    if not strange:
+        strange = {type(each) for each in state.values()} - {Tensor, nn.Parameter}
+    if strange:
+        raise ValueError(
+            f"weights={str(path)!r}: expected a checkpoint of Lightning's or a state dictionary of plain tensors, found "
+            f"{strange.pop().__name__}. Write one: torch.save(model.state_dict(), FILE)."
+        )
+    return {name: tuple(each.shape) for name, each in state.items()}, state.__getitem__
 
 
-WeightFile = SafetensorsFile | TorchFile
-
-
-def open_weights(path: Path) -> WeightFile:
+def open_weights(path: Path) -> tuple[Shapes, Read]:
     """Opens a file of weights.
 
     Args:
@@ -261,8 +249,8 @@ def open_weights(path: Path) -> WeightFile:
         missing = next((file for file in files.values() if not file.is_file()), None)
         if missing is not None:
             raise FileNotFoundError(f"{str(path)!r} names {missing.name!r}, which is not beside it.")
-        return SafetensorsFile(path, files)
-    return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+        return _open_safetensors(path, files)
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
 
 
 def _in_folder(folder: Path) -> Path:

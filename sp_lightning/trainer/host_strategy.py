@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.trainer.agreement import choose_interface, refuse_other_places, refuse_processes_alone
-from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, load
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.trainer.compat import (
     given_checkpoint_io,
     is_interactive,
@@ -52,7 +52,6 @@ class HostStrategy(_Base):
         precision_plugin: Precision | None,
     ) -> None:
         self._device_given = device is not None
-        self._state_goes_to_disk = False
         self._made_ranks: Ranks | None = None
         self._devices = [torch.device("cpu" if device is None else device)]
         self._nodes = 1
@@ -76,9 +75,7 @@ class HostStrategy(_Base):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A class that was made here has no name under which pickle would find it."""
-        users = type(self).__bases__[0]
-        base = type(self).__bases__[1]
-        return _unpickled, (users, base), self.__getstate__()
+        return _unpickled, type(self).__bases__, self.__getstate__()
 
     cluster_environment: Any = None
     """How the processes of several devices find each other. Lightning hands its choice to strategies that have this."""
@@ -189,11 +186,6 @@ class HostStrategy(_Base):
             ranks.run_begins()
             meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        if self._ranks is not None and self.lightning_module is not None:
-            self._ranks.board.place = f"batch {batch_idx} of epoch {self.lightning_module.current_epoch}"
-
     def teardown(self) -> None:
         if self._ranks is not None:
             self._ranks.run_ends()
@@ -239,20 +231,6 @@ class HostStrategy(_Base):
         """Modules are made on the host: on the device they might not fit."""
         with super().tensor_init_context(empty_init), torch.device("cpu"):  # the device of the inner context counts
             yield
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Weights stay in the file until they are copied to where they belong."""
-        module, drops = self.lightning_module, self._ranks is not None and not self._ranks.primary
-        stays = self._state_goes_to_disk or drops  # who drops the state reads none of it
-        return load(checkpoint_path, self.checkpoint_io, module, weights_only, state_stays=stays)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The base class would move the state to the device."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if self._ranks is None or self._ranks.primary:
-                optimizer.load_state_dict(state)
-            else:  # the optimizers of a node's first rank alone have state
-                optimizer.load_state_dict({**state, "state": {}})
 
 
 @cache

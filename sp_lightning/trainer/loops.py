@@ -10,18 +10,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.engine.streamer import Streamer
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
-from sp_lightning.trainer.agreement import Buffers, compare_batches, compare_models, compare_optimizers, compare_weights
+from sp_lightning.trainer.agreement import compare_batches, compare_models, compare_optimizers, compare_weights
 from sp_lightning.trainer.compat import skips_backward
 from sp_lightning.trainer.host_strategy import HostStrategy
-from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options, autocast_dtype, refuse_on_ranks
 from sp_lightning.trainer.run import Results, Run
-from sp_lightning.trainer.user_hooks import UserHooks
 
 
 class LoopStrategy(HostStrategy):
@@ -34,22 +31,16 @@ class LoopStrategy(HostStrategy):
         said: the lines that runs of this strategy have logged when they began.
     """
 
-    _hooks: UserHooks  # of the run that lasts
     _loop_begun: bool
 
     def __init__(self, options: Options, *args: Any) -> None:
         self._options = options
-        self._run: Run | None = None  # the one that lasts, or the last one
-        self._steps: OptimizerSteps | None = None  # while a run lasts
-        self._buffers: Buffers | None = None
+        self._run: Run | None = None  # while it lasts
+        self._last: Results | None = None  # of the run before
         self._ledger: Ledger | None = None
         self._remarks: list[str] = []
         self.said: set[str] = set()
         super().__init__(*args)
-
-    @property
-    def _streamer(self) -> Streamer | None:
-        return None if self._run is None else self._run.streamer
 
     # ------------------------------------------------------------------ a run begins and ends
 
@@ -62,12 +53,9 @@ class LoopStrategy(HostStrategy):
         if self.ranks is not None:
             refuse_on_ranks(module, options, self.precision_plugin)
             compare_models(self.ranks, module, options)
-        loop = module.trainer.state.fn
-        trains = loop == TrainerFn.FITTING
+        trains = module.trainer.state.fn == TrainerFn.FITTING
         self._run = Run(module, options, self.root_device, autocast, self.ranks, self.log, trains)
-        self._hooks = UserHooks(module, check_writes=options.check_writes)
-        self._steps = OptimizerSteps(self._run, self._hooks, options, self.log)
-        self._buffers = None if self.ranks is None else Buffers(self.ranks, module, loop)
+        self._run.send_buffers()
         self._loop_begun = False
 
     def _fitting_begins(self) -> None:
@@ -78,26 +66,28 @@ class LoopStrategy(HostStrategy):
             RuntimeError: the host has no room for gradients and optimizer state.
         """
         assert self._run is not None
-        assert self._steps is not None
-        assert self.lightning_module is not None
         if self.ranks is not None:
             compare_optimizers(self.ranks, self.optimizers)
-        self._steps.arrange(self.lightning_module.trainer)
-        state = self._steps.place_state()
+        self._run.steps.arrange()
+        state = self._run.steps.place_state()
         self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
 
     def _close(self) -> None:
         """Ends the run, if there is one. What a user reads stays."""
-        if self._run is not None and self._steps is not None:
-            self._ledger = self._steps.ledger or self._ledger  # with the state that optimizers have come to
-            self._remarks = self.remarks() if self._run.streamer is not None else []
-            self._run.close()
-            self._steps.close()
-            self._steps = self._buffers = None
+        run = self._run
+        if run is not None:
+            if run.streamer is not None:  # else building it anew has failed
+                self._ledger = run.steps.ledger or self._ledger  # with the state that optimizers have come to
+                self._remarks = run.remarks()
+            self._run = None
+            try:
+                run.close()
+            finally:
+                self._last = run.results
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to a run, which may be under way."""
-        return {**super().__getstate__(), "_steps": None, "_buffers": None}
+        """Leaves out the run, which may be under way: a copy is that of a strategy whose run is over."""
+        return {**super().__getstate__(), "_run": None, "_last": self._known}
 
     def on_exception(self, exception: BaseException) -> None:
         self.note_failure(exception)
@@ -134,8 +124,8 @@ class LoopStrategy(HostStrategy):
         Raises:
             RuntimeError: before, and outside training.
         """
-        if self._steps is not None:
-            self._ledger = self._steps.ledger or self._ledger
+        if self._run is not None:
+            self._ledger = self._run.steps.ledger or self._ledger
         if self._ledger is None:
             raise RuntimeError("There is no ledger: it is made in trainer.fit, which alone has optimizers.")
         return self._ledger
@@ -157,17 +147,19 @@ class LoopStrategy(HostStrategy):
         return self._results("counters").fetches
 
     def _results(self, what: str) -> Results:
-        if self._run is None:
+        if (known := self._known) is None:
             raise RuntimeError(
                 f"This strategy has no {what} yet: a run begins in trainer.fit (validate, test, predict)."
             )
-        return self._run.results
+        return known
+
+    @property
+    def _known(self) -> Results | None:
+        return self._last if self._run is None else self._run.results
 
     def remarks(self) -> list[str]:
         """What a user should know about this run beside the plan, in sentences."""
-        if self._run is None or self._steps is None:
-            return self._remarks
-        return [*self._run.remarks(), *self._steps.remarks()]
+        return self._remarks if self._run is None else self._run.remarks()
 
     @property
     def device_memory(self) -> tuple[int, int] | None:
@@ -177,13 +169,13 @@ class LoopStrategy(HostStrategy):
     @property
     def computing_device(self) -> Device | None:
         """The device of the run that lasts, which notes what happens in its timelines."""
-        return None if self._streamer is None else self._streamer.device
+        return None if self._run is None else self._run.engine.device
 
     # ------------------------------------------------------------------ loops
 
     def on_train_start(self) -> None:
-        if self.ranks is not None and self.lightning_module is not None:
-            compare_batches(self.ranks, self.lightning_module.trainer)
+        if self.ranks is not None and self._run is not None:
+            compare_batches(self.ranks, self._run.module.trainer)
         self._loop_begins("train")
 
     def on_train_end(self) -> None:
@@ -203,16 +195,16 @@ class LoopStrategy(HostStrategy):
 
     def _loop_begins(self, phase: str) -> None:
         """What ``on_fit_start`` and its like have changed counts from here on."""
-        if self._run is None or self._steps is None or self.lightning_module is None:
+        if self._run is None:
             return
         if not self._loop_begun:
             self._loop_begun = True
             self._compare_nodes("before the first batch")
-        self._hooks.loop_starts()
+        self._run.hooks.loop_starts()
         if self._run.ranks is not None:
             self._run.ranks.board.place = f"the beginning of the loop {phase!r}"
         if phase == "train":
-            self._steps.arrange(self.lightning_module.trainer)
+            self._run.steps.arrange()
         if phase == "validate" and self._run.tuner is not None:
             self._run.tuner.stop_timing()  # validation is no part of the training batch before it
 
@@ -226,22 +218,22 @@ class LoopStrategy(HostStrategy):
         Raises:
             ValueError: they differ.
         """
-        if self._steps is None or self._run is None or self._run.ranks is None or self._run.ranks.nodes == 1:
-            return
-        assert self.lightning_module is not None
-        with self._run.host_parameters():
-            compare_weights(self._run.ranks, self.lightning_module, when, self.optimizers if state else ())
+        run = self._run
+        if run is not None and run.ranks is not None and run.ranks.nodes > 1:
+            with run.host_parameters():
+                compare_weights(run.ranks, run.module, when, self.optimizers if state else ())
 
     # ------------------------------------------------------------------ batches
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Callbacks and module have had their hooks: but for an optimizer's step around it, the training step is next."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._streamer is None:
-            return
-        streamer = self._batch_starts("train", batch)
-        if not self._hooks.may_write_before_training_step():
-            streamer.prefetch_for("train", training=True)
+        if self._run is not None:
+            if self._run.ranks is not None:
+                self._run.ranks.board.place = f"batch {batch_idx} of epoch {self._run.module.current_epoch}"
+            self._batch_starts(self._run, "train", batch)
+            if not self._run.hooks.may_write_before_training_step():
+                self._run.engine.prefetch_for("train", training=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step("train", super().training_step, *args, **kwargs)
@@ -262,21 +254,20 @@ class LoopStrategy(HostStrategy):
             torch.OutOfMemoryError: the device has run out of memory. The window is smaller from now on, and the error says
                 which options take less.
         """
-        run, streamer, module = self._run, self._streamer, self.lightning_module
-        if run is None or streamer is None or module is None:
+        run = self._run
+        if run is None:
             self._refuse_partially_updated()
             return step(*args, **kwargs)  # called by hand, outside of a run: the weights are whole, on the host
         training = phase == "train"
         if not training:  # the start of a training batch has seen to it
-            streamer = self._batch_starts(phase, args)
-        if self._buffers is not None:
-            self._buffers.step_begins()
-        manual, hooks = training and not module.automatic_optimization, self._hooks
+            self._batch_starts(run, phase, args)
+        run.step_begins()
+        streamer, hooks, manual = run.engine, run.hooks, training and not run.module.automatic_optimization
         with run.whole_after_failure(make_room=True):
             streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
             with streamer.saving():
                 output = step(*args, **kwargs)
-                if training and not manual and output is not None and not skips_backward(module.trainer):
+                if training and not manual and output is not None and not skips_backward(run.module.trainer):
                     streamer.await_backward(seen=hooks.run_at("zero_grad"))
                 else:  # the batch may be the loop's last one: hooks between training batches run then
                     follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")
@@ -284,7 +275,7 @@ class LoopStrategy(HostStrategy):
                 return output
 
     def _refuse_partially_updated(self) -> None:
-        mixed = None if self._run is None else self._run.results.partially_updated
+        mixed = None if self._known is None else self._known.partially_updated
         if mixed is not None:
             if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
                 self._close()
@@ -292,41 +283,40 @@ class LoopStrategy(HostStrategy):
                 f"These weights are not those of any whole step and are not saved: {mixed}. Go on from the last checkpoint."
             )
 
-    def _batch_starts(self, phase: str, batch: Any) -> Streamer:
+    def _batch_starts(self, run: Run, phase: str, batch: Any) -> None:
         """Updates the engine to the module as it is now, and has k and k' chosen, if they are to be."""
-        assert self._run is not None
-        assert self._steps is not None
-        assert self.lightning_module is not None
-        if self._run.renew():
-            self._steps.rearrange()
-        streamer = self._run.engine
-        if phase == "train" and self._hooks.may_write_weights("train"):
-            streamer.invalidate()
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if self._run.tuner is not None and (phase == "train") == fitting:  # validation within training chooses nothing
-            self._run.tuner.batch_starts(batch, self._steps.overlap)
-        return streamer
+        try:
+            run.renew()
+        except BaseException:
+            if run.streamer is None:  # the old engine is gone, and there is no new one
+                self._close()
+            raise
+        if phase == "train" and run.hooks.may_write_weights("train"):
+            run.engine.invalidate()
+        if run.tuner is not None and (phase == "train") == run.trains:  # validation within training chooses nothing
+            run.tuner.batch_starts(batch, run.steps.overlap)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        if self._streamer is not None:
-            self._streamer.announce_backward(closure_loss, quiet=not self._hooks.may_write_weights("backward"))
+        if self._run is not None:
+            quiet = not self._run.hooks.may_write_weights("backward")
+            self._run.engine.announce_backward(closure_loss, quiet=quiet)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._streamer is not None:  # also where the module's own ``backward`` does nothing
-            self._streamer.end_without_backward()
+        if self._run is not None:  # also where the module's own ``backward`` does nothing
+            self._run.engine.end_without_backward()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step
-        if self._steps is None:
+        if self._run is None:
             return step(optimizer, closure, *args, **kwargs)
-        return self._steps.run(
+        return self._run.steps.run(
             optimizer, closure, lambda closed: step(optimizer, closed, *args, **kwargs), self.precision_plugin
         )
 
     def expect_next_batch(self) -> None:
         """A training batch is over: where nothing writes weights before the next one, its first layers come now."""
-        if self._run is not None and self._streamer is not None and not self._hooks.may_write_weights("train"):
+        if self._run is not None and not self._run.hooks.may_write_weights("train"):
             with self._run.whole_after_failure():
-                self._streamer.prefetch_for("train", training=True)
+                self._run.engine.prefetch_for("train", training=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -24,16 +24,17 @@ from sp_lightning.trainer.compat import base_of, is_no_optimizer
 from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
-from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.user_hooks import (
-    UserHooks,
     are_gradients_unread,
     are_gradients_unread_before_step,
     choose_overlap,
     refuse_steps_on_device,
     scaler_of,
 )
+
+if TYPE_CHECKING:
+    from sp_lightning.trainer.run import Run
 
 Closure = Callable[[], Any]
 
@@ -43,7 +44,6 @@ class OptimizerSteps:
 
     Args:
         run: whose layers the steps update.
-        hooks: what user code may do around the steps.
         options: of which ``fused_optimizer`` and ``optimizer_overlap`` count here.
         log: gets the mode in which steps run, at DEBUG.
 
@@ -52,14 +52,12 @@ class OptimizerSteps:
         disk: what of the optimizers' state is on a disk; None without ``disk=``.
     """
 
-    def __init__(self, run: Run, hooks: UserHooks, options: Options, log: Any) -> None:
+    def __init__(self, run: Run, options: Options, log: Any) -> None:
         self._run = run
-        self._hooks = hooks
         self._options = options
         self._log = log
         self._layerwise: dict[Optimizer, LayerwiseStep] = {}
-        self._trainer: Any = None
-        self._ledger: Ledger | None = None
+        self._trainer: Any = run.module.trainer
         self._ranks = None if run.ranks is None else RankSteps(run)
         self.disk: DiskTier | None = None
         self._logged = ""
@@ -72,7 +70,7 @@ class OptimizerSteps:
         if self._ranks is not None:
             self._ranks.detach()
         self._layerwise.clear()
-        self._trainer = None
+        self.disk = None  # its file is gone with the run
 
     # ------------------------------------------------------------------ how steps run
 
@@ -82,12 +80,12 @@ class OptimizerSteps:
 
         By default they do not where the same steps on the CPU are plain Lightning's: results would differ from those.
         """
-        options, streamer = self._options, self._run.streamer
+        options = self._options
         if self._on_device:
             return False  # it runs as its user made it
         if options.fused_optimizer != "auto":
             return options.fused_optimizer
-        on_host = streamer is None or streamer.device.computes_on_host
+        on_host = self._run.engine.device.computes_on_host
         return not on_host or options.optimizer_overlap in ("forward", "backward")
 
     @property
@@ -96,22 +94,20 @@ class OptimizerSteps:
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
-        trainer = self._trainer
-        return self._fuse and trainer is not None and optimizer in trainer.optimizers and has_fused_step(optimizer)
+        return self._fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
 
     @property
     def _real_optimizers(self) -> list[Optimizer]:
-        """The trainer's, without what stands for none."""
-        return [each for each in self._trainer.optimizers if not is_no_optimizer(each)]
+        """The trainer's, without what stands for none; outside of training it has none."""
+        return [each for each in self._trainer.optimizers if not is_no_optimizer(each)] if self._run.trains else []
 
-    def arrange(self, trainer: Any) -> None:
+    def arrange(self) -> None:
         """Chooses the mode of updates, from optimizers, hooks and callbacks as they are now.
 
         Raises:
             ValueError: a mode was asked for by name that is not possible.
         """
-        streamer = self._run.engine
-        self._trainer = trainer
+        streamer, trainer = self._run.engine, self._trainer
         asked = self._options.optimizer_overlap
         if self._on_device:
             refuse_steps_on_device(trainer, self._real_optimizers)
@@ -142,17 +138,16 @@ class OptimizerSteps:
         }
         if self._ranks is not None:
             self._ranks.attach([] if by_layers else optimizers, scaler_of(trainer))
-        self._ledger = self._count()
         mode = f"off ({why})" if why else self.overlap
         placed = self._options.disk is None or self.disk is not None
         if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
-            self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._ledger, mode)
+            self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
 
     def rearrange(self) -> None:
         """The engine was built anew: steps that update layer by layer are to update its layers."""
         if self._layerwise:
-            self.arrange(self._trainer)
+            self.arrange()
             self.absorb_state()
 
     # ------------------------------------------------------------------ a disk
@@ -162,8 +157,7 @@ class OptimizerSteps:
 
         With several devices the primary decides, whose optimizers have the state. What all processes of the node take counts.
         """
-        ranks, ledger, disk = self._run.ranks, self._ledger, self._options.disk
-        assert ledger is not None
+        ranks, ledger, disk = self._run.ranks, self._count(), self._options.disk
         if disk is None:
             return ledger.state or 0
         if ranks is None:
@@ -183,14 +177,14 @@ class OptimizerSteps:
         others, beside = ledger.gradients + on_host + on_disk.window, on_disk.weight_bytes + on_disk.gradient_bytes
         tier.place(self._real_optimizers, streamer.updating.layer_of, self._still, others, elsewhere, beside)
         self.disk = tier
-        self.arrange(self._trainer)
+        self.arrange()
         self.absorb_state()
         return tier.placement.memory_bytes
 
     def absorb_state(self) -> None:
         """Optimizers have state that did not come from their steps. What belongs on the disk goes there."""
-        if self.disk is not None and self.disk.state is not None and self._run.streamer is not None:
-            self.disk.state.absorb(self._real_optimizers, self._run.streamer.updating.layer_of)
+        if self.disk is not None and self.disk.state is not None:
+            self.disk.state.absorb(self._real_optimizers, self._run.engine.updating.layer_of)
 
     def state_loaded(self) -> None:
         """Optimizers have the state of a checkpoint, which may be in its file still."""
@@ -203,10 +197,8 @@ class OptimizerSteps:
 
     @property
     def ledger(self) -> Ledger | None:
-        """Host memory and traffic as they are now, after the run as they were at its end; None outside training."""
-        if self._ledger is not None and self._run.streamer is not None:
-            self._ledger = self._count()  # layers may have been unfrozen, accumulation changed, state come into being
-        return self._ledger
+        """Host memory and traffic as they are now; None outside training."""
+        return self._count() if self._run.trains else None
 
     def _count(self) -> Ledger:
         trainer = self._trainer
@@ -221,7 +213,7 @@ class OptimizerSteps:
             sliced=self._run.placement.sliced,
             on_device=self._on_device,
         )
-        ledger = make_ledger(self._run.plan, trainer.optimizers, steps)
+        ledger = make_ledger(self._run.engine.plan, trainer.optimizers, steps)
         fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
         ledger = without(replace(ledger, fused=fused), self._run.placement)
         return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
@@ -236,9 +228,10 @@ class OptimizerSteps:
     @contextmanager
     def _still(self) -> Generator[None, None, None]:
         """A context in which no update is under way, whatever other threads do."""
-        self._run.finish_updates()  # those that this thread has asked for, with their errors
-        streamer = self._run.streamer
-        with nullcontext() if streamer is None else streamer.updates.still():
+        with ExitStack() as stack:
+            if self._run.streamer is not None:  # state on a disk outlives the run
+                self._run.finish_updates()  # those that this thread has asked for, with their errors
+                stack.enter_context(self._run.engine.updates.still())
             yield
 
     def _clips(self) -> str | None:
@@ -250,7 +243,7 @@ class OptimizerSteps:
         remarks = [] if self.disk is None else [str(self.disk.placement)]
         names = {
             type(optimizer).__name__
-            for optimizer in filter(self._is_fused, getattr(self._trainer, "optimizers", ()))
+            for optimizer in filter(self._is_fused, self._real_optimizers)
             if any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
         }
         if names:
@@ -280,8 +273,7 @@ class OptimizerSteps:
 
         def closed() -> Any:
             result = closure()
-            if self._run.streamer is not None:
-                self._run.streamer.end_without_backward()
+            self._run.engine.end_without_backward()
             self._step_hooks.closed(optimizer)
             return result
 
@@ -289,7 +281,7 @@ class OptimizerSteps:
             self.disk.count_step(self._run.placement)
         outer = self._step_hooks.deferring  # an optimizer may step inside another one's closure
         # A manual step may catch an error. If it does not, the step of the batch makes room.
-        make_room = self._trainer is not None and self._trainer.lightning_module.automatic_optimization
+        make_room = self._run.trains and self._run.module.automatic_optimization
         try:
             with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
                 if layerwise is not None:
@@ -315,7 +307,7 @@ class OptimizerSteps:
         """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
         base, kind = base_of(plugin, Precision), type(plugin)
         clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
-        on_disk, seen = bool(self._run.placement.on_disk.gradients), self._hooks.may_write_weights("gradients")
+        on_disk, seen = bool(self._run.placement.on_disk.gradients), self._run.hooks.may_write_weights("gradients")
         if clips != (base.clip_grad_by_norm, base.clip_grad_by_value) or not (
             on_disk or self._on_device or (self.overlap != "off" and not seen)
         ):

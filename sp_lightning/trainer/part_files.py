@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import IO, BinaryIO, TypeVar
 from uuid import uuid4
 
+from sp_lightning.store.weights_in_files import identity_of
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -93,23 +95,25 @@ def cause_of(error: BaseException, handled: BaseException | None = None) -> Base
     return error
 
 
+def not_written(error: BaseException, path: Path, who: str = "") -> BaseException:
+    """Returns what is raised where a checkpoint could not be written because of an error: that of a disk names the file."""
+    if not isinstance(error, OSError):
+        return error
+    kept = "; the previous one of this name is as it was" if path.exists() else ""
+    return OSError(error.errno, f"The checkpoint could not be written: {who}{error.strerror or error}{kept}", str(path))
+
+
 def read_whole(path: Path, read: Callable[[], T]) -> T:
     """Returns what ``read`` returns of a file or a folder; it reads again if another one has taken the name meanwhile."""
     while True:
-        before = _identity(path)
+        before = identity_of(path.stat())
         try:
             found = read()
         except Exception:
-            if before == _identity(path):
+            if before == identity_of(path.stat()):
                 raise
         else:
             with suppress(FileNotFoundError):  # removed since: what was read is whole
-                if before != _identity(path):
+                if before != identity_of(path.stat()):
                     continue
             return found
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    """Returns what changes if a file or a folder is replaced or written."""
-    status = path.stat()
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size

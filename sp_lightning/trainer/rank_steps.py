@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from sp_lightning.device.patched import in_place_of, own_step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.scaler import Found, HostGradScaler
-from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.user_hooks import calls_closure_first
+
+if TYPE_CHECKING:
+    from sp_lightning.trainer.run import Run
 
 Closure = Callable[[], Any]
 
@@ -90,7 +92,7 @@ class RankSteps:
                 nonlocal begun
                 if begun:
                     turn.pop_all().__exit__(None, None, None)
-                    self._run.invalidate()  # the optimizer may have written weights
+                    self._run.engine.invalidate()  # the optimizer may have written weights
                     turns.ranks.end_turn(_CLOSURE)
                 begun = True
                 results.append(closure() if closure is not None else None)
@@ -111,7 +113,7 @@ class RankSteps:
         if closure is not None and not self._turn_comes_first(optimizer):
             results.append(closure())
         while (which := self._turns.follow(self._step_of(optimizer), weights=True)) == _CLOSURE:
-            self._run.invalidate()
+            self._run.engine.invalidate()
             results.append(closure() if closure is not None else None)
         self._refuse_others(optimizer)
         return results[int(which)] if which != _NOTHING else None

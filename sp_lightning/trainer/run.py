@@ -1,6 +1,6 @@
-"""The engine of one run: built at set-up, built anew when parameters were exchanged, closed at the end.
+"""One run: its engine, built at set-up, built anew when parameters were exchanged, closed at the end; its optimizers' steps.
 
-It knows no strategy and no trainer: it is given the module, the options, the device and a log.
+It knows no strategy: it is given the module, the options, the device and a log.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.trainer.compat import note_device
 from sp_lightning.trainer.disk_tier import place
+from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.user_hooks import UserHooks
 from sp_lightning.tune.choices import Window
 from sp_lightning.tune.machine import takes_slices
 from sp_lightning.tune.tuner import Tuner
@@ -49,7 +51,7 @@ from sp_lightning.weights.buffers import find_averages
 
 @dataclass(frozen=True)
 class Results:
-    """What can be asked of a run once its engine is gone.
+    """What can be asked of a run, and of one that is over.
 
     Attributes:
         plan: what was decided.
@@ -67,7 +69,7 @@ class Results:
 
 
 class Run:
-    """The engine of one run. What the run was like can be read after it, too.
+    """One run. It is over once it is closed, and where building its engine anew has failed.
 
     Args:
         module: the root. Its parameters become views of the host store; whatever else it has goes to the device.
@@ -83,7 +85,10 @@ class Run:
         RuntimeError: the host or the device has too little memory.
 
     Attributes:
-        streamer: the engine; None once the run is closed, and after building it anew has failed. Closed where its end has raised.
+        module, ranks, trains: as given.
+        streamer: the engine; None once the run is over.
+        hooks: what user code may do in it.
+        steps: the steps of its optimizers.
         tuner: chooses the window and the activations while the run lasts; None if there is nothing to choose.
         placement: where weights are, and how many devices there are.
     """
@@ -98,8 +103,8 @@ class Run:
         log: logging.Logger,
         trains: bool,
     ) -> None:
-        self._module = module
-        self._trains = trains
+        self.module = module
+        self.trains = trains
         self.placement = ONE_DEVICE
         self._options = options
         self._device = device
@@ -117,6 +122,9 @@ class Run:
         self.streamer: Streamer | None = None
         self.tuner: Tuner | None = None
         self._build()
+        self.hooks = UserHooks(module, check_writes=options.check_writes)
+        self.steps = OptimizerSteps(self, options, log)
+        self._buffers_due = trains
 
     @property
     def engine(self) -> Streamer:
@@ -130,36 +138,32 @@ class Run:
     def results(self) -> Results:
         """What can be asked now, or what could be when the engine was closed."""
         streamer = self.streamer
-        if streamer is None:
-            return self._results
-        partially_updated = streamer.updates.partially_updated
-        modes = dict(streamer.activations.modes)
-        return Results(streamer.plan, modes, streamer.stats(), streamer.fetches(), partially_updated)
-
-    @property
-    def plan(self) -> Plan:
-        """What was decided."""
-        return self._results.plan if self.streamer is None else self.streamer.plan
+        if streamer is not None:
+            modes, updates = dict(streamer.activations.modes), streamer.updates
+            self._results = Results(
+                streamer.plan, modes, streamer.stats(), streamer.fetches(), updates.partially_updated
+            )
+        return self._results
 
     @property
     def device_memory(self) -> tuple[int, int] | None:
         """Bytes of device memory that were taken at most, and that may be taken; None if nothing limits them."""
-        peak = None if self.streamer is None else self.streamer.device.peak_bytes()
+        peak = self.engine.device.peak_bytes()
         return None if peak is None or self._window.room is None else (peak, self._window.room)
 
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
-        remarks, k = [self.placement.remark] if self.placement.remark else [], self._options.k
+        remarks, k, plan = [self.placement.remark] if self.placement.remark else [], self._options.k, self.engine.plan
         if self.tuner is not None:
             remarks.append("k and k' are chosen once two batches have been measured.")
-        if isinstance(k, int) and k > self.plan.k and not self.plan.nothing:
-            remarks.append(f"k={k} is capped at {self.plan.k}, the number of layers: all are on the device at once.")
-        return remarks
+        if isinstance(k, int) and k > plan.k and not plan.nothing:
+            remarks.append(f"k={k} is capped at {plan.k}, the number of layers: all are on the device at once.")
+        return [*remarks, *self.steps.remarks()]
 
     # ------------------------------------------------------------------ the engine
 
-    def renew(self) -> bool:
-        """Updates the engine to the module as it is now, before a batch. Returns whether it was built anew."""
+    def renew(self) -> None:
+        """Updates the engine to the module as it is now, before a batch."""
         for parted in self._parted:
             parted.refuse_trained()
         changed = self.engine.changed()
@@ -173,40 +177,40 @@ class Run:
         streamer = self.engine
         if streamer.thawed():
             streamer.recount(self._window.again(streamer.plan, streamer.found))
-        return changed
+        if changed:
+            self.steps.rearrange()
 
     def close(self) -> None:
-        """Ends the run: the module has ordinary parameters on the host again. What the run was like stays."""
-        self._end_engine()
-        self.tuner = None
-        self._parted.clear()
+        """Ends the run: the module has ordinary parameters on the host again, and optimizers are as they were configured."""
+        try:
+            if self.streamer is not None:
+                self._end_engine()
+        finally:
+            self.steps.close()
+            self.placement = ONE_DEVICE  # files are gone with the run
 
     def _end_engine(self) -> None:
-        if self.streamer is not None:
-            with closing(self.streamer):
-                self.streamer.abort(over=True)  # so what is on its way counts, as layers for a step that does not come
+        with closing(self.engine) as streamer:
+            try:
+                streamer.abort(over=True)  # so what is on its way counts, as layers for a step that does not come
+            finally:
                 self._results = self.results
                 self.streamer = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the engine, which may be at work: a copy is that of a run that is over."""
-        placement = ONE_DEVICE if self.ranks is None else self.placement  # files are not copied
-        return {**vars(self), "streamer": None, "tuner": None, "placement": placement, "_results": self.results}
 
     def _build(self) -> None:
         device = device_for(self._device)
         if not device.synchronous:
-            refuse_cuda_graphs(self._module)
+            refuse_cuda_graphs(self.module)
         found, plan, modes = self._lay_out(device)
         layers = plan.trained  # which are there already, and are absorbed one after another
         copies = max(each.nbytes for each in (*layers, *plan.masters))
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
         check_host({"for a layer's copy": copies, "for casts": casts}, less_host_memory())
         self.placement = self._place(found, plan, device)
-        averages = find_averages(self._module)
-        move_to_device(self._module, found, averages, self._device)
+        averages = find_averages(self.module)
+        move_to_device(self.module, found, averages, self._device)
         self.streamer = Streamer(
-            self._module,
+            self.module,
             found,
             plan,
             device,
@@ -216,7 +220,7 @@ class Run:
             host_room=self._host_room,
             averages=averages,
             check_writes=self._options.check_writes,
-            around_rerun=partial(in_place_of, self._module, {"log": _log_nothing}),
+            around_rerun=partial(in_place_of, self.module, {"log": _log_nothing}),
             log=self._log,
         )
         self._parted += found.parted
@@ -227,8 +231,8 @@ class Run:
 
     def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
         """Makes the engine's parts that depend on where weights are."""
-        accumulate = self._module.trainer.accumulate_grad_batches * self._trains
-        sliced = takes_slices(self._options.transfer, device, self.ranks, self._log, trains=self._trains)
+        accumulate = self.module.trainer.accumulate_grad_batches * self.trains
+        sliced = takes_slices(self._options.transfer, device, self.ranks, self._log, trains=self.trains)
         if self.ranks is not None:
             return OnRanks(self.ranks, sliced=sliced)
         return place(found, plan, self._options, self._device, accumulate=accumulate)
@@ -241,12 +245,12 @@ class Run:
     def _lay_out(self, device: Device) -> tuple[Found, Plan, dict[str, Mode]]:
         """Finds the layers, makes the plan, and says what becomes of activations at first."""
         layers = self._options.layers
-        find = partial(find_layers, self._module, resident=self._options.resident, autocast=self._autocast)
+        find = partial(find_layers, self.module, resident=self._options.resident, autocast=self._autocast)
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
         unlimited = self._options.activations == "auto" and not self._balanced
         choice = "keep" if unlimited else self._options.activations
-        modes = resolve(choice, self._module, found.units)
+        modes = resolve(choice, self.module, found.units)
         if found.experts and (self._balanced or "recompute" in modes.values()):
             found = find(layers=layers, whole_blocks=True)
             plan = self._window.begin(found, device)
@@ -274,40 +278,42 @@ class Run:
 
     def finish_updates(self) -> None:
         """Waits for updates in the background and for writes to files. After an error the module has the host's parameters."""
-        if self.streamer is not None:
-            with self.whole_after_failure():
-                self.streamer.updates.finish()
-                self.placement.settle()
+        with self.whole_after_failure():
+            self.engine.updates.finish()
+            self.placement.settle()
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Shrinks the window after an error that ended a step, and has the error say what to do."""
-        plan, modes = self.plan, self.results.activations
+        plan, modes = self.engine.plan, self.results.activations
         if self.tuner is not None:
             self.tuner.shrink()
         now = self.results.activations
         freed = {} if now == modes else now
         balanced = self._options.activations == "auto"
-        error.add_note(after_out_of_memory(plan, self.plan, freed, balanced=balanced))
+        error.add_note(after_out_of_memory(plan, self.engine.plan, freed, balanced=balanced))
 
     def host_parameters(self) -> AbstractContextManager[None]:
         """While this is active the module has the host's parameters, as a checkpoint is to have them at any time."""
-        if self.streamer is None:
-            return nullcontext()
         self.placement.settle()
-        return self.streamer.reading()
+        return self.engine.reading()
 
     def loading(self) -> AbstractContextManager[None]:
         """Around the loading of a state into the module between steps: weights may be written, and what rank 0 loads counts."""
-        if self.streamer is None:
-            return nullcontext()
-        self.streamer.allow_writes()
-        turns = self.streamer.turns
-        return nullcontext() if turns is None else turns.loading(self._module)
+        self.engine.allow_writes()
+        turns = self.engine.turns
+        return nullcontext() if turns is None else turns.loading(self.module)
 
-    def invalidate(self) -> None:
-        """Marks all copies on the device as out of date."""
-        if self.streamer is not None:
-            self.streamer.invalidate()
+    def send_buffers(self) -> None:
+        """With several devices, overwrites the buffers of all ranks by those of rank 0. Collective."""
+        if self.ranks is not None:
+            self.ranks.broadcast([buffer for buffer in self.module.buffers() if buffer.numel()])
+
+    def step_begins(self) -> None:
+        """A step of a loop begins: buffers are sent when DistributedDataParallel would send them, after a step of training."""
+        if self._buffers_due:
+            self.send_buffers()
+        # In manual optimization Lightning's ddp has them sent once: its forward ends without a backward that sums.
+        self._buffers_due = self.trains and torch.is_grad_enabled() and self.module.automatic_optimization
 
     @contextmanager
     def whole_after_failure(self, *, make_room: bool = False) -> Generator[None, None, None]:
@@ -325,8 +331,8 @@ class Run:
             if (said := in_our_words(error)) is not None:
                 raise RuntimeError(said) from error
             note_devices(error)
-            if isinstance(error, CheckpointError) and self.streamer is not None and self.streamer.run_again:
-                error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.streamer.run_again))
+            if isinstance(error, CheckpointError) and self.engine.run_again:
+                error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.engine.run_again))
             if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):
                 vars(error)["made_room"] = True  # the optimizer's step may be around this one
                 self._make_room(error)
@@ -335,9 +341,8 @@ class Run:
     def abort(self) -> None:
         """Makes the module whole. A failure in this must not hide the error that is under way."""
         try:
-            if self.streamer is not None:
-                self.streamer.abort()
-                self.streamer.allow_writes()  # the code that catches the error may write weights
+            self.engine.abort()
+            self.engine.allow_writes()  # the code that catches the error may write weights
         except Exception:
             self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
 

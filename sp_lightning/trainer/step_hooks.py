@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -13,8 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.device.torch_private import run_first_after_step
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.fused import runs_fused
-from sp_lightning.trainer.run import Run
 from sp_lightning.weights.device_parameter import DeviceParameter
+
+if TYPE_CHECKING:
+    from sp_lightning.trainer.run import Run
 
 
 class StepHooks:
@@ -59,8 +61,6 @@ class StepHooks:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Runs before all other hooks. Returns what the step is called with."""
         self._prepare(optimizer)
-        if self._run.streamer is None:
-            return None
         self._drop_own(optimizer)
         first = optimizer.register_step_post_hook(self.give_back_groups)
         run_first_after_step(optimizer, first)  # the user's own hooks after the step are to see the user's groups
@@ -80,8 +80,7 @@ class StepHooks:
             return argument
 
         def closure(*args: Any, **kwargs: Any) -> Any:
-            if self._run.streamer is not None:
-                self._run.streamer.updating.resume()
+            self._run.engine.updating.resume()
             outer, self._in_closure = self._in_closure, optimizer
             try:
                 result = argument(*args, **kwargs)
@@ -99,12 +98,10 @@ class StepHooks:
             self._prepare(optimizer)
 
     def _prepare(self, optimizer: Optimizer) -> None:
-        if self._run.streamer is not None:
-            if any(_is_device_s(p) for group in optimizer.param_groups for p in group["params"]):
-                _hold_hosts(optimizer)
-            layerwise = self._layerwise(optimizer)
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._run.streamer.updating.before(deferred=layerwise is not None, parameters=parameters)
+        if any(_is_device_s(p) for group in optimizer.param_groups for p in group["params"]):
+            _hold_hosts(optimizer)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._run.engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)
         self._begun = perf_counter()
 
     def _arrange_groups(self, optimizer: Optimizer) -> None:
@@ -113,8 +110,7 @@ class StepHooks:
         if layerwise is not None and layerwise.submit():
             self._begun = perf_counter()  # the device may go on meanwhile
             return
-        fuse = self._run.streamer is not None and self._fuse(optimizer)
-        for group in optimizer.param_groups if fuse else ():
+        for group in optimizer.param_groups if self._fuse(optimizer) else ():
             if not group.get("fused") and runs_fused(optimizer, group, fuse=True):
                 group["fused"] = True
                 self._fused.append(group)
@@ -132,12 +128,11 @@ class StepHooks:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         """Runs after a step, and after the optimizer's own hooks."""
         self._drop_own(optimizer)
-        streamer, now = self._run.streamer, perf_counter()
-        if streamer is not None:
-            if not streamer.device.computes_on_host:
-                streamer.updating.step_seconds += now - self._begun
-            self._begun = now  # an optimizer may have stepped inside another one's step
-            streamer.invalidate()
+        streamer, now = self._run.engine, perf_counter()
+        if not streamer.device.computes_on_host:
+            streamer.updating.step_seconds += now - self._begun
+        self._begun = now  # an optimizer may have stepped inside another one's step
+        streamer.invalidate()
 
     def _drop_own(self, optimizer: Optimizer) -> None:
         for handle in self._own.pop(optimizer, ()):

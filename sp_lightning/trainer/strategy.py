@@ -21,13 +21,14 @@ from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import Count, Fused, OptimizerOn, Overlap, Transfer, by_name
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_folder import common_tensors, write
-from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for, load
 from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
     FROZEN,
-    FrozenWeights,
     LeftOut,
     fill_checkpoint,
+    leave_out,
+    note_frozen,
     note_loaded,
     note_trained,
 )
@@ -145,11 +146,10 @@ class StreamingStrategy(LoopStrategy):
             disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip
         self._given = GivenValues(options.weights, stay=options.disk is not None)
-        self._frozen: FrozenWeights | None = None
+        self._leaves_out = False  # while a run trains
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
         super().__init__(options, device, accelerator, checkpoint_io, precision_plugin)
-        self._state_goes_to_disk = options.disk is not None
 
     # ------------------------------------------------------------------ set-up and teardown
 
@@ -186,13 +186,13 @@ class StreamingStrategy(LoopStrategy):
             self.model = layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._frozen = None
+        self._leaves_out = trains and not self._options.save_frozen
         if trains:
             self.setup_optimizers(trainer)
             self._fitting_begins()
             note_trained(self.lightning_module)
-            if not self._options.save_frozen:
-                self._frozen = FrozenWeights(self.lightning_module)
+            if self._leaves_out:
+                note_frozen(self.lightning_module)
         self.setup_precision_plugin()
 
     def teardown(self) -> None:
@@ -210,9 +210,10 @@ class StreamingStrategy(LoopStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._refuse_partially_updated()
+        assert self.lightning_module is not None
         with nullcontext() if self._run is None else self._run.host_parameters():
             state = super().lightning_module_state_dict()
-            self._left_out = {} if self._frozen is None else self._frozen.leave_out(state)
+            self._left_out = leave_out(self.lightning_module, state) if self._leaves_out else {}
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -241,10 +242,21 @@ class StreamingStrategy(LoopStrategy):
             elif self._ranks.first:  # the others may never come
                 write(checkpoint, folder, own, alone=True)
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Weights stay in the file until they are copied to where they belong."""
+        module, drops = self.lightning_module, self._ranks is not None and not self._ranks.primary
+        stays = self._options.disk is not None or drops  # who drops the state reads none of it
+        return load(checkpoint_path, self.checkpoint_io, module, weights_only, state_stays=stays)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self._steps is not None:
-            self._steps.state_loaded()
+        """The base class would move the state to the device."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if self._ranks is None or self._ranks.primary:
+                optimizer.load_state_dict(state)
+            else:  # the optimizers of a node's first rank alone have state
+                optimizer.load_state_dict({**state, "state": {}})
+        if self._run is not None:
+            self._run.steps.state_loaded()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

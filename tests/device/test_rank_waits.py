@@ -199,7 +199,7 @@ class Exchanges(Callback):
 def goes_on(self: RankSteps, optimizer: Any, closure: Any = None) -> Any:
     """A step of a rank that does not wait for the end of the primary's."""
     assert self._turns.follow(self._step_of(optimizer), weights=True) == _CLOSURE
-    self._run.invalidate()
+    self._run.engine.invalidate()
     result = closure()
     self._turns.begin(self._step_of(optimizer), weights=True)
     return result

@@ -432,7 +432,7 @@ class Trial:
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         assert torch.is_grad_enabled()
         assert not self.handlers_left
-        self.torn = self.way in self.fault.tears and self.trainer.strategy._run.results.partially_updated is not None
+        self.torn = self.way in self.fault.tears and self.trainer.strategy._last.partially_updated is not None
         with pytest.raises(RuntimeError, match="not those of any whole step") if self.torn else nullcontext():
             self.trainer.save_checkpoint(self.folder / "after.ckpt")
         if not self.torn:

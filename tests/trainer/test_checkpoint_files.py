@@ -80,7 +80,7 @@ def test_a_full_disk_leaves_the_previous_file(room: Any, tmp_path: Path) -> None
 
     options = each_step(tmp_path)
     options["callbacks"].insert(0, FillsUp())
-    with pytest.raises(OSError, match=r"could not be written: .*; the previous file of this name is as it was") as told:
+    with pytest.raises(OSError, match=r"could not be written: .*; the previous one of this name is as it was") as told:
         fit(make, vectors(5), superpipeline(), **options)
     assert told.value.errno in (errno.ENOSPC, errno.EFBIG)
     assert told.value.filename == str(last)
