@@ -10,6 +10,7 @@ from typing import Any
 
 from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.estimate import Estimate
+from sp_lightning.cli.host import on_device
 from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.tune.choices import SAME
@@ -123,6 +124,17 @@ class Answer:
         elif "token" not in items:
             count, what = (asked.batch, "images") if "image" in items else (1, "batches")
         return count * asked.devices * asked.nodes / (self.shown.prediction.seconds or 1e-9), what
+
+
+def stepped_on_device(estimate: Estimate, row: Row) -> tuple[float, int] | None:
+    """Seconds of a batch, and bytes of device memory more, if the device steps; None if it does, or cannot."""
+    question, step = estimate.question, estimate.step
+    if step is None or step.on_device or question.disk is not None or question.devices * question.nodes > 1:
+        return None
+    asked = Question(**{**vars(question), "optimizer_on": "device"})
+    other = replace(estimate, question=asked, step=on_device(step, asked))
+    plan = other.plan(row.plan.k, row.plan.k_prime)
+    return other.predict(plan, row.modes).seconds, plan.update_bytes
 
 
 def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:

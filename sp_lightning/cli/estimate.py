@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.cli.adapters import add_adapters
 from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
-from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step, on_device
+from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step, update_rates
 from sp_lightning.cli.model_source import Arguments, ModelSource, has_forward, load_model
 from sp_lightning.device.modes import default_dtype
 from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
@@ -36,6 +36,7 @@ from sp_lightning.tune.machine import host_seconds
 from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import Prediction, Rates
 
+_NO_UPDATES: dict[str, Any] = {"update": math.inf}
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch", "tokens", "image", "input", "checkpointing", "loss_tokens", "lora",
     "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers", "resident", "host_tflops",
@@ -87,14 +88,6 @@ class Estimate:
         if step is not None and step.overlap == self.question.overlap:
             step = replace(step, overlap=question.overlap)
         return replace(self, question=question, step=step)
-
-    def stepped_on_device(self) -> Estimate | None:
-        """The estimate if the device steps; None if it does, cannot, or nothing is trained."""
-        question, step = self.question, self.step
-        if step is None or step.on_device or question.disk is not None or question.devices * question.nodes > 1:
-            return None
-        asked = Question(**{**vars(question), "optimizer_on": "device"})
-        return replace(self, question=asked, step=on_device(step, asked))
 
     @cached_property
     def plain_bytes(self) -> int:
@@ -158,19 +151,9 @@ class Estimate:
     @cached_property
     def rates(self) -> Rates:
         """What the machine does in a second, as the question says."""
-        asked, update, come, leave = self.question, math.inf, 0.0, 0.0
-        if self.step is not None:
-            trained = self.plan(1, 1).trained
-            gradients = sum(layer.gradient_bytes for layer in trained)
-            seconds = max(self._traffic[0], 1) / asked.dram
-            if self.step.on_device:
-                casts = sum(layer.narrow_bytes for layer in trained) / gradients
-                state = (self.host.ledger.state or 0) / gradients if self.host.ledger is not None else 0.0
-                once = asked.accumulate == 1  # sums are as wide as weights
-                come = 1 + state + (0 if once and self.step.overlap == "backward" else 1 - casts * once)
-                leave = 1 + state + casts
-                seconds = (3 + 2 * state) * gradients / asked.device_bandwidth
-            update = gradients / (self.step.seconds or seconds)
+        asked, step, ledger, updates = self.question, self.step, self.host.ledger, _NO_UPDATES
+        if step is not None and ledger is not None:
+            updates = update_rates(asked, step, self.plan(1, 1).trained, ledger, self._traffic[0])
         visit, weight = host_seconds(training=not asked.predict, measured=asked.measure_host)
         devices, nodes = asked.devices - 1, asked.nodes - 1  # the others
         # Sums of 16 bits travel in float32.
@@ -178,7 +161,7 @@ class Estimate:
         return Rates(
             upload=asked.pcie,
             download=asked.pcie,
-            update=update,
+            **updates,
             host_memory=asked.dram,
             visit_seconds=visit,
             weight_seconds=weight,
@@ -188,8 +171,6 @@ class Estimate:
             network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
             disk=asked.disk or math.inf,
             sliced=asked.transfer == "sliced" and devices > 0,
-            come=come,
-            leave=leave,
         )
 
     def _balance(self, plan: Plan, rates: Rates) -> Balance:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.fused import has_fused_step
 from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger
-from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
 
 _EIGHT_BITS_SECONDS = 21e-9  # per parameter, measured on two cores: tests/results/2026-11-22-updates-cpu.md
@@ -70,6 +70,25 @@ def on_device(step: HostStep, question: Question) -> HostStep:
     return replace(step, overlap=question.overlap, on_device=True, seconds=seconds, why=why)
 
 
+def update_rates(
+    question: Question, step: HostStep, trained: Sequence[PlannedLayer], ledger: Ledger, traffic: int
+) -> dict[str, Any]:
+    """The :class:`~sp_lightning.tune.visits.Rates` of updates, by their names.
+
+    Args:
+        question: says how fast memory is.
+        step, trained, ledger: the optimizer's step, the layers, and what training has on the host.
+        traffic: bytes that a fused optimizer's step reads and writes on the host.
+    """
+    gradients = max(1, sum(layer.gradient_bytes for layer in trained))
+    if not step.on_device:
+        return {"update": gradients / (step.seconds or max(traffic, 1) / question.dram)}
+    casts, state = sum(layer.narrow_bytes for layer in trained) / gradients, (ledger.state or 0) / gradients
+    came = 0 if _early(question, step) else 1 - casts * (question.accumulate == 1)  # sums are as wide as weights
+    update = gradients / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
+    return {"update": update, "come": 1 + state + came, "leave": 1 + state + casts}
+
+
 def _multiplied(flops: int, there: str, tflops: float, option: str) -> tuple[float, str]:
     """The seconds that so many multiplications and additions take, and how many in words."""
     seconds = flops / (tflops * 1e12)
@@ -91,14 +110,10 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
         others = [weight for weight in trained if not _is_for_muon(weight)]
         momentum = [torch.optim.SGD(matrices, momentum=0.95)] if matrices else []
         optimizers = (*momentum, *([torch.optim.AdamW(others)] if others else []))
+        flops = muon_flops(matrices)
         if seconds is None:
-            flops, there = muon_flops(matrices), question.optimizer_on
-            tflops, option = (
-                (question.host_tflops, "--host-tflops") if there == "host" else (question.tflops, "--tflops")
-            )
-            seconds = flops / (tflops * 1e12)
-            why = f"{flops / 1e12:.3g} TFLOP on the {there}, {seconds:.3g} s with {tflops:g} TFLOP/s ({option})"
-        return HostStep("Muon", optimizers, "off", seconds, why)
+            seconds, why = _multiplied(flops, "host", question.host_tflops, "--host-tflops")
+        return HostStep("Muon", optimizers, "off", seconds, why, flops=flops)
     if question.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from sp_lightning.cli.answer import Answer, Row
+from sp_lightning.cli.answer import Answer, Row, stepped_on_device
 from sp_lightning.cli.arguments import MODES, PRECISIONS, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
 from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
@@ -300,11 +300,10 @@ def _faster(answer: Answer) -> str:
     sliced = answer.without_waits.get("whole uploads", now)
     if now - sliced >= LEAST_WAITING * now:
         why += f' transfer="sliced" takes {sliced:.3g} s.'
-    if "updates" in waited and (other := answer.estimate.stepped_on_device()) is not None:
-        there = other.plan(plan.k, plan.k_prime)
-        if now - (seconds := other.predict(there, row.modes).seconds) >= LEAST_WAITING * now:
-            more = in_gib(there.update_bytes)
-            why += f' optimizer_on="device" takes {seconds:.3g} s, and {more} of device memory more (--optimizer-on device).'
+    if "updates" in waited and (there := stepped_on_device(answer.estimate, row)) is not None:
+        seconds, more = there
+        if now - seconds >= LEAST_WAITING * now:
+            why += f' optimizer_on="device" takes {seconds:.3g} s, and {in_gib(more)} of device memory more.'
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
 

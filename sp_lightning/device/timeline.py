@@ -19,7 +19,8 @@ class Interval(NamedTuple):
             ``between``, the computation between two layers; ``reduce``, the sum of gradients over several devices, with
             the wait for the others; ``network``, the same over several nodes; ``gather``, parts of a layer that come from
             other devices, with the wait for them; ``drain``, the copy of gradients to the host; ``update``, the optimizer's
-            work; ``store`` and ``return``, the copies of activations to the host and back.
+            work; ``store`` and ``return``, the copies of activations to the host and back; ``bring`` and ``take``, those
+            of what an update on the device needs, and of what it has made.
         layer: the layer's index in the plan; the number of layers stands for the residents, None for no layer at all.
         begin, end: seconds since a moment that all intervals of a run share.
         nbytes: bytes that were copied; 0 for computations.

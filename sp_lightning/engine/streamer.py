@@ -103,7 +103,7 @@ class Streamer:
         self._residents = Residents(self._resident_layer, self._source, self._lent)
         self._on_device: StepsOnDevice | None = None
         if plan.steps_on_device:
-            self._on_device = StepsOnDevice(device, pin=pin, slot_bytes=plan.step_slot_bytes)
+            self._on_device = StepsOnDevice(device, pin=pin, slots=plan.step_slots)
             self._gradients.stay = True
         self._peak = Peak(self.found, self._slots, self._residents, self._gradients, self._on_device)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)

@@ -23,11 +23,14 @@ COLORS: dict[Kind, str] = {
     "update": "#b8860b",
     "store": "#d4a5c9",
     "return": "#8fc1d4",
+    "bring": "#6a8d73",
+    "take": "#c9ada7",
 }
 # A layer has three lanes, so that intervals at the same time do not hide each other.
 _LANE: dict[Kind, float] = {
     "fetch": -0.3, "gather": -0.3, "return": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "reduce": 0.3,
     "network": 0.3, "drain": 0.3, "update": 0.3, "store": 0.3, "read": -0.3, "write": 0.3,
+    "bring": -0.3, "take": 0.3,
 }  # fmt: skip
 # The batch is cut into so many parts, at least and at most, one of which is shown larger: the time of one or two layers.
 _PARTS = (12, 100)
@@ -128,9 +131,8 @@ def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Pat
 
 def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
     """Begin and end, in seconds, of the part of a batch in which most is copied. Thin bars can be seen there."""
-    copies = [
-        each for each in intervals if each.kind in ("fetch", "gather", "return", "reduce", "network", "drain", "store")
-    ] or intervals
+    computed = ("forward", "backward", "between", "update", "read", "write")
+    copies = [each for each in intervals if each.kind not in computed] or intervals
     first = min((each.begin for each in intervals), default=0.0)
     last = max((each.end for each in intervals), default=1.0)
     parts = min(max(_PARTS[0], len({each.layer for each in copies})), _PARTS[1])

@@ -90,12 +90,12 @@ class StepsOnDevice:
     Args:
         device: copies, and says in which order.
         pin: whether the memory of state is page-locked.
-        slot_bytes: of both slots together, at least.
+        slots: how many slots of the largest layer's size there are: with one, two of the other layers are there at once.
     """
 
-    def __init__(self, device: Device, *, pin: bool, slot_bytes: int) -> None:
+    def __init__(self, device: Device, *, pin: bool, slots: int) -> None:
         self._device = device
-        self._slot_bytes = slot_bytes
+        self._count = slots
         self._pin = pin
         self._slots: list[
             _StepSlot
@@ -120,7 +120,7 @@ class StepsOnDevice:
         if not trained:
             return
         held = self._bring_together(key, groups, state)
-        slot, twins, there = self._bring(trained, held)
+        slot, twins, there = self._bring(key[0].index, trained, held)
         gradients: list[Any] = [twin.grad for twin in twins]
         versions = [gradient._version for gradient in gradients]
         stay = self._exchange(part_of, dict(zip(map(id, trained), twins, strict=True)), there)
@@ -142,7 +142,7 @@ class StepsOnDevice:
         if nbytes > self.nbytes:
             self._wait(*self._slots)
             self._slots.clear()
-            memory = self._device.empty(max(aligned(nbytes), self._slot_bytes))
+            memory = self._device.empty(aligned(nbytes) * self._count)
             middle = memory.nbytes // 2 // ALIGNMENT * ALIGNMENT
             self._slots = [_StepSlot(each) for each in (memory, memory[:middle], memory[middle:])]
             # The allocator may have given memory that a kernel still uses.
@@ -161,7 +161,7 @@ class StepsOnDevice:
             slot.alive.clear()
 
     def _bring(
-        self, trained: Sequence[nn.Parameter], held: _HostState | None
+        self, layer: int, trained: Sequence[nn.Parameter], held: _HostState | None
     ) -> tuple[_StepSlot, list[nn.Parameter], dict[int, Tensor]]:
         """Sends what a layer's update needs to a slot, but for gradients that have stayed on the device.
 
@@ -181,7 +181,9 @@ class StepsOnDevice:
         if held is not None:
             targets.append(memory[begin:nbytes])
             sources.append(held.bytes)
+        begun = device.mark(Stream.UPLOAD)
         device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
+        device.note("bring", layer, begun, Stream.UPLOAD, sum(each.nbytes for each in sources))
         device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
         device.access(memory[:nbytes], Stream.COMPUTE, write=True)
         for event in {id(each): each for each in computed if each is not None}.values():
@@ -274,7 +276,9 @@ class StepsOnDevice:
         targets, sources = map(list, zip(*copies, strict=True))
         device.access(sources, Stream.COMPUTE, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
+        begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
+        device.note("take", layer.index, begun, Stream.DOWNLOAD, sum(each.nbytes for each in sources))
         slot.left = layer.landed = device.record(Stream.DOWNLOAD)
         slot.alive = sources
         with no_inference_mode():

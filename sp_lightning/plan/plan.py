@@ -71,8 +71,7 @@ class Plan:
     """What will happen, in numbers. All sizes are in bytes.
 
     Attributes:
-        k: how many layers are usable on the device at once.
-        k_prime: how many layers move as one transfer.
+        k, k_prime: how many layers are usable on the device at once, and how many move as one transfer.
         layers: the layers, in the order of the module tree.
         rings: the slots, the smallest first; those of stacked experts behind the others, if they have slots of their own; then
             a ring without slots for the masters, and one for the tables.
@@ -85,8 +84,7 @@ class Plan:
         experts: the indices of the layers that come only when something is routed to them.
         plain: bytes of the weights, and of the gradients, that plain training has on the device; the optimizer's state
             comes on top.
-        ranks: how many devices of a node sum their gradients, each with slots of its own.
-        nodes: how many nodes add up their sums.
+        ranks, nodes: how many devices of a node sum their gradients, each with slots of its own, and how many nodes do.
         cache_bytes: device memory that keeps stacked experts which were used.
         staying: bytes of modules that are moved whole and of buffers, and bytes of those modules' gradients.
         nothing: why nothing is streamed; empty if something is.
@@ -182,26 +180,23 @@ class Plan:
         return sum(sizes) + residents + sum(each * part for part in parts) + adding
 
     @property
-    def step_slot_bytes(self) -> int:
-        """Device memory of the two slots in which layers are stepped: of weights, gradients, and a state as Adam's.
-
-        If most weights are in layers of less than half the size of the largest, that layer has both slots for itself.
-        """
+    def step_slots(self) -> int:
+        """How many slots of the largest layer's size layers are stepped in: one, if two of most other layers fit into it."""
         sizes = [layer.gradient_bytes for layer in self.trained]
-        largest = max(sizes, default=0)
-        large = sum(size for size in sizes if 2 * size > largest)
-        return self.steps_on_device * 4 * largest * (2 if 2 * large > sum(sizes) else 1)
+        return 2 if 2 * sum(size for size in sizes if 2 * size > max(sizes)) > sum(sizes) else 1
 
     @property
     def update_bytes(self) -> int:
-        """Device memory of steps: those slots, one layer's gradients in float32 that came as casts, and its new casts."""
-        return self.step_slot_bytes + self.steps_on_device * 3 * max(layer.narrow_bytes for layer in self.trained)
+        """Device memory of steps: slots of weights, gradients, and a state as Adam's; beside them wide gradients and casts."""
+        largest, narrow = (
+            max(each) for each in zip(*((e.gradient_bytes, e.narrow_bytes) for e in self.trained), strict=True)
+        )
+        return self.steps_on_device * (self.step_slots * 4 * largest + 2 * narrow)
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most device memory that weights and gradients take, with the slots in which layers are stepped."""
-        moving = self.slot_bytes + self.gradient_bytes + self.update_bytes
-        return moving + self.resident_bytes + self.cache_bytes
+        """The most device memory that weights and gradients take, with that in which layers are stepped."""
+        return self.slot_bytes + self.resident_bytes + self.gradient_bytes + self.cache_bytes + self.update_bytes
 
     @property
     def allocated_bytes(self) -> int:
@@ -303,8 +298,7 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int 
         found: the model's layers.
         k: how many layers are to be usable on the device at once, at least 1.
         k_prime: how many layers are to move as one transfer, at least 1.
-        ranks: how many devices of a node sum their gradients.
-        nodes: how many nodes add up their sums.
+        ranks, nodes: how many devices of a node sum their gradients, and how many nodes add up their sums.
         training: whether batches are trained. Otherwise nearly nothing of stacked experts travels, and k and k' count the
             other layers.
     """

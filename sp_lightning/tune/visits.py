@@ -119,14 +119,18 @@ def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -
             visits.append(Visit((drain.layer,), 0.0, backward=True))
             with_backward.add(drain.layer)
 
+    updated = sum(update.nbytes for update in by_kind["update"])
+    come, leave = (sum(copy.nbytes for copy in by_kind[kind]) / max(updated, 1) for kind in ("bring", "take"))
     rates = Rates(
         _rate(by_kind, RESOURCES["fetch"], "gather"),
         _rate(by_kind, RESOURCES["drain"]),
-        _rate(by_kind, RESOURCES["optimizer"]),
+        math.inf if leave else _rate(by_kind, RESOURCES["optimizer"]),  # on the device it is its transfers, nearly
         host_memory=math.inf,
         visit_seconds=0.0,
         synchronous=synchronous,
         links=_rate(by_kind, ["reduce"]),
+        come=come,
+        leave=leave,
     )
     return visits, rates
 

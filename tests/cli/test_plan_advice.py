@@ -282,3 +282,35 @@ def test_the_optimizer_is_the_modules_own(capsys: pytest.CaptureFixture[str]) ->
         for more in ([], ["--optimizer", "adamw"])
     )
     assert named["host_bytes"] - own["host_bytes"] == 4 * own["parameters"], "one tensor of state less"
+
+
+# ---------------------------------------------------------------- steps on the device
+
+
+def test_steps_on_the_device_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    window = ("resnet18", "--k", "1", "--k-prime", "1")
+    host, device = (plan(capsys, *window, "--optimizer-on", where) for where in ("host", "device"))
+    early = plan(capsys, *window, "--optimizer-on", "device", "--overlap", "backward")
+    assert 'optimizer_on="device"' in device["verdict"]
+    slots = device["windows"][0]["device_bytes"] - host["windows"][0]["device_bytes"]
+    assert slots > 16 * max(layer["bytes"] for layer in device["layers"]) / 6, (
+        "weights, gradients and state of one layer"
+    )
+    assert early["host_parts"]["gradients"] < device["host_parts"]["gradients"] / 10, "those of layers never leave"
+
+
+def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1"])
+    (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    (seconds,) = re.findall(r'optimizer_on="device" takes (\S+) s', line)
+    found = plan(capsys, "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1", "--optimizer-on", "device")
+    assert f"{found['windows'][0]['seconds']:.3g}" == seconds
+
+
+@pytest.mark.parametrize("other", [("--disk", "7GB/s"), ("--devices", "2")])
+def test_steps_on_the_device_are_for_one_device_without_a_disk(
+    other: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "resnet18", "--optimizer-on", "device", *other])
+    assert "for one device, without --disk" in capsys.readouterr().err

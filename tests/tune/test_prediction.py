@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
+from sp_lightning.device.timeline import Interval
 from sp_lightning.device.torch_fake import on_paper
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.dry_run import Work, estimate
 from sp_lightning.tune.simulator import Walk
-from sp_lightning.tune.visits import Rates, Visit
+from sp_lightning.tune.visits import Rates, Visit, measured
 from sp_lightning.weights.prefetch import Trace
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
@@ -161,3 +162,41 @@ def test_hundreds_of_layers_that_all_fit_are_not_compared_with_each_other(
     for _ in range(2):
         walk.batch()
     assert 0 < len(asked) < 4 * 2 * 200
+
+
+# ---------------------------------------------------------------- steps on the device
+
+
+def stepped(overlap: Any, rates: Rates) -> Walk:
+    plan = make_plan(find_layers(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))), k=2, k_prime=1)
+    walk = Walk(plan, schedule_visits(plan, [1e-4] * 6, training=True), rates, overlap=overlap)
+    for _ in range(3):
+        walk.batch()
+    return walk
+
+
+def test_what_an_update_on_the_device_needs_passes_the_links() -> None:
+    rates = Rates(upload=1e9, download=1e9, update=1e12, host_memory=1e12, come=4.0, leave=3.0)
+    gradients = 6 * (64 * 64 + 64) * 4
+    seconds = {}
+    for overlap in ("off", "forward", "backward"):
+        begun = (walk := stepped(overlap, rates)).ended
+        walk.batch()
+        seconds[overlap] = walk.ended - begun
+        moved = {kind: sum(e.nbytes for e in walk.device.intervals if e.kind == kind) for kind in ("bring", "take")}
+        padded = moved["take"] / 3
+        assert gradients <= padded < 1.1 * gradients
+        assert moved["bring"] == 4 * padded
+        assert seconds[overlap] >= moved["bring"] / rates.upload
+    drained = [each for each in walk.device.intervals if each.kind == "drain" and each.nbytes]
+    assert not drained, "in backward gradients of layers stay"
+    assert seconds["forward"] <= seconds["off"]
+    assert seconds["backward"] <= seconds["off"]
+
+
+def test_a_timeline_says_what_updates_on_the_device_move() -> None:
+    def copied(kind: Any, nbytes: int) -> Interval:
+        return Interval(kind, 0, 0.0, 1.0, nbytes)
+
+    _, rates = measured([copied("bring", 40), copied("update", 10), copied("take", 30)], 1, synchronous=False)
+    assert (rates.come, rates.leave, rates.update) == (4.0, 3.0, math.inf)
