@@ -27,6 +27,7 @@ from sp_lightning.device.torch_private import (
     cpu_attention_backward_operator,
     cpu_attention_operator,
     grouped_mm_operator,
+    no_torch_functions,
     storage_id,
     to_copy_operator,
     tree_leaves,
@@ -173,10 +174,7 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
 
 
 class _Saves:
-    """Counts what autograd saves in a forward, by unit calls, as the engine does it (``activations.offload``).
-
-    ``stays`` says whether a tensor is on the device in any case.
-    """
+    """Counts by unit calls, as the engine does, what autograd saves in a forward but for what ``stays`` on the device anyway."""
 
     def __init__(self, stays: Callable[[Tensor], bool]) -> None:
         self._stays = stays
@@ -300,9 +298,12 @@ class _Trial(TorchDispatchMode):
         return key in self._weights or key in self._addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":  # it reads a tensor's device
-            return func(*args, **kwargs)
+        if func.namespace == "prim":  # it reads a tensor's device, more often than anything else
+            return args[0].device if func is torch.ops.prim.device.default else func(*args, **(kwargs or {}))
+        with no_torch_functions():  # _Fused is for what the model calls
+            return self._count(func, args, kwargs or {})
+
+    def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.embedding.default and args[1].is_floating_point():
             # torch 2.10 and 2.11 refuse such indices only if the tensors are real.
             raise RuntimeError("embedding was given indices that are no whole numbers.")
