@@ -88,7 +88,9 @@ def small_on_one_card() -> Agenda:
 
 def middle_on_one_card() -> Agenda:
     """3B beside its rivals: plain takes nearly all of 80 GB."""
-    contest = Contest(train("llm", "3B", 16384), ("superpipeline-2:1", "plain", "fsdp2", "deepspeed"), 95)
+    contest = Contest(
+        train("llm", "3B", 16384), ("superpipeline-2:1", "superpipeline-2:1-device", "plain", "fsdp2", "deepspeed"), 90
+    )
     return [contest, _foresight("3B", 16384)]
 
 

@@ -63,6 +63,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "off": (", fused", {"optimizer_overlap": "off"}),
     "forward": (", fused, under forward", {"optimizer_overlap": "forward"}),
     "backward": (", fused, under backward", {"optimizer_overlap": "backward"}),
+    "device": (", stepped on the device", {"optimizer_on": "device"}),
+    "early": (", stepped on the device in backward", {"optimizer_on": "device", "optimizer_overlap": "backward"}),
     "keep": (", activations kept", {"activations": "keep"}),
     "recompute": (", activations recomputed", {"activations": "recompute"}),
     "offload": (", activations offloaded", {"activations": "offload"}),
