@@ -100,10 +100,12 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
     if not trained:
         raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
     seconds, why = question.step_seconds, f"{question.step_seconds or 0:g} s (--step-seconds)"
-    if question.optimizer is None and seconds is None and (own := _configured(module)):
+    own, source = _configured(module) if question.optimizer is None and seconds is None else (), "--optimizer"
+    name = " and ".join(sorted({type(each).__name__ for each in own}))
+    if own and all(map(has_known_state, own)):
         overlap = question.overlap if all(map(has_fused_step, own)) else "off"
-        name = " and ".join(sorted({type(each).__name__ for each in own}))
         return HostStep(name, own, overlap, source="configure_optimizers")
+    source = f"in place of {name}, whose state is not known" if own else source
     if question.optimizer == "muon":
         matrices = [weight for weight in trained if _is_for_muon(weight)]
         # SGD with momentum has one tensor of state for each matrix, as Muon has. The others are AdamW's, by convention.
@@ -131,19 +133,18 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
     fused = torch.optim.SGD(trained, momentum=0.9) if sgd else torch.optim.AdamW(trained)
     name = "SGD with momentum" if sgd else "AdamW"
     if seconds is None:
-        return HostStep(name, (fused,), question.overlap)
+        return HostStep(name, (fused,), question.overlap, source=source)
     return HostStep(f"an optimizer with the state of {name}", (fused,), "off", seconds, why)
 
 
 def _configured(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of a LightningModule; none if they need what only a run has, or if the size of their state is not known."""
+    """The optimizers of a LightningModule; none if they need what only a run has."""
     try:
         configured: Any = module.configure_optimizers
         leaves = tree_leaves(configured())
     except Exception:  # code of a user may raise anything
         return ()
-    found = tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)))
-    return found if all(map(has_known_state, found)) else ()
+    return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)))
 
 
 def muon_flops(matrices: Iterable[Tensor]) -> int:

@@ -303,7 +303,8 @@ def _faster(answer: Answer) -> str:
     if "updates" in waited and (there := stepped_on_device(answer.estimate, row)) is not None:
         seconds, more = there
         if now - seconds >= LEAST_WAITING * now:
-            why += f' optimizer_on="device" takes {seconds:.3g} s, and {in_gib(more)} of device memory more.'
+            needs = in_gib(row.device_bytes + more)
+            why += f" --optimizer-on device takes {seconds:.3g} s, and {needs} of device memory with this window."
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
 

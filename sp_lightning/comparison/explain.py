@@ -81,6 +81,7 @@ def avoided_by(way: Way, name: str, differs: Callable[[Way], bool]) -> str:
         {"optimizer_overlap": "off"},
         {"check_writes": True, "optimizer_overlap": "off"},
         {"resident": [name]},
+        *[{"optimizer_on": "host"}] * ("optimizer_on" in options),
     ]
     for change in tried:
         if any(options.get(option) != value for option, value in change.items()):

@@ -144,6 +144,10 @@ class Accelerator(Device):
 
         return Timeline(seconds)
 
+    def random_states(self) -> list[Tensor]:
+        on_device = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return [*super().random_states(), *on_device]
+
     def peak_bytes(self) -> int | None:
         peak = self._counted("max_memory_allocated")
         return None if peak is None else int(peak)

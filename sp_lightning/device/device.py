@@ -234,6 +234,10 @@ class Device:
         """Returns a timeline for this device, which the caller adds to :attr:`timelines`. The host waits for the device."""
         return Timeline(float)  # its marks are seconds
 
+    def random_states(self) -> list[Tensor]:
+        """The states of the generators that operators here draw random numbers from."""
+        return [torch.get_rng_state()]
+
     def peak_bytes(self) -> int | None:
         """The most bytes of device memory that torch had allocated at once since :meth:`reset_peak`; None for the CPU."""
         return None

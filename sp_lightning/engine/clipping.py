@@ -69,7 +69,7 @@ class Clipping:
         """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
         gradient = stored(parameter)
         assert gradient is not None
-        if self._on_device is not None:
+        if self._on_device is not None and gradient.layout is torch.strided:  # a sparse one is refused by the step
             return self._on_device.norm(gradient)
         known, version, norm = measured.get(parameter, (None, None, gradient))
         if known is gradient and version == gradient._version:

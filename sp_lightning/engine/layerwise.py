@@ -22,6 +22,7 @@ from sp_lightning.device.patched import in_place_of, state_of
 from sp_lightning.device.torch_private import tree_map
 from sp_lightning.engine.clipping import Clipping
 from sp_lightning.engine.updating import Updating
+from sp_lightning.optim.alone import is_declared
 from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
 from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
@@ -77,8 +78,10 @@ class LayerwiseStep:
         self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
         self._separable = waits or on_device is not None or is_separable(optimizer)
-        # A step of the host's that is not fused reads whole gradients.
-        self._narrow = narrow and (on_device is not None or not self._separable)
+        self._closure: Callable[[], Any] | None = None
+        self._declared = on_device is not None and is_declared(optimizer)
+        # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
+        self._narrow = narrow and not self._declared and (on_device is not None or not self._separable)
         self.clipping = Clipping(optimizer, engine)
         self._on_complete = self._update_early if early else self.clipping.measure if measure else None
         self._armed: dict[StreamedLayer, Groups] | None = None
@@ -133,13 +136,17 @@ class LayerwiseStep:
                 self._armed = {}
         return self._armed
 
-    def submit(self) -> bool:
+    def submit(self, closure: Callable[[], Any] | None = None) -> bool:
         """Submits the layers that are not updated yet, after backward and clipping.
+
+        Args:
+            closure: returns what the closure of the running step has returned; None if it has none.
 
         Returns:
             Whether the layers are updated so. Until :meth:`give_back_groups` torch's step finds no groups then, and so has
             nothing to do; otherwise it is to update all at once.
         """
+        self._closure = closure
         self._engine.backward.on_complete = self._engine.backward.wanted = None
         self._updates.end_early()
         self._engine.before(deferred=bool(self.begun))  # a forward without a backward may have left transfers
@@ -177,13 +184,21 @@ class LayerwiseStep:
         for name, needed in needs.items():
             if needed:
                 without = "leave disk= out and " if self._state is not None else ""
+                otherwise = (
+                    f"{without}pass optimizer_overlap='off'" if self._on_device is None else "leave optimizer_on out"
+                )
                 raise RuntimeError(
-                    f"{name} updates layers one by one, but {what}. {instead}, or {without}pass optimizer_overlap='off'."
+                    f"{name} updates layers one by one, but {what}. {instead}, or {otherwise}."
                 ) from undivided
 
     def _cuts(self, group: dict[str, Any]) -> bool:
         """Whether the step of a group can be taken apart."""
         return self._separable or runs_fused(self._optimizer, group, fuse=self._fuse)
+
+    @property
+    def submitted(self) -> bool:
+        """Whether the running step has submitted its updates, and the optimizer has no groups."""
+        return self._optimizer.param_groups is self._none
 
     def give_back_groups(self) -> None:
         """The step is over: the optimizer has its groups again."""
@@ -206,10 +221,11 @@ class LayerwiseStep:
             if not self.begun and not self._cuts(group):
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key != "params"})
-            if self.begun or runs_fused(self._optimizer, group, fuse=self._fuse):
+            settings.pop("param_names", None)
+            if self._on_device is None and (self.begun or runs_fused(self._optimizer, group, fuse=self._fuse)):
                 settings["fused"] = True
             trained = [p for p in group["params"] if p.requires_grad]
-            if self._early and not self.begun and lacks_buffers(group, state, trained):
+            if self._early and not self.begun and self._on_device is None and lacks_buffers(group, state, trained):
                 what = "some parameters of a group have momentum and others have none yet"
                 raise _UndividedError(what, "Pass optimizer_overlap='forward'")
             parts = defaultdict(list)
@@ -240,6 +256,7 @@ class LayerwiseStep:
             self._updates.afterwards(self._updated)
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
+        vars(part).pop("zero_grad", None)  # which is that of the whole optimizer, in a step
         clip, engine = self.clipping.pending, self._engine
         # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
@@ -254,7 +271,7 @@ class LayerwiseStep:
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             # torch makes the state of a parameter without a gradient in a later step, behind that of others.
             for parameter in parameters:
-                if parameter.grad is None and dict.get(state_of(part), parameter) == {}:
+                if parameter.grad is None and not self._declared and dict.get(state_of(part), parameter) == {}:
                     dict.pop(state_of(part), parameter)
             self._step_layer(layer, part, trained, clips)
             if self._state is not None:
@@ -267,9 +284,12 @@ class LayerwiseStep:
         self, layer: StreamedLayer, part: Optimizer, trained: Sequence[nn.Parameter], clips: Mapping[int, Change]
     ) -> None:
         """Runs the step of one layer, and casts its new weights."""
-        step = partial(_own_step(self._class), part)
+        # A class of a user's may look at its closure's loss.
+        step = partial(
+            _own_step(self._class), part, *([self._closure] * (self._declared and self._closure is not None))
+        )
         if self._on_device is not None:
-            self._on_device.step((layer, self._optimizer), part, step)
+            self._on_device.step((layer, self._optimizer), part, step, declared=self._declared)
             return
         for parameter in trained:
             self._engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)

@@ -72,6 +72,7 @@ class BackgroundUpdates:
                         block.memory.use()
                         self._device.access(block.weights, Stream.UPDATE, write=True)
                     begun = self._device.mark(Stream.UPDATE)
+                    _here.updates = True
                     with torch.DisableTorchFunctionSubclass(), torch.no_grad():
                         work()
                     self._device.note("update", layer.index, begun, Stream.UPDATE, blocks[0].planned.gradient_bytes)
@@ -80,6 +81,8 @@ class BackgroundUpdates:
                     f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."
                 )
                 self._failure = error
+            finally:
+                _here.updates = False
 
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if it was not waited for
@@ -191,6 +194,12 @@ def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
 
 
 _all: WeakSet[BackgroundUpdates] = WeakSet()
+_here = threading.local()
+
+
+def updates_here() -> bool:
+    """Whether this thread updates a layer just now: the step of a class that steps another optimizer is none of a user's."""
+    return getattr(_here, "updates", False)
 
 
 def _before_fork() -> None:

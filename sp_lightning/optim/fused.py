@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
-from sp_lightning.device.torch_private import fused_sgd_step
+from sp_lightning.device.torch_private import fused_sgd_step, tree_leaves
 from sp_lightning.plan.ledger import FEW_BITS
 
 
@@ -83,22 +83,6 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     )
 
 
-_ALONE = {
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-}  # fmt: skip
-"""torch's optimizers that step each parameter by itself. LBFGS and SparseAdam do not."""
-
-
-def steps_alone(optimizer: Any) -> bool:
-    """Whether an optimizer steps each parameter by itself, so that on one device a layer's step has the bits of the whole."""
-    kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is kind:
-        return kind.__name__ in _ALONE
-    # Stochastic rounding draws random numbers in the order of all parameters.
-    known = kind.__module__.startswith("bitsandbytes.optim.") or is_separable(optimizer)
-    return known or getattr(kind, "steps_each_parameter_alone", False)
-
-
 def is_separable(optimizer: Any) -> bool:
     """Whether the step of some parameters alone is what the whole step does to them.
 
@@ -121,8 +105,8 @@ def lacks_buffers(group: Mapping[str, Any], state: dict[Any, Any], parameters: I
 def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> bool:
     """Whether one tensor is the state of two parameters: what it becomes depends on the order in which they are updated."""
     # Copies of the values are asked, because an update in the background may add some.
-    values = [value for group in groups for p in group["params"] for value in list(state.get(p, {}).values())]
-    places = [_place(value) for value in values if isinstance(value, Tensor)]
+    leaves = (tree_leaves(dict(state.get(p, {}))) for group in groups for p in group["params"])
+    places = [place for each in leaves for place in {_place(leaf) for leaf in each if isinstance(leaf, Tensor)}]
     return len(set(places)) < len(places)
 
 

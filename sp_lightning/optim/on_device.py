@@ -9,8 +9,8 @@ and tensors there, in the form (foreach, fused, capturable) that its user chose.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.device.layout import ALIGNMENT, aligned, lay_out, part, total_bytes, view
-from sp_lightning.device.lease import lend
+from sp_lightning.device.layout import ALIGNMENT, aligned, lay_out, part, total_bytes
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map
+from sp_lightning.optim.alone import DeclaredStep
+from sp_lightning.optim.host_state import HostState, of_device
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import made_of
 from sp_lightning.weights.roles import Role
@@ -49,41 +49,6 @@ class _StepSlot:
     alive: list[Tensor] = field(default_factory=list)
 
 
-class _HostState:
-    """A layer's state on the host, which comes and leaves as one.
-
-    Args:
-        device: allocates the memory.
-        like: tensors of the same shapes, dtypes and strides.
-        pin: whether it is page-locked.
-
-    Attributes:
-        spans: where each tensor lies.
-        tensors: what the user finds in the optimizer's ``state``, each a view with a storage of its own.
-    """
-
-    def __init__(self, device: Device, like: Sequence[Tensor], *, pin: bool) -> None:
-        self.spans = lay_out(("", each) for each in like)
-        self._memory = PinnedMemory(device, total_bytes(self.spans), pin=pin)
-        self.bytes = self._memory.bytes[: total_bytes(self.spans)]
-        self.tensors = [view(lend(self.bytes[s.offset :][: s.nbytes]), replace(s, offset=0)) for s in self.spans]
-
-    def is_like(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors have the same shapes, dtypes and strides."""
-        return len(tensors) == len(self.spans) and all(
-            (each.shape, each.dtype, each.stride()) == (span.shape, span.dtype, span.stride)
-            for each, span in zip(tensors, self.spans, strict=True)
-        )
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors are the ones that are here, in their order and in this memory."""
-        begin = self.bytes.data_ptr()
-        return len(tensors) == len(self.tensors) and all(
-            each is own and each.data_ptr() == begin + span.offset and each.shape == span.shape
-            for each, own, span in zip(tensors, self.tensors, self.spans, strict=True)
-        )
-
-
 class StepsOnDevice:
     """Steps layers on the device. The background calls it, one layer after the other.
 
@@ -97,39 +62,55 @@ class StepsOnDevice:
         self._device = device
         self._count = slots
         self._pin = pin
-        self._slots: list[
-            _StepSlot
-        ] = []  # that of all the memory, then its halves, the one that was used last behind the other
-        self._states: dict[Key, _HostState] = {}
+        # That of all the memory, then its halves, the one that was used last behind the other.
+        self._slots: list[_StepSlot] = []
+        self._states: dict[Key, HostState] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the slots take."""
         return self._slots[0].memory.nbytes if self._slots else 0
 
-    def step(self, key: Key, part_of: Any, step: Callable[[], Any]) -> None:
+    def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
         """Runs the step of a layer. An error of the optimizer's leaves its weights and its state as they were.
 
         Args:
             key: the layer, and the user's optimizer.
             part_of: the layer's part of that optimizer, with the host's parameters in its groups.
             step: the optimizer's own code, which steps ``part_of``.
+            declared: whether its user says that it steps each parameter alone, which is checked.
+
+        Raises:
+            RuntimeError: it does other things.
         """
         groups, state = part_of.param_groups, state_of(part_of)
-        trained = [p for group in groups for p in group["params"] if p.grad is not None]
-        if not trained:
+        stepped = [p for group in groups for p in group["params"] if p.grad is not None or declared]
+        if not stepped:
             return
         held = self._bring_together(key, groups, state)
-        slot, twins, there = self._bring(key[0].index, trained, held)
-        gradients: list[Any] = [twin.grad for twin in twins]
-        versions = [gradient._version for gradient in gradients]
-        stay = self._exchange(part_of, dict(zip(map(id, trained), twins, strict=True)), there)
-        step()
-        written = [
-            g if g._version != v and g is twin.grad else None
-            for g, twin, v in zip(gradients, twins, versions, strict=True)
-        ]
-        self._take_back(key, slot, list(zip(trained, twins, written, strict=True)), (part_of.state, state, stay))
+        try:
+            slot, twins, there = self._bring(key[0].index, stepped, held)
+            gradients: list[Any] = [twin.grad for twin in twins]
+            versions = [None if declared or gradient is None else gradient._version for gradient in gradients]
+            stay = self._exchange(part_of, dict(zip(map(id, stepped), twins, strict=True)), there)
+            contract = DeclaredStep(part_of, twins, self._device) if declared else None
+            step()
+            if contract is not None:
+                contract.compare(part_of.state)
+            # A class of a user's may write a gradient through its .data, which no version shows.
+            written = [
+                g if g is not None and g._version != v and g is twin.grad else None
+                for g, twin, v in zip(gradients, twins, versions, strict=True)
+            ]
+            self._take_back(key, slot, list(zip(stepped, twins, written, strict=True)), (part_of.state, state, stay))
+        except BaseException:
+            failed = self._device.record(
+                Stream.COMPUTE
+            )  # until then the host's weights are read, and a slot is written
+            key[0].landed = failed
+            for each in self._slots:
+                each.left = failed
+            raise
 
     def close(self) -> None:
         """Frees device memory. All updates were waited for; their state stays on the host."""
@@ -161,7 +142,7 @@ class StepsOnDevice:
             slot.alive.clear()
 
     def _bring(
-        self, layer: int, trained: Sequence[nn.Parameter], held: _HostState | None
+        self, layer: int, trained: Sequence[nn.Parameter], held: HostState | None
     ) -> tuple[_StepSlot, list[nn.Parameter], dict[int, Tensor]]:
         """Sends what a layer's update needs to a slot, but for gradients that have stayed on the device.
 
@@ -171,7 +152,7 @@ class StepsOnDevice:
         device = self._device
         made = [made_of(p.grad) for p in trained]
         computed = [getattr(p.grad, "computed", None) for p in trained]
-        coming = [came for (came, _), event in zip(made, computed, strict=True) if event is None]
+        coming = [came for (came, _), event in zip(made, computed, strict=True) if event is None and came is not None]
         spans = lay_out(("", each) for each in (*trained, *coming))
         begin = total_bytes(spans)
         nbytes = begin + (0 if held is None else held.bytes.nbytes)
@@ -195,6 +176,8 @@ class StepsOnDevice:
             twins.append(twin := _twin(p, weight))
             if event is not None:
                 device.access(came, Stream.COMPUTE, write=True)
+            if came is None:
+                continue
             gradient = came if event is not None else next(arrived)
             twin.grad = gradient.data if gradient.dtype is twin.dtype else gradient.to(twin.dtype)
             for change in changes:
@@ -230,12 +213,12 @@ class StepsOnDevice:
                 part_of.state[twin_of[id(p)]] = tree_map(to_device, dict(values))
         return stay
 
-    def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> _HostState | None:
+    def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> HostState | None:
         """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
         held = self._states.get(key)
-        tensors = list(_of_device(groups, state, set() if held is None else set(map(id, held.tensors))))
+        tensors = list(of_device(groups, state, set() if held is None else set(map(id, held.tensors))))
         if held is None or not held.holds(tensors):
-            held = _HostState(self._device, tensors, pin=self._pin) if tensors else None
+            held = HostState(self._device, tensors, pin=self._pin) if tensors else None
             for own, each in zip(() if held is None else held.tensors, tensors, strict=False):
                 own.copy_(each)
                 with no_inference_mode():
@@ -306,7 +289,7 @@ class StepsOnDevice:
         if made := self._made(entries):
             held = self._states.get(key)
             if held is None or not held.is_like(made):
-                held = self._states[key] = _HostState(self._device, made, pin=self._pin)
+                held = self._states[key] = HostState(self._device, made, pin=self._pin)
             copies = [(part(held.bytes, span), each) for span, each in zip(held.spans, made, strict=True)]
             of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
         for p, values in entries:
@@ -341,24 +324,6 @@ class StepsOnDevice:
         self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.CLIP_AFTER_NORM)
 
 
-def _of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Collection[int]) -> Iterator[Tensor]:
-    """The tensors of the state of parameters with a gradient that are on the device on plain Lightning.
-
-    These are the ``known`` ones, by ``id``, which a step has made there; and of a state that was loaded what torch's
-    ``load_state_dict`` puts there: all but counters of steps, unless a kernel of the device reads those.
-    """
-    seen = set[int]()
-    for group in groups:
-        counts_there = bool(group.get("capturable") or group.get("fused"))
-        for p in group["params"]:
-            for name, value in dict.get(state, p, {}).items() if p.grad is not None else ():
-                for leaf in tree_leaves(value):
-                    counts = name == "step" and not counts_there and id(leaf) not in known
-                    if type(leaf) is Tensor and leaf.layout is torch.strided and id(leaf) not in seen and not counts:
-                        seen.add(id(leaf))
-                        yield leaf
-
-
 def _written(
     key: Key, stepped: Iterable[tuple[nn.Parameter, nn.Parameter, Tensor | None]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -374,7 +339,9 @@ def _written(
                 f"{tuple(twin.shape)}; it was {p.dtype} of shape {tuple(p.shape)}. Exchange it between two batches."
             )
         yield p.detach(), twin.detach()
-        if gradient is not None and made_of(p.grad)[0] is p.grad:  # of a narrow one no code reads what the step leaves
+        if (
+            gradient is not None and p.grad is not None and made_of(p.grad)[0] is p.grad
+        ):  # nobody reads narrow ones then
             yield p.grad, gradient
 
 

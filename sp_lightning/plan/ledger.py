@@ -230,7 +230,7 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
             state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
             if not state:
                 return None
-            total += sum(each.nbytes for each in state)
+            total += sum(each.nbytes for each in state if each.layout is torch.strided)
     return total
 
 

@@ -60,7 +60,7 @@ class OptimizerSteps:
         self._trainer: Any = run.module.trainer
         self._ranks = None if run.ranks is None else RankSteps(run)
         self.disk: DiskTier | None = None
-        self._logged = ""
+        self._logged: str | None = None  # None until :meth:`arrange`: there are no optimizers yet
         self.overlap: Overlap = "off"
         self._step_hooks = StepHooks(run, self._is_fused)
 
@@ -140,6 +140,7 @@ class OptimizerSteps:
             self._ranks.attach([] if by_layers else optimizers, scaler_of(trainer))
         mode = f"off ({why})" if why else self.overlap
         placed = self._options.disk is None or self.disk is not None
+        self._logged = self._logged or ""
         if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
@@ -198,7 +199,7 @@ class OptimizerSteps:
     @property
     def ledger(self) -> Ledger | None:
         """Host memory and traffic as they are now; None outside training."""
-        return self._count() if self._run.trains else None
+        return self._count() if self._logged is not None else None
 
     def _count(self) -> Ledger:
         trainer = self._trainer
@@ -243,7 +244,7 @@ class OptimizerSteps:
         remarks = [] if self.disk is None else [str(self.disk.placement)]
         names = {
             type(optimizer).__name__
-            for optimizer in filter(self._is_fused, self._real_optimizers)
+            for optimizer in (filter(self._is_fused, self._real_optimizers) if self._logged is not None else ())
             if any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
         }
         if names:

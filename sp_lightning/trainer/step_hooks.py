@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch.optim import Optimizer
@@ -12,11 +13,16 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.torch_private import run_first_after_step
 from sp_lightning.engine.layerwise import LayerwiseStep
+from sp_lightning.optim.background import updates_here
 from sp_lightning.optim.fused import runs_fused
 from sp_lightning.weights.device_parameter import DeviceParameter
 
 if TYPE_CHECKING:
     from sp_lightning.trainer.run import Run
+
+
+_FOLLOWED = "followed"
+"""What a closure has that a step was called with already."""
 
 
 class StepHooks:
@@ -60,6 +66,10 @@ class StepHooks:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Runs before all other hooks. Returns what the step is called with."""
+        if updates_here():
+            return None
+        if self._run.engine.updating.on_device is not None:
+            self._refuse_beside_device(optimizer, args, kwargs)
         self._prepare(optimizer)
         self._drop_own(optimizer)
         first = optimizer.register_step_post_hook(self.give_back_groups)
@@ -70,6 +80,8 @@ class StepHooks:
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Runs after all other hooks. A closure is called by the optimizer's own code, which goes on when it has returned."""
+        if updates_here():
+            return
         self._prepare(optimizer)
         if not any(map(callable, (*args[1:], *kwargs.values()))):
             self._arrange_groups(optimizer)
@@ -87,15 +99,38 @@ class StepHooks:
             finally:
                 self._in_closure = outer
             self._prepare(optimizer)
-            self._arrange_groups(optimizer)
+            self._arrange_groups(optimizer, lambda: result)
             return result
 
+        vars(closure)[_FOLLOWED] = True
         return closure
 
     def closed(self, optimizer: Optimizer) -> None:
         """Prepares for a step anew, because the user's closure has returned, and Lightning's hooks after it come next."""
         if optimizer is self._in_closure:
             self._prepare(optimizer)
+
+    def _refuse_beside_device(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuses what steps on the device cannot do: steps of other optimizers than the trainer's own, and more arguments.
+
+        Raises:
+            RuntimeError: it is such a step.
+        """
+        name, updating = type(optimizer).__name__, self._run.engine.updating
+        what = f"{name}.step was given {', '.join(map(repr, kwargs.keys() - {'closure'})) or 'more than a closure'}"
+        given, layerwise = len(args) > 2 or bool(kwargs.keys() - {"closure"}), self._layerwise(optimizer)
+        if any(_FOLLOWED in vars(each) for each in (*args[1:], *kwargs.values()) if isinstance(each, FunctionType)) or (
+            layerwise is not None and layerwise.submitted
+        ):
+            given, what = (
+                True,
+                f"{name}.step calls another step, super().step(), that torch's hooks see: what follows runs twice",
+            )
+        if layerwise is None:
+            given = any(updating.layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
+            what = f"{name} is not the optimizer of the running step, which configure_optimizers has returned"
+        if given:
+            raise RuntimeError(f'optimizer_on="device": {what}. Leave optimizer_on out: then the host steps.')
 
     def _prepare(self, optimizer: Optimizer) -> None:
         if any(_is_device_s(p) for group in optimizer.param_groups for p in group["params"]):
@@ -104,10 +139,10 @@ class StepHooks:
         self._run.engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)
         self._begun = perf_counter()
 
-    def _arrange_groups(self, optimizer: Optimizer) -> None:
+    def _arrange_groups(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Hands the step to the background, or has it run fused, as far as either can be."""
         layerwise = self._layerwise(optimizer)
-        if layerwise is not None and layerwise.submit():
+        if layerwise is not None and layerwise.submit(closure):
             self._begun = perf_counter()  # the device may go on meanwhile
             return
         for group in optimizer.param_groups if self._fuse(optimizer) else ():
@@ -119,6 +154,8 @@ class StepHooks:
 
     def give_back_groups(self, *_: Any) -> None:
         """A step is over, or has failed: groups are as their user has them."""
+        if updates_here():
+            return
         for group in self._fused:
             group["fused"] = None
         self._fused.clear()
@@ -127,6 +164,8 @@ class StepHooks:
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         """Runs after a step, and after the optimizer's own hooks."""
+        if updates_here():
+            return
         self._drop_own(optimizer)
         streamer, now = self._run.engine, perf_counter()
         if not streamer.device.computes_on_host:

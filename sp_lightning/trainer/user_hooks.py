@@ -39,7 +39,8 @@ from sp_lightning.device.torch_private import (
     step_pre_hooks,
     unscales_by_itself,
 )
-from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused, steps_alone
+from sp_lightning.optim.alone import DECLARES, is_declared, steps_alone
+from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
 from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
@@ -188,7 +189,9 @@ def choose_overlap(
         return "off", ""
     if all(is_no_optimizer(optimizer) for optimizer in optimizers):
         return "off", "there is no optimizer"
-    never, better = ("", "") if on_device else _against_layerwise_steps(optimizers, fuse)
+    never, better = _against_layerwise_steps(optimizers, fuse)
+    if on_device:
+        never, better = _against_background_on_device(trainer, optimizers), ""
     if asked == "auto":
         why = _against_background(trainer, optimizers) or never
         return ("off" if why else "forward"), why
@@ -257,6 +260,18 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
     return "", ""
 
 
+def _against_background_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+    plugin, declared = trainer.precision_plugin, [type(each).__name__ for each in optimizers if is_declared(each)]
+    of_one_dtype = not is_exactly(plugin, (Precision, MixedPrecision))
+    return _first(
+        (
+            of_one_dtype,
+            f"with {type(plugin).__name__}, tensors that an optimizer makes meanwhile would have another dtype",
+        ),
+        (declared, f"{' and '.join(declared)} may draw random numbers, of which nobody but its user knows"),
+    )
+
+
 def refuse_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
     """Refuses what steps on the device would do otherwise than plain Lightning.
 
@@ -271,7 +286,7 @@ def refuse_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> Non
         (
             others,
             f"{name} is not known to step each parameter by itself. If it does, say so in its class: "
-            f"{name}.steps_each_parameter_alone = True",
+            f"{name}.{DECLARES} = True",
         ),
         (
             not trainer.lightning_module.automatic_optimization,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.__main__ import main
-from sp_lightning.plan.units import parse_bytes
+from sp_lightning.plan.units import in_gib, parse_bytes
 from tests.support.answers import plan
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, fused
@@ -302,9 +302,10 @@ def test_steps_on_the_device_are_planned(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1"])
     (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
-    (seconds,) = re.findall(r'optimizer_on="device" takes (\S+) s', line)
+    seconds, needs = re.findall(r"--optimizer-on device takes (\S+) s, and (\S+ GiB) of device memory", line)[0]
     found = plan(capsys, "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1", "--optimizer-on", "device")
     assert f"{found['windows'][0]['seconds']:.3g}" == seconds
+    assert in_gib(found["windows"][0]["device_bytes"]) == needs
 
 
 @pytest.mark.parametrize("other", [("--disk", "7GB/s"), ("--devices", "2")])

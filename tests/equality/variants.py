@@ -313,7 +313,7 @@ def on_device() -> Iterator[Variant]:
         ("off", {**clipped, "precision": "16-mixed"}, "simulated"),
         ("forward", {**clipped, "precision": "bf16-mixed"}, "plain"),
         ("forward", {**clipped, "precision": "bf16-mixed"}, "simulated"),
-        ("forward", {**clipped, "precision": "bf16-true"}, "simulated"),
+        ("off", {**clipped, "precision": "bf16-true"}, "simulated"),
         ("backward", {**once, "precision": "bf16-mixed"}, "simulated"),
         ("backward", once, "plain"),
     ):

@@ -49,6 +49,7 @@ def assert_plains(make: Callable[[], Any], batches: Any, mode: str, **options: A
     "name", [name for name in NAMES if name not in ("gan", "lbfgs", "sparse-embedding", "parameter-hooks")]
 )
 def test_training_is_that_of_plain_lightning_on_the_device(name: str, mode: str, precision: Any) -> None:
+    mode = "off" if precision == "bf16-true" else mode  # whose default dtype would reach the step
     clip = {} if mode == "backward" else {"gradient_clip_val": 0.05}
     assert_plains(CASES[name].make, CASES[name].batches(), mode, precision=precision, **clip)
 

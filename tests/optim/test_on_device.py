@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim.on_device import StepsOnDevice
-from tests.support.models import Module, Stack, vectors
+from tests.support.models import vectors
+from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -66,19 +67,6 @@ def optimizers() -> dict[str, Make]:
 
 
 OPTIMIZERS = optimizers()
-
-
-class Stepped(Module):
-    def __init__(self, make: Make = OPTIMIZERS["AdamW, as it comes"]) -> None:
-        super().__init__(Stack())
-        self.make = make
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self.parameters())
-
-
-def on_device(**options: Any) -> SuperpipelineStrategy:
-    return superpipeline(k=1, optimizer_on="device", **options)
 
 
 @pytest.mark.parametrize(

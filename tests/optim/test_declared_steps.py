@@ -1,0 +1,228 @@
+"""Steps on the device of classes that only their users know: held to what they say, and what else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tests.support.models import vectors
+from tests.support.on_device import Stepped, on_device
+from tests.support.runs import Outcome, assert_same, fit, loader, trainer_for
+from tests.support.tiers import first
+
+Work = Callable[[Any, dict[str, Any], Tensor], Any]
+
+
+def made(work: Work, after: Callable[[Any], None] = lambda self: None) -> Callable[[Any], Optimizer]:
+    """An optimizer whose step does something for each parameter, and then descends."""
+
+    class Declared(Optimizer):
+        steps_each_parameter_alone = True
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 1e-2})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            loss = None if closure is None else torch.enable_grad()(closure)()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    work(self, group, p)
+                    if p.grad is not None:
+                        p.sub_(group["lr"] * p.grad)
+            after(self)
+            return loss
+
+    return Declared
+
+
+def group_counts(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    group["count"] = group.get("count", 0) + 1
+
+
+def keeps_by_parameter(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    vars(self).setdefault("kept", {})[p] = 1
+
+
+def keeps_object(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    self.state[p]["box"] = SimpleNamespace(value=1)
+
+
+def keeps_view(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    self.state[p]["view"] = p.data
+
+
+def empties(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    if self.state[p]:
+        del self.state[p]
+    else:
+        self.state[p]["one"] = torch.ones(1)
+
+
+REFUSED: dict[str, tuple[Work, str]] = {
+    "a group": (group_counts, "writes its param_groups"),
+    "an attribute": (lambda self, group, p: setattr(self, "last", p.shape), "writes attributes of the optimizer"),
+    "an attribute of a parameter": (lambda self, group, p: setattr(p, "seen", True), "writes attributes of parameters"),
+    "state of its own": (lambda self, group, p: self.state["all"].update(n=1), "keeps state that is no parameter's"),
+    "no state any more": (empties, "empties state"),
+    "no gradient any more": (lambda self, group, p: setattr(p, "grad", None), "sets p.grad"),
+    "parameters": (keeps_by_parameter, "keeps parameters|writes attributes"),
+    "an object": (keeps_object, "keeps a SimpleNamespace in its state"),
+    "a view": (keeps_view, "keeps a view of a parameter"),
+    "random numbers": (lambda self, group, p: p.add_(torch.rand_like(p)), "draws random numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", first(list(REFUSED), "a group", "random numbers", why="the others are compared beside them")
+)
+def test_what_would_be_lost_is_refused(name: str) -> None:
+    work, said = REFUSED[name]
+    with pytest.raises(RuntimeError, match=said):
+        trainer_for(on_device(optimizer_overlap="off")).fit(Stepped(made(work)), loader(vectors()))
+
+
+def decays_all(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+    p.mul_(0.9)
+
+
+def writes_gradient(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    if p.grad is not None:
+        p.grad.data.mul_(0.5)
+
+
+class HalfUsed(Stepped):
+    """Some parameters never get a gradient. Gradients are not set to None, so that what a step does to them counts."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(made(work))
+        net: Any = self.net
+        net.blocks[1].inner.bias.requires_grad_(False)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        if batch_idx % 2:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("work", [decays_all, writes_gradient])
+def test_what_belongs_to_one_parameter_is_plains(work: Work, precision: Any) -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: HalfUsed(work), vectors(), strategy, recorded="losses", precision=precision)
+
+    assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
+
+
+class Scaled(Optimizer):
+    """Looks at its loss, and needs its closure."""
+
+    steps_each_parameter_alone = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any, scale: float = 1.0) -> Any:  # type: ignore[override]
+        loss = torch.enable_grad()(closure)()
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            p.sub_(scale * 1e-2 * loss.clamp(max=1.0) * p.grad)
+        return loss
+
+
+class GivesScale(Stepped):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure, scale=0.5)
+
+
+def test_a_step_is_given_its_closure_and_nothing_else() -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: Stepped(Scaled), vectors(), strategy, recorded="losses")
+
+    assert_same(run(on_device()), run("auto"))
+    with pytest.raises(RuntimeError, match=r"Scaled.step was given 'scale'"):
+        trainer_for(on_device()).fit(GivesScale(Scaled), loader(vectors()))
+
+
+class OnTop(torch.optim.AdamW):
+    steps_each_parameter_alone = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            p.mul_(0.9)
+        return loss
+
+
+def test_a_step_inside_a_step_is_refused_and_does_not_hang() -> None:
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # torch hooks the step of a class once one was made
+    with pytest.raises(RuntimeError, match=r"OnTop.step calls another step"):
+        trainer_for(on_device()).fit(Stepped(OnTop), loader(vectors()))
+
+
+class StepsAnother(Callback):
+    """Steps an optimizer of its own."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        torch.optim.SGD(pl_module.parameters(), lr=0.1).step()
+
+
+def test_steps_of_other_optimizers_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="SGD is not the optimizer of the running step"):
+        trainer_for(on_device(), callbacks=[StepsAnother()]).fit(Stepped(), loader(vectors()))
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "said"),
+    [
+        (lambda: Stepped(made(decays_all)), "32-true", "Declared may draw random numbers"),
+        (Stepped, "bf16-true", "with HalfPrecision"),
+    ],
+    ids=["declared", "bf16-true"],
+)
+def test_what_cannot_step_in_the_background(make: Callable[[], Stepped], precision: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        trainer_for(on_device(optimizer_overlap="forward"), precision=precision).fit(make(), loader(vectors()))
+
+
+# ---------------------------------------------------------------------- torch's own
+
+
+class Lonely(Stepped):
+    """One parameter never gets a gradient, so that its layer is not complete in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=False, fused=False))
+        net: Any = self.net
+        net.blocks[1].lonely = torch.nn.Parameter(torch.ones(3))
+
+
+def test_layers_that_backward_leaves_step_in_the_users_form() -> None:
+    plain = fit(Lonely, vectors(), "auto", recorded="losses")
+    assert_same(fit(Lonely, vectors(), on_device(optimizer_overlap="backward"), recorded="losses"), plain)
+
+
+class Strided(Stepped):
+    """Gives a parameter a gradient that is a part of a larger tensor."""
+
+    def on_after_backward(self) -> None:
+        net: Any = self.net
+        p = net.blocks[0].inner.weight
+        wide = torch.full((p.shape[0], 2 * p.shape[1]), 7.0, device=p.grad.device)
+        wide[:, : p.shape[1]] = p.grad
+        p.grad = wide[:, : p.shape[1]]
+
+
+def test_the_norm_is_that_of_the_gradient_alone() -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(Strided, vectors(), strategy, recorded="losses", gradient_clip_val=0.05)
+
+    assert_same(run(on_device()), run("auto"))

@@ -1,0 +1,38 @@
+"""A module whose optimizer is given, and the strategy that steps it on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from sp_lightning import SuperpipelineStrategy
+from tests.support.models import Module, Stack
+from tests.support.runs import superpipeline
+
+
+def adamw(parameters: Any) -> Optimizer:
+    """AdamW as it comes."""
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+class Stepped(Module):
+    """A stack of blocks.
+
+    Args:
+        make: makes its optimizer.
+    """
+
+    def __init__(self, make: Callable[[Any], Optimizer] = adamw) -> None:
+        super().__init__(Stack())
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def on_device(**options: Any) -> SuperpipelineStrategy:
+    """The smallest window, with steps on the device."""
+    return superpipeline(k=1, optimizer_on="device", **options)
