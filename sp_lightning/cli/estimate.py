@@ -350,15 +350,17 @@ def _forward(
         output: Any = module(*args, **kwargs)
         if not torch.is_grad_enabled():
             return None
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if isinstance(loss, Tensor):
+        if isinstance(
+            loss := output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None), Tensor
+        ):
             return loss
         # A subclass of dict is a leaf to torch, unless its library has registered it.
         leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             raise ValueError("nothing that the model returns has a gradient")
-        told.append(_NO_LOSS)
+        if len(leaves) > 1 or outputs[0].ndim:  # otherwise it returns its loss
+            told.append(_NO_LOSS)
         return outputs[0].float().mean()
 
 

@@ -104,10 +104,8 @@ class StepsOnDevice:
             ]
             self._take_back(key, slot, list(zip(stepped, twins, written, strict=True)), (part_of.state, state, stay))
         except BaseException:
-            failed = self._device.record(
-                Stream.COMPUTE
-            )  # until then the host's weights are read, and a slot is written
-            key[0].landed = failed
+            # Until then the host's weights are read, and a slot is written.
+            failed = key[0].landed = self._device.record(Stream.COMPUTE)
             for each in self._slots:
                 each.left = failed
             raise
@@ -339,9 +337,8 @@ def _written(
                 f"{tuple(twin.shape)}; it was {p.dtype} of shape {tuple(p.shape)}. Exchange it between two batches."
             )
         yield p.detach(), twin.detach()
-        if (
-            gradient is not None and p.grad is not None and made_of(p.grad)[0] is p.grad
-        ):  # nobody reads narrow ones then
+        # Of a narrow gradient no code reads what a step leaves.
+        if gradient is not None and p.grad is not None and made_of(p.grad)[0] is p.grad:
             yield p.grad, gradient
 
 
