@@ -294,8 +294,11 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         )
         return items, None, why
     if not source.batches:
-        why = "it is not known what the model takes: say --input SIZE …, or set its example_input_array"
-        return items, None, f"ValueError: {why}"
+        return (
+            items,
+            None,
+            "ValueError: it is not known what the model takes: say --input SIZE …, or set its example_input_array",
+        )
     autocast, failed = PRECISIONS[question.precision][1], dict[str, Exception]()
     for batch, arguments in source.batches.items():
         try:
@@ -350,9 +353,8 @@ def _forward(
         output: Any = module(*args, **kwargs)
         if not torch.is_grad_enabled():
             return None
-        if isinstance(
-            loss := output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None), Tensor
-        ):
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
             return loss
         # A subclass of dict is a leaf to torch, unless its library has registered it.
         leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
