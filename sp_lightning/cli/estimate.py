@@ -294,11 +294,8 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         )
         return items, None, why
     if not source.batches:
-        return (
-            items,
-            None,
-            "ValueError: it is not known what the model takes: say --input SIZE …, or set its example_input_array",
-        )
+        why = "it is not known what the model takes: say --input SIZE …, or set its example_input_array"
+        return items, None, f"ValueError: {why}"
     autocast, failed = PRECISIONS[question.precision][1], dict[str, Exception]()
     for batch, arguments in source.batches.items():
         try:
@@ -361,8 +358,7 @@ def _forward(
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             raise ValueError("nothing that the model returns has a gradient")
-        if len(leaves) > 1 or outputs[0].ndim:  # otherwise it returns its loss
-            told.append(_NO_LOSS)
+        told += [_NO_LOSS] * (len(leaves) > 1 or outputs[0].ndim > 0)  # else it returns its loss
         return outputs[0].float().mean()
 
 
