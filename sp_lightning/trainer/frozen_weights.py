@@ -53,34 +53,36 @@ def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collectio
             _acquired[_remembered(parameter)] = True
 
 
-def note_frozen(module: nn.Module) -> None:
-    """Notes the values of frozen weights as training begins, with the module's parameters on the host."""
-    parameters = dict(_named(module))
-    for name, now in _frozen(parameters).items():
-        _first.setdefault(_remembered(parameters[name]), now)
+class FrozenWeights:
+    """The frozen weights of a run.
 
+    Args:
+        module: as training begins, with its parameters on the host.
+    """
 
-def leave_out(module: nn.Module, state: dict[str, Any]) -> LeftOut:
-    """Takes out of a state dictionary every weight that was frozen since :func:`note_frozen`, and stands there as it was then."""
-    note_trained(module)
-    parameters = dict(_named(module))
-    left_out = {
-        name: (found, str(parameters[name].dtype))
-        for name, found in _frozen(parameters).items()
-        if found == _first.get(_remembered(parameters[name]))
-        and name in state
-        and _is_itself(state[name], parameters[name])
-    }
-    for name in left_out:
-        del state[name]
-    return left_out
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        remembered = {name: _remembered(parameter) for name, parameter in _named(module)}
+        self._digests = {name: _first.setdefault(remembered[name], now) for name, now in self._now().items()}
 
+    def _now(self) -> dict[str, str]:
+        named = _named(self._module)
+        frozen = {name: p for name, p in named if not p.requires_grad and _remembered(p) not in _acquired}
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            return dict(zip(frozen, threads.map(digest, frozen.values()), strict=True))
 
-def _frozen(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """The digests of frozen weights that their module would have by itself, by name."""
-    own = {name: p for name, p in parameters.items() if not p.requires_grad and _remembered(p) not in _acquired}
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        return dict(zip(own, threads.map(digest, own.values()), strict=True))
+    def leave_out(self, state: dict[str, Any]) -> LeftOut:
+        """Takes out of a state dictionary every weight that is frozen and unchanged and stands there as it is."""
+        note_trained(self._module)
+        parameters, now = dict(_named(self._module)), self._now()
+        left_out = {
+            name: (found, str(parameters[name].dtype))
+            for name, found in now.items()
+            if found == self._digests.get(name) and name in state and _is_itself(state[name], parameters[name])
+        }
+        for name in left_out:
+            del state[name]
+        return left_out
 
 
 def fill_checkpoint(module: nn.Module, checkpoint: dict[str, Any]) -> None:

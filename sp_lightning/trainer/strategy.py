@@ -25,10 +25,9 @@ from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for, l
 from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
     FROZEN,
+    FrozenWeights,
     LeftOut,
     fill_checkpoint,
-    leave_out,
-    note_frozen,
     note_loaded,
     note_trained,
 )
@@ -147,7 +146,7 @@ class StreamingStrategy(LoopStrategy):
             disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip
         self._given = GivenValues(options.weights, stay=options.disk is not None)
-        self._leaves_out = False  # while a run trains
+        self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
         super().__init__(options, device, accelerator, checkpoint_io, precision_plugin)
@@ -187,13 +186,13 @@ class StreamingStrategy(LoopStrategy):
             self.model = layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._leaves_out = trains and not self._options.save_frozen
+        self._frozen = None
         if trains:
             self.setup_optimizers(trainer)
             self._fitting_begins()
             note_trained(self.lightning_module)
-            if self._leaves_out:
-                note_frozen(self.lightning_module)
+            if not self._options.save_frozen:
+                self._frozen = FrozenWeights(self.lightning_module)
         self.setup_precision_plugin()
 
     def teardown(self) -> None:
@@ -214,7 +213,7 @@ class StreamingStrategy(LoopStrategy):
         assert self.lightning_module is not None
         with nullcontext() if self._run is None else self._run.host_parameters():
             state = super().lightning_module_state_dict()
-            self._left_out = leave_out(self.lightning_module, state) if self._leaves_out else {}
+            self._left_out = {} if self._frozen is None else self._frozen.leave_out(state)
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

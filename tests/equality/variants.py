@@ -307,6 +307,11 @@ def on_device() -> Iterator[Variant]:
     once: dict[str, Any] = {"max_epochs": 2}
     clipped = {**once, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     early = EARLY | ON_DEVICE
+    quick = {
+        ("off", "bf16-mixed", "simulated"): frozenset({"stack", "rows/looked-up", "experts/mixture"}),
+        ("backward", "bf16-mixed", "simulated"): frozenset({"stack", "frozen"}),
+        ("forward", "bf16-mixed", "plain"): frozenset({"stack"}),
+    }
     for mode, trainer, memory in (
         ("off", clipped, "plain"),
         ("off", {**clipped, "precision": "bf16-mixed"}, "simulated"),
@@ -322,7 +327,7 @@ def on_device() -> Iterator[Variant]:
             "weights, gradients and state that pass through the device for their update are the whole step's to the bit",
             {"k": 1, "optimizer_on": "device", "optimizer_overlap": mode}, trainer, memory, "losses",
             BASIC | {"rows/looked-up", "rows/padding", "rows/frozen", "experts/mixture", "quantised/int8"},
-            frozenset({"stack", "frozen", "rows/looked-up", "experts/mixture"} if memory == "simulated" else {"stack"}),
+            quick.get((mode, trainer.get("precision", "32-true"), memory), NONE),
             refused=early if mode == "backward" else ON_DEVICE,
         )  # fmt: skip
 

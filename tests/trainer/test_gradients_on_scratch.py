@@ -170,12 +170,12 @@ def test_few_gradients_are_in_memory(
     sizes: list[int] = []
     take = LayerwiseStep.submit
 
-    def looks(self: Any) -> bool:  # after backward and clipping, before the updates
+    def looks(self: Any, *closure: Any) -> bool:  # after backward and clipping, before the updates
         assert sum(is_on_disk(p.grad) for group in self._optimizer.param_groups for p in group["params"]) == 16
         text = Path("/proc/self/smaps").read_text().split("VmFlags")
         rss = [each for each in text if str(tmp_path) in each]
         sizes.append(sum(int(each.split("Rss:")[1].split()[0]) * 1024 for each in rss))
-        return take(self)
+        return take(self, *closure)
 
     monkeypatch.setattr(LayerwiseStep, "submit", looks)
     make = Wide if overlap == "off" else fused(Wide)
@@ -279,9 +279,9 @@ def test_none_is_narrow_because_who_looks_would_have_it_in_memory(
     kinds: set[Any] = set()
     take = LayerwiseStep.submit
 
-    def looks(self: Any) -> bool:
+    def looks(self: Any, *closure: Any) -> bool:
         kinds.update(type(stored(p)) for group in self._optimizer.param_groups for p in group["params"])
-        return take(self)
+        return take(self, *closure)
 
     monkeypatch.setattr(LayerwiseStep, "submit", looks)
     for disk, kind in ((on_disk(tmp_path, optimizer_overlap="forward"), torch.Tensor), (None, NarrowGradient)):
