@@ -327,7 +327,7 @@ def on_device() -> Iterator[Variant]:
             "weights, gradients and state that pass through the device for their update are the whole step's to the bit",
             {"k": 1, "optimizer_on": "device", "optimizer_overlap": mode}, trainer, memory, "losses",
             BASIC | {"rows/looked-up", "rows/padding", "rows/frozen", "experts/mixture", "quantised/int8"},
-            quick.get((mode, trainer.get("precision", "32-true"), memory), NONE),
+            quick.get((mode, trainer.get("precision", "32-true"), memory), frozenset({"stack"})),
             refused=early if mode == "backward" else ON_DEVICE,
         )  # fmt: skip
 
