@@ -121,9 +121,8 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
             from torchao.optim import AdamW8bit
         except ImportError as error:
             raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
-        if (
-            seconds is None and question.optimizer_on == "host"
-        ):  # its state is converted in each step: only a measurement tells how long that takes
+        if seconds is None and question.optimizer_on == "host":
+            # Its state is converted in each step: only a measurement tells how long that takes.
             seconds = _EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
             why = (
                 f"{seconds:.3g} s, {1e9 * _EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"

@@ -196,7 +196,9 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     if steps.early and steps.on_device:
         leave = kept = plan.residents.gradient_bytes
         narrow_leave = widened = 0
-    passes = [
+    # A gradient is as large as its weight.
+    update = [] if steps.on_device else [Pass("update", gradients + kept + state, gradients + state)]
+    return [
         Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), accumulate * casts),
         Pass("fetch", 2 * accumulate * (together + plan.ranks * whole), 0),
         Pass("gradients", 0, accumulate * (leave - narrow_leave)),
@@ -206,13 +208,8 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
         Pass("unscaling", kept * scales, wide * scales),
         Pass("norm", kept * (clips == "norm"), 0),
         Pass("clipping", clipped * (not pieces), clipped),
+        *update,
     ]
-    if steps.on_device:
-        return passes
-    return [
-        *passes,
-        Pass("update", gradients + kept + state, gradients + state),
-    ]  # a gradient is as large as its weight
 
 
 def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:

@@ -116,20 +116,17 @@ class StepHooks:
         Raises:
             RuntimeError: it is such a step.
         """
-        name, updating = type(optimizer).__name__, self._run.engine.updating
-        what = f"{name}.step was given {', '.join(map(repr, kwargs.keys() - {'closure'})) or 'more than a closure'}"
-        given, layerwise = len(args) > 2 or bool(kwargs.keys() - {"closure"}), self._layerwise(optimizer)
-        if any(_FOLLOWED in vars(each) for each in (*args[1:], *kwargs.values()) if isinstance(each, FunctionType)) or (
-            layerwise is not None and layerwise.submitted
-        ):
-            given, what = (
-                True,
-                f"{name}.step calls another step, super().step(), that torch's hooks see: what follows runs twice",
-            )
+        name, layerwise, what = type(optimizer).__name__, self._layerwise(optimizer), ""
+        closures = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, FunctionType)]
         if layerwise is None:
-            given = any(updating.layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
-            what = f"{name} is not the optimizer of the running step, which configure_optimizers has returned"
-        if given:
+            layer_of = self._run.engine.updating.layer_of
+            if any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
+                what = f"{name} is not the optimizer of the running step, which configure_optimizers has returned"
+        elif layerwise.submitted or any(_FOLLOWED in vars(each) for each in closures):
+            what = f"{name}.step calls another step, super().step(), that torch's hooks see: what follows runs twice"
+        elif (more := kwargs.keys() - {"closure"}) or len(args) > 2:
+            what = f"{name}.step was given {', '.join(map(repr, more)) or 'more than a closure'}"
+        if what:
             raise RuntimeError(f'optimizer_on="device": {what}. Leave optimizer_on out: then the host steps.')
 
     def _prepare(self, optimizer: Optimizer) -> None:

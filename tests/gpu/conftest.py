@@ -32,3 +32,12 @@ def _threads() -> Iterator[None]:
         torch.set_num_threads(min(THREADS, os.cpu_count() or 1))
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Kernels whose results repeat, where there are such."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -6,7 +6,6 @@ optimizer runs on the same device on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,8 @@ from tests.support.runs import (
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # each kernel without a deterministic form says so once
+    pytest.mark.usefixtures("deterministic"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

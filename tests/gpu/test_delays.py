@@ -5,7 +5,6 @@ What the simulated device reasons about (``tests/device/test_waits.py``) the har
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("deterministic", "everything_is_worth_moving"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def run(scenario: Any, slow: Slow, omit: Wait | None) -> tuple[Outcome, list[Any]]:

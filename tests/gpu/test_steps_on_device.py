@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +18,8 @@ from tests.support.runs import Outcome, assert_equal, fit
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # each kernel without a deterministic form says so once
+    pytest.mark.usefixtures("deterministic"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def on_host(value: Any) -> Any:
