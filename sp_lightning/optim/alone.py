@@ -32,7 +32,8 @@ def is_declared(optimizer: Any) -> bool:
     kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is kind:
         return kind.__name__ not in _ALONE
-    # Stochastic rounding draws random numbers in the order of all parameters.
+    # Stochastic rounding draws random numbers in the order of all parameters. bitsandbytes' state of 8 bits has tensors that
+    # parameters share, which a step by layers refuses.
     return not (kind.__module__.startswith("bitsandbytes.optim.") or is_separable(optimizer))
 
 

@@ -40,7 +40,7 @@ class _StepSlot:
 
     Attributes:
         memory: flat ``uint8``.
-        left: the event after which all has left that the last update made.
+        left: the event after which all has left that the last update made; None once it was waited for.
         alive: what it has made beside the slot, which is there until then.
     """
 
@@ -104,14 +104,13 @@ class StepsOnDevice:
             ]
             self._take_back(key, slot, list(zip(stepped, twins, written, strict=True)), (part_of.state, state, stay))
         except BaseException:
-            # Until then the host's weights are read, and a slot is written.
-            failed = key[0].landed = self._device.record(Stream.COMPUTE)
-            for each in self._slots:
-                each.left = failed
+            key[0].landed = self._device.record(Stream.COMPUTE)  # until then the host's weights are read
             raise
 
     def close(self) -> None:
-        """Frees device memory. All updates were waited for; their state stays on the host."""
+        """Frees device memory. State stays on the host."""
+        self._wait(*self._slots)
+        self._device.access([each.memory for each in self._slots], Stream.COMPUTE, write=True)  # which may use it next
         self._slots.clear()
 
     # ------------------------------------------------------------------ before the step
@@ -119,13 +118,10 @@ class StepsOnDevice:
     def _slot(self, nbytes: int) -> _StepSlot:
         """The half that was used longer ago, or both if one is too small, once all has left it that the last update made."""
         if nbytes > self.nbytes:
-            self._wait(*self._slots)
-            self._slots.clear()
-            memory = self._device.empty(aligned(nbytes) * self._count)
+            self.close()
+            memory = self._empty(aligned(nbytes) * self._count)
             middle = memory.nbytes // 2 // ALIGNMENT * ALIGNMENT
             self._slots = [_StepSlot(each) for each in (memory, memory[:middle], memory[middle:])]
-            # The allocator may have given memory that a kernel still uses.
-            self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
         whole, first, second = self._slots
         if nbytes > first.memory.nbytes:
             self._wait(*self._slots)
@@ -134,9 +130,17 @@ class StepsOnDevice:
         self._wait(whole, first)
         return first
 
+    def _empty(self, nbytes: int) -> Tensor:
+        """Device memory to upload to. The allocator may have given what a kernel still uses."""
+        memory = self._device.empty(nbytes)
+        self._device.access(memory, Stream.COMPUTE, write=True)
+        self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
+        return memory
+
     def _wait(self, *slots: _StepSlot) -> None:
         for slot in slots:
             self._device.synchronize(slot.left, Wait.BRING_AFTER_TAKE)
+            slot.left = None
             slot.alive.clear()
 
     def _bring(
@@ -308,8 +312,7 @@ class StepsOnDevice:
         """The norm of a gradient as the device computes it: a tensor without dimensions there. See :meth:`read`."""
         came, changes = made_of(gradient)
         spans, device = lay_out([("", came)]), self._device
-        memory = device.empty(total_bytes(spans))
-        device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
+        memory = self._empty(total_bytes(spans))
         device.copy([part(memory, spans[0])], [came], Stream.UPLOAD)
         device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
         there = part(memory, spans[0]).to(gradient.dtype)

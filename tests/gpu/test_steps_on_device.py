@@ -56,9 +56,9 @@ class Stepped(Module):
         return self.make(self.parameters())
 
 
-def eight_bit(parameters: Any) -> Optimizer:
+def of_bitsandbytes(parameters: Any) -> Optimizer:
     optim: Any = pytest.importorskip("bitsandbytes.optim")
-    found: Optimizer = optim.AdamW8bit(parameters, lr=1e-2, min_8bit_size=64)
+    found: Optimizer = optim.AdamW(parameters, lr=1e-2, optim_bits=32)
     return found
 
 
@@ -71,7 +71,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
-    "8 bits": eight_bit,
+    "bitsandbytes": of_bitsandbytes,
 }
 
 

@@ -6,6 +6,8 @@ The models are in ``tests/equality``, what is waited for in ``tests/device/test_
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Wait
 from sp_lightning.optim.on_device import StepsOnDevice
+from sp_lightning.weights.gradients import Gradients
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -184,6 +188,7 @@ class Own(Optimizer):
             for p in [p for p in group["params"] if p.grad is not None]:
                 state = self.state[p]
                 state["count"] = state.get("count", 0) + 1
+                state["step"] = state.get("step", torch.zeros(())).add_(1)
                 state["moments"] = [0.9 * each for each in state.get("moments", [])] or [
                     torch.zeros_like(p),
                     torch.ones_like(p),
@@ -205,18 +210,47 @@ def test_a_users_optimizer_that_says_so_is_plains() -> None:
         assert_same(run(on_device()), plain)
 
 
+class GivesOthers(Own):
+    """Gives parameters another dtype."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            p.data = p.data.double()
+        return closure()
+
+
+def test_a_step_that_gives_a_parameter_another_dtype_is_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"GivesOthers.step has given a parameter of 'net\S+' torch.float64 of shape"
+    ):
+        trainer_for(on_device()).fit(Stepped(GivesOthers), loader(vectors()))
+
+
 def test_an_error_in_the_middle_leaves_each_layer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    before: dict[str, Tensor] = {}
+    def whole(trainer: Any) -> Any:
+        named = {name: p.detach() for name, p in trainer.lightning_module.named_parameters()}
+        return deepcopy((named, trainer.optimizers[0].state_dict()["state"]))
 
     class Notes(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            before.update({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            optimizer = trainer.optimizers[0]
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))  # now "step" is the host's, as torch loads it
+            self.before = whole(trainer)
 
-    module = Stepped(Own)
+    class Catches(Stepped):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                super().optimizer_step(*args, **kwargs)
+            except ZeroDivisionError:
+                made[0].access([p.data for p in self.parameters()], None, write=True)  # nothing reads weights any more
+                raise
+
     monkeypatch.setattr(Own, "raises_at", 3)
-    with pytest.raises(ZeroDivisionError, match="in the middle"), simulated():
-        trainer_for(on_device(), callbacks=[Notes()]).fit(module, loader(vectors()))
-    assert_equal({name: p.detach() for name, p in module.named_parameters()}, before, "weights")
+    notes = Notes()
+    trainer = trainer_for(on_device(), callbacks=[notes])
+    with pytest.raises(ZeroDivisionError, match="in the middle"), simulated() as made:
+        trainer.fit(Catches(Own), loader(vectors()))
+    assert_equal(whole(trainer), notes.before, "weights and state")
 
 
 # ---------------------------------------------------------------------- memory
@@ -237,10 +271,25 @@ def test_the_slots_take_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan.update_bytes == 8 * max(layer.gradient_bytes for layer in plan.trained)
     # Beside each parameter's state its count of steps lies in a slot where the device is the CPU.
     steps = 2 * 512 * max(len(layer.spans) for layer in plan.trained)
-    assert plan.update_bytes <= taken[0] <= plan.update_bytes + steps
+    assert plan.update_bytes <= max(taken) <= plan.update_bytes + steps
     without = superpipeline(k=1)
     fit(Stepped, vectors(), without, recorded="nothing")
     assert plan.peak_device_bytes - without.plan.peak_device_bytes == plan.update_bytes
+
+
+def test_what_a_step_has_made_is_there_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bool] = []
+    wait = StepsOnDevice._wait
+
+    def noting(self: StepsOnDevice, *slots: Any) -> None:
+        taken.extend(bool(slot.alive) for slot in slots if slot.left is not None)
+        wait(self, *slots)
+
+    monkeypatch.setattr(StepsOnDevice, "_wait", noting)
+    with simulated():
+        fit(Stepped, vectors(), on_device(), recorded="nothing")
+    assert taken
+    assert all(taken)
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -293,37 +342,85 @@ def test_the_remedy_for_an_unknown_optimizer_works(monkeypatch: pytest.MonkeyPat
     assert_same(run(on_device()), run("auto"))
 
 
+@pytest.mark.parametrize("bits", [32, 8])
+def test_bitsandbytes(bits: int) -> None:
+    """Its state of 8 bits has maps of numbers that all parameters share."""
+    optim: Any = pytest.importorskip("bitsandbytes.optim")
+
+    def run(strategy: Any) -> Outcome:
+        def make(parameters: Any) -> Any:
+            return optim.AdamW(parameters, lr=1e-2, optim_bits=bits, min_8bit_size=16)
+
+        return fit(lambda: Stepped(make), vectors(), strategy, recorded="losses")
+
+    if bits == 8:
+        with pytest.raises(RuntimeError, match="two parameters share a state"):
+            run(on_device())
+    else:
+        assert_same(run(on_device()), run("auto"))
+
+
 # ---------------------------------------------------------------------- gradients that stay on the device
 
 
-def test_gradients_of_layers_never_leave_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_layers_never_leave_in_backward() -> None:
     def drained(mode: str) -> int:
         strategy = on_device(optimizer_overlap=mode)
-        fit(Stepped, vectors(), strategy, recorded="losses")
+        with simulated() as made:
+            fit(Stepped, vectors(), strategy, recorded="losses")
+        # Where none leaves, a step waits for the kernels that wrote them: backward may run on a stream of its user's.
+        assert Wait.DRAIN_AFTER_GRADIENT in made[0].waits
         return strategy.stats().drained_bytes
 
     assert drained("off") > 0
     assert drained("backward") == 0, "this model has no residents"
 
 
-class FailsInBackward(Stepped):
-    """Raises an error once in backward, when some layers are updated, and looks at the gradients of the others."""
-
-    seen: Tensor | None = None
+class LooksInBackward(Stepped):
+    """Looks at gradients before each module's backward. That of a layer which is updated already is refused by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        net: Any = self.net
-        net.stem.weight.register_hook(self.fail)
+        self.seen: list[dict[str, Tensor]] = []
+        for each in self.net.modules():
+            each.register_forward_hook(self.follow)
 
-    def fail(self, gradient: Tensor) -> None:
-        raise KeyError("in a hook")
+    def follow(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self.look)
+
+    def look(self, _: Tensor) -> None:
+        self.seen.append({})
+        for name, p in self.named_parameters():
+            with suppress(RuntimeError):
+                if p.grad is not None:
+                    self.seen[-1][name] = p.grad.clone()
 
 
-def test_a_gradient_that_has_stayed_comes_if_user_code_looks() -> None:
-    module = FailsInBackward()
-    with simulated(), pytest.raises(KeyError, match="in a hook"):
-        trainer_for(on_device(optimizer_overlap="backward")).fit(module, loader(vectors()))
-    for p in module.parameters():
-        assert p.grad is None or p.grad.device.type == "cpu"
-        assert p.grad is None or bool(p.grad.isfinite().all())
+def test_a_gradient_that_has_stayed_comes_if_user_code_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stayed: list[Any] = []
+    keep = Gradients._keep
+
+    def noting(self: Gradients, *args: Any) -> None:
+        stayed.append(args[0])
+        keep(self, *args)
+
+    monkeypatch.setattr(Gradients, "_keep", noting)
+
+    def run(strategy: Any) -> tuple[Outcome, list[dict[str, Tensor]]]:
+        made: list[LooksInBackward] = []
+
+        def make() -> LooksInBackward:
+            made.append(LooksInBackward())
+            return made[-1]
+
+        return fit(make, vectors(), strategy, recorded="losses"), made[-1].seen
+
+    plain, gradients = run("auto")
+    with simulated():
+        ours, seen = run(on_device(optimizer_overlap="backward"))
+    assert stayed
+    assert sum(map(len, seen)) > len(stayed), "each layer's are looked at, of several parameters each"
+    expected = [{name: there[name] for name in looked} for looked, there in zip(seen, gradients, strict=True)]
+    assert_equal(seen, expected, "gradients")
+    assert_same(ours, plain)
