@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.support.models import vectors
@@ -66,6 +66,13 @@ def empties(self: Any, group: dict[str, Any], p: Tensor) -> None:
         self.state[p]["one"] = torch.ones(1)
 
 
+def keeps_twice(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    one = self.state[p].setdefault("one", torch.ones(2))
+    self.state[p]["other"] = one[:]
+
+
+KEPT: list[Tensor] = []
+
 REFUSED: dict[str, tuple[Work, str]] = {
     "a group": (group_counts, "writes its param_groups"),
     "an attribute": (lambda self, group, p: setattr(self, "last", p.shape), "writes attributes of the optimizer"),
@@ -74,8 +81,15 @@ REFUSED: dict[str, tuple[Work, str]] = {
     "no state any more": (empties, "empties state"),
     "no gradient any more": (lambda self, group, p: setattr(p, "grad", None), "sets p.grad"),
     "parameters": (keeps_by_parameter, "keeps parameters|writes attributes"),
+    "parameters elsewhere": (lambda self, group, p: KEPT.append(p), "keeps parameters"),
     "an object": (keeps_object, "keeps a SimpleNamespace in its state"),
     "a view": (keeps_view, "keeps a view of a parameter"),
+    "a view of its gradient": (lambda self, group, p: self.state[p].update(g=p.grad.data), "keeps a view of a parameter"),
+    "a view of other state": (keeps_twice, "keeps a view .* of other state"),
+    "a sparse tensor": (lambda self, group, p: self.state[p].update(s=torch.eye(2).to_sparse()), "keeps a sparse tensor"),
+    "a gradient": (
+        lambda self, group, p: self.state[p].update(r=torch.ones(1, requires_grad=True)), "one that requires a gradient",
+    ),
     "random numbers": (lambda self, group, p: p.add_(torch.rand_like(p)), "draws random numbers"),
 }  # fmt: skip
 
@@ -117,6 +131,32 @@ class HalfUsed(Stepped):
 def test_what_belongs_to_one_parameter_is_plains(work: Work, precision: Any) -> None:
     def run(strategy: Any) -> Outcome:
         return fit(lambda: HalfUsed(work), vectors(), strategy, recorded="losses", precision=precision)
+
+    assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
+
+
+class Kind(nn.Parameter):
+    """A user's class of parameters."""
+
+
+class OfKinds(Stepped):
+    """Some of its parameters are of a class of their own, and all have an attribute that their optimizer reads."""
+
+    def __init__(self) -> None:
+        super().__init__(made(by_kind))
+        net: Any = self.net
+        net.stem.weight = Kind(net.stem.weight.detach())
+        for number, p in enumerate(self.parameters()):
+            vars(p)["rate"] = 1 - number / 100
+
+
+def by_kind(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    p.mul_(vars(p)["rate"] * (0.5 if type(p) is Kind else 1.0))
+
+
+def test_a_step_sees_the_class_and_the_attributes_of_parameters() -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(OfKinds, vectors(), strategy, recorded="losses")
 
     assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,52 @@ class Replaces(Callback):
             next(iter(optimizer.state.values()))["exp_avg_sq"].mul_(2)
 
 
-def test_state_that_users_exchange_is_stepped() -> None:
+@pytest.fixture
+def stay(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors of state that do not come to the device for their step."""
+    found: list[Tensor] = []
+    exchange = StepsOnDevice._exchange
+
+    def noting(self: StepsOnDevice, *args: Any) -> Any:
+        pairs = exchange(self, *args)
+        found.extend(each for each, _ in pairs)
+        return pairs
+
+    monkeypatch.setattr(StepsOnDevice, "_exchange", noting)
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_that_was_loaded_goes_where_torch_puts_it(fused: bool, stay: list[Tensor], tmp_path: Path) -> None:
+    def make() -> Stepped:
+        return Stepped(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=fused))
+
+    outcome = fit(make, vectors(), on_device(), recorded="nothing")
+    assert stay == []
+    outcome.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    fit(make, vectors(), on_device(), recorded="nothing", max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+    # A step that is not fused counts on the host, but for counts that it has made itself.
+    assert bool(stay) is not fused
+    assert all(each.ndim == 0 for each in stay)
+
+
+def test_state_that_users_exchange_is_stepped(stay: list[Tensor]) -> None:
     plain = fit(Stepped, vectors(), "auto", callbacks=[Replaces()], recorded="losses")
     with simulated():
         ours = fit(Stepped, vectors(), on_device(), callbacks=[Replaces()], recorded="losses")
     assert_same(ours, plain)
+    assert all(each.ndim == 0 for each in stay), "on the device"
+
+
+def test_a_step_shows_in_the_versions_of_weights() -> None:
+    seen: list[list[int]] = []
+
+    class Versions(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append([p._version for p in pl_module.parameters()])
+
+    fit(Stepped, vectors(), on_device(), callbacks=[Versions()], recorded="nothing")
+    assert all(now > before for one, other in pairwise(seen) for before, now in zip(one, other, strict=True))
 
 
 # ---------------------------------------------------------------------- optimizers of users
