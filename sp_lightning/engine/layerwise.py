@@ -22,7 +22,7 @@ from sp_lightning.device.patched import in_place_of, state_of
 from sp_lightning.device.torch_private import tree_map
 from sp_lightning.engine.clipping import Clipping
 from sp_lightning.engine.updating import Updating
-from sp_lightning.optim.alone import is_declared
+from sp_lightning.optim.alone import constants_of, is_declared
 from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
 from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
@@ -79,6 +79,7 @@ class LayerwiseStep:
         self._early = early
         self._separable = waits or on_device is not None or is_separable(optimizer)
         self._closure: Callable[[], Any] | None = None
+        self._constants = constants_of(optimizer)
         self._declared = on_device is not None and is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
         self._narrow = narrow and not self._declared and (on_device is not None or not self._separable)
@@ -214,7 +215,7 @@ class LayerwiseStep:
             _UndividedError: they cannot be cut.
         """
         by_layer, state = defaultdict(list), state_of(self._optimizer)
-        if not self.begun and shares_state(self._optimizer.param_groups, state):
+        if not self.begun and shares_state(self._optimizer.param_groups, state, self._constants):
             raise _UndividedError("two parameters share a state", "Give each parameter a state of its own")
         for group in self._optimizer.param_groups:
             # What was fused when the first layer was updated is fused for the others, whose state may lack buffers of those.

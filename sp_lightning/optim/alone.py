@@ -32,9 +32,31 @@ def is_declared(optimizer: Any) -> bool:
     kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is kind:
         return kind.__name__ not in _ALONE
-    # Stochastic rounding draws random numbers in the order of all parameters. bitsandbytes' state of 8 bits has tensors that
-    # parameters share, which a step by layers refuses.
-    return not (kind.__module__.startswith("bitsandbytes.optim.") or is_separable(optimizer))
+    # Stochastic rounding draws random numbers in the order of all parameters.
+    return not (_is_of_bitsandbytes(optimizer) or is_separable(optimizer))
+
+
+def _is_of_bitsandbytes(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("bitsandbytes.optim.")
+
+
+def constants_of(optimizer: Any) -> frozenset[str]:
+    """Names of the state that parameters share and no step writes: bitsandbytes' tables of what its codes stand for."""
+    return frozenset(("qmap1", "qmap2") if _is_of_bitsandbytes(optimizer) else ())
+
+
+def depends_on_places(optimizer: Any) -> str:
+    """What an optimizer knows of parameters by their identity or their place in it, which those on the device do not have."""
+    if not _is_of_bitsandbytes(optimizer):
+        return ""
+    if optimizer.is_paged:
+        return (
+            f"{type(optimizer).__name__} pages its state by itself. Its class without Paged needs no more memory here"
+        )
+    manager = optimizer.mng
+    if manager.index2config or manager.pid2config or manager.module_weight_config_triple:
+        return "bitsandbytes' GlobalOptimManager has settings for single parameters, which it finds by their places"
+    return ""
 
 
 class DeclaredStep:

@@ -7,7 +7,7 @@ too, but where their operators cut a tensor depends on the number of threads, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -102,10 +102,16 @@ def lacks_buffers(group: Mapping[str, Any], state: dict[Any, Any], parameters: I
     return bool(group.get("momentum")) and any(buffers) and not all(buffers)
 
 
-def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> bool:
-    """Whether one tensor is the state of two parameters: what it becomes depends on the order in which they are updated."""
+def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any], constants: Container[str]) -> bool:
+    """Whether one tensor is the state of two parameters: what it becomes depends on the order in which they are updated.
+
+    Args:
+        groups, state: of an optimizer.
+        constants: names of state that no step writes.
+    """
     # Copies of the values are asked, because an update in the background may add some.
-    leaves = (tree_leaves(dict(state.get(p, {}))) for group in groups for p in group["params"])
+    entries = (dict(state.get(p, {})) for group in groups for p in group["params"])
+    leaves = (tree_leaves([value for name, value in each.items() if name not in constants]) for each in entries)
     places = [place for each in leaves for place in {_place(leaf) for leaf in each if isinstance(leaf, Tensor)}]
     return len(set(places)) < len(places)
 

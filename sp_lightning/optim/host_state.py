@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -67,3 +67,11 @@ def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Co
                     if type(leaf) is Tensor and leaf.layout is torch.strided and id(leaf) not in seen and not counts:
                         seen.add(id(leaf))
                         yield leaf
+
+
+def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: Set[str]) -> None:
+    """Gives these parameters constants that others do not share: state that was loaded has one tensor for all layers."""
+    own = dict[Tensor, Tensor]()
+    for entry in [dict.get(state, p, {}) for group in groups for p in group["params"]]:
+        for name in constants & entry.keys():
+            entry[name] = own.setdefault(entry[name], entry[name].clone())

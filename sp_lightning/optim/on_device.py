@@ -24,8 +24,8 @@ from sp_lightning.device.layout import ALIGNMENT, aligned, lay_out, part, total_
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map
-from sp_lightning.optim.alone import DeclaredStep
-from sp_lightning.optim.host_state import HostState, of_device
+from sp_lightning.optim.alone import DeclaredStep, constants_of
+from sp_lightning.optim.host_state import HostState, of_device, unshare
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import made_of
 from sp_lightning.weights.roles import Role
@@ -218,8 +218,12 @@ class StepsOnDevice:
     def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> HostState | None:
         """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
         held = self._states.get(key)
-        tensors = list(of_device(groups, state, set() if held is None else set(map(id, held.tensors))))
+        known = set() if held is None else set(map(id, held.tensors))
+        tensors = list(of_device(groups, state, known))
         if held is None or not held.holds(tensors):
+            if constants := constants_of(key[1]):
+                unshare(groups, state, constants)
+                tensors = list(of_device(groups, state, known))
             held = HostState(self._device, tensors, pin=self._pin) if tensors else None
             for own, each in zip(() if held is None else held.tensors, tensors, strict=False):
                 own.copy_(each)

@@ -72,7 +72,7 @@ class StreamingStrategy(LoopStrategy):
         optimizer_on: where optimizers step. ``"host"``: there, where weights and state are. ``"device"``: a layer's weights,
             gradients and state pass through two slots of the device, where the optimizer's own code steps them as its user
             made it: on a GPU results are bitwise those of plain Lightning there. For torch's optimizers but LBFGS and
-            SparseAdam, torchao's with few bits, bitsandbytes' with 32, and any class that says
+            SparseAdam, torchao's with few bits, bitsandbytes', and any class that says
             ``steps_each_parameter_alone = True``: whose step reads and writes one parameter, its gradient and its
             ``state[p]`` at a time, and nothing else. On one device, without ``disk``.
         transfer: how the devices of a node upload a layer. ``"whole"``: each by itself. ``"sliced"``: each a part, and they send

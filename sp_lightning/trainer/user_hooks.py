@@ -39,7 +39,7 @@ from sp_lightning.device.torch_private import (
     step_pre_hooks,
     unscales_by_itself,
 )
-from sp_lightning.optim.alone import DECLARES, is_declared, steps_alone
+from sp_lightning.optim.alone import DECLARES, depends_on_places, is_declared, steps_alone
 from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
 from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.plan.options import Overlap
@@ -292,6 +292,7 @@ def refuse_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> Non
             not trainer.lightning_module.automatic_optimization,
             "optimization is manual, and norms of gradients that you take yourself would be the host's",
         ),
+        *((why, why) for why in map(depends_on_places, optimizers)),
         (own, f"{kind.__name__}.clip_grad_by_norm would take norms on the host"),
         (
             scaler_of(trainer) is not None and any(map(unscales_by_itself, optimizers)),

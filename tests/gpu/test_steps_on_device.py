@@ -56,9 +56,9 @@ class Stepped(Module):
         return self.make(self.parameters())
 
 
-def of_bitsandbytes(parameters: Any) -> Optimizer:
+def of_bitsandbytes(parameters: Any, bits: int = 8) -> Optimizer:
     optim: Any = pytest.importorskip("bitsandbytes.optim")
-    found: Optimizer = optim.AdamW(parameters, lr=1e-2, optim_bits=32)
+    found: Optimizer = optim.AdamW(parameters, lr=1e-2, optim_bits=bits, min_8bit_size=16)
     return found
 
 
@@ -72,6 +72,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
     "bitsandbytes": of_bitsandbytes,
+    "bitsandbytes, 32 bits": lambda ps: of_bitsandbytes(ps, bits=32),
 }
 
 

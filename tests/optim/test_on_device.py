@@ -384,22 +384,55 @@ def test_the_remedy_for_an_unknown_optimizer_works(monkeypatch: pytest.MonkeyPat
     assert_same(run(on_device()), run("auto"))
 
 
-@pytest.mark.parametrize("bits", [32, 8])
-def test_bitsandbytes(bits: int) -> None:
-    """Its state of 8 bits has maps of numbers that all parameters share."""
+# ---------------------------------------------------------------------- bitsandbytes, by its kernels for the CPU
+
+
+def of_bitsandbytes(name: str, **settings: Any) -> Stepped:
     optim: Any = pytest.importorskip("bitsandbytes.optim")
+    return Stepped(lambda parameters: getattr(optim, name)(parameters, lr=1e-2, **settings))
+
+
+@pytest.mark.parametrize(("name", "settings"), [("AdamW", {}), ("AdamW8bit", {"min_8bit_size": 16})], ids=["32", "8"])
+@pytest.mark.parametrize("overlap", ["off", "backward"])
+def test_bitsandbytes(name: str, settings: dict[str, Any], overlap: str) -> None:
+    """Its state of 8 bits has tables of numbers that all parameters share."""
 
     def run(strategy: Any) -> Outcome:
-        def make(parameters: Any) -> Any:
-            return optim.AdamW(parameters, lr=1e-2, optim_bits=bits, min_8bit_size=16)
+        return fit(lambda: of_bitsandbytes(name, **settings), vectors(), strategy, recorded="losses")
 
-        return fit(lambda: Stepped(make), vectors(), strategy, recorded="losses")
+    assert_same(run(on_device(optimizer_overlap=overlap)), run("auto"))
 
-    if bits == 8:
-        with pytest.raises(RuntimeError, match="two parameters share a state"):
-            run(on_device())
-    else:
-        assert_same(run(on_device()), run("auto"))
+
+@pytest.mark.parametrize("first", ["auto", "device"])
+@pytest.mark.parametrize("second", ["auto", "device"])
+def test_bitsandbytes_goes_on_from_either(first: str, second: str, tmp_path: Path) -> None:
+    strategies: dict[str, Callable[[], Any]] = {"auto": lambda: "auto", "device": on_device}
+    path = tmp_path / "last.ckpt"
+
+    def make() -> Stepped:
+        return of_bitsandbytes("AdamW8bit", min_8bit_size=16)
+
+    fit(make, vectors(), strategies[first](), recorded="nothing").trainer.save_checkpoint(path)
+    ours = fit(make, vectors(), strategies[second](), recorded="losses", max_epochs=3, ckpt_path=path)
+    assert_same(ours, fit(make, vectors(), "auto", recorded="losses", max_epochs=3, ckpt_path=path))
+    tables = [entry["qmap1"] for entry in ours.trainer.optimizers[0].state.values()]
+    assert len(tables) > 2
+    assert all(torch.equal(table, tables[0]) for table in tables)
+
+
+def test_bitsandbytes_settings_of_single_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optim: Any = pytest.importorskip("bitsandbytes.optim")
+    module = of_bitsandbytes("AdamW8bit")
+    manager = optim.GlobalOptimManager.get_instance()
+    monkeypatch.setattr(manager, "pid2config", {})
+    manager.override_config(next(module.parameters()), "optim_bits", 32)
+    with pytest.raises(ValueError, match="GlobalOptimManager has settings for single parameters"):
+        trainer_for(on_device()).fit(module, loader(vectors()))
+
+
+def test_bitsandbytes_that_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="PagedAdamW8bit pages its state by itself"):
+        trainer_for(on_device()).fit(of_bitsandbytes("PagedAdamW8bit"), loader(vectors()))
 
 
 # ---------------------------------------------------------------------- gradients that stay on the device
