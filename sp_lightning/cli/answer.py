@@ -129,7 +129,7 @@ class Answer:
 def stepped_on_device(estimate: Estimate, row: Row) -> tuple[float, int] | None:
     """Seconds of a batch, and bytes of device memory more, if the device steps; None if it does, or cannot."""
     question, step = estimate.question, estimate.step
-    if step is None or step.on_device or question.disk is not None or question.devices * question.nodes > 1:
+    if step is None or step.on_device or question.devices * question.nodes > 1:
         return None
     asked = Question(**{**vars(question), "optimizer_on": "device"})
     other = replace(estimate, question=asked, step=on_device(step, asked))

@@ -170,8 +170,8 @@ def contradictions(question: Question) -> Iterator[str]:
         yield "--keep-logits says what becomes of logits with --loss-tokens N; give that, too."
     if question.clip and question.overlap == "backward":
         yield "--overlap backward updates layers before all gradients are there, and --clip needs them. Leave one out."
-    if question.optimizer_on == "device" and (question.disk is not None or question.devices * question.nodes > 1):
-        yield "--optimizer-on device is for one device, without --disk. Leave one out."
+    if question.optimizer_on == "device" and question.devices * question.nodes > 1:
+        yield "--optimizer-on device is for one device. Leave it out, or --devices and --nodes."
     if question.disk is not None and question.predict and question.devices * question.nodes > 1:
         yield "--disk with --predict is for one device: with several, all weights are in memory. Leave out one."
     if question.activations == "auto" and (question.gpu_memory is None or question.predict):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Stream
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.patched import in_place_of, state_of
 from sp_lightning.device.torch_private import tree_map
 from sp_lightning.engine.clipping import Clipping
@@ -51,6 +51,7 @@ class LayerwiseStep:
         state: loads and stores the optimizer's state; None if it stays on the host.
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
+        lands: whether an update ends only when all has left the device, because its memory may go to a disk then.
 
     Attributes:
         clipping: clips the gradients.
@@ -68,6 +69,7 @@ class LayerwiseStep:
         narrow: bool,
         state: StateOnDisk | None,
         waits: bool,
+        lands: bool,
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
@@ -75,10 +77,13 @@ class LayerwiseStep:
         self._state = state
         self._on_device = on_device = engine.on_device  # where the optimizer's form is its user's
         self._waits = waits
+        self._lands = lands
         self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
         self._separable = waits or on_device is not None or is_separable(optimizer)
         self._closure: Callable[[], Any] | None = None
+        if on_device is not None:
+            on_device.loose = state is not None
         self._constants = constants_of(optimizer)
         self._declared = on_device is not None and is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
@@ -275,6 +280,8 @@ class LayerwiseStep:
                 if parameter.grad is None and not self._declared and dict.get(state_of(part), parameter) == {}:
                     dict.pop(state_of(part), parameter)
             self._step_layer(layer, part, trained, clips)
+            if self._lands:
+                engine.device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             if self._state is not None:
                 self._state.store((layer, self._optimizer), part)
 

@@ -11,29 +11,39 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.device.layout import lay_out, total_bytes, view
+from sp_lightning.device.layout import lay_out, part, total_bytes, view
 from sp_lightning.device.lease import lend
 from sp_lightning.device.torch_private import tree_leaves
+from sp_lightning.store.away import Away
 
 
-class HostState:
-    """A layer's state on the host, which comes and leaves as one.
+class LooseState:
+    """A layer's state whose tensors are in memory of their own, as those are that go to a disk between two updates.
 
     Args:
-        device: allocates the memory.
-        like: tensors of the same shapes, dtypes and strides.
-        pin: whether it is page-locked.
+        tensors: what the user finds in the optimizer's ``state``.
 
     Attributes:
-        spans: where each tensor lies.
-        tensors: what the user finds in the optimizer's ``state``, each a view with a storage of its own.
+        tensors: as given.
+        spans: where each tensor lies on the device.
     """
 
-    def __init__(self, device: Device, like: Sequence[Tensor], *, pin: bool) -> None:
-        self.spans = lay_out(("", each) for each in like)
-        self._memory = PinnedMemory(device, total_bytes(self.spans), pin=pin)
-        self.bytes = self._memory.bytes[: total_bytes(self.spans)]
-        self.tensors = [view(lend(self.bytes[s.offset :][: s.nbytes]), replace(s, offset=0)) for s in self.spans]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.spans = lay_out(("", each) for each in tensors)
+        self.tensors = list(tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on the device."""
+        return total_bytes(self.spans)
+
+    def coming(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The targets in the device's memory, and the sources, of copies to the device."""
+        return [part(memory, span) for span in self.spans], self.leaving()
+
+    def leaving(self) -> list[Tensor]:
+        """The targets of copies from the device, one for each tensor."""
+        return [each.data for each in self.tensors]
 
     def is_like(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors have the same shapes, dtypes and strides."""
@@ -43,8 +53,36 @@ class HostState:
         )
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors are the ones that are here, in their order and in this memory."""
-        begin = self.bytes.data_ptr()
+        """Whether these tensors are the ones that are here, in their order and in the memory in which they were."""
+        return False
+
+
+class HostState(LooseState):
+    """A layer's state in one memory, which comes as one.
+
+    Args:
+        device: allocates the memory.
+        like: tensors of the same shapes, dtypes and strides.
+        pin: whether it is page-locked.
+
+    Attributes:
+        tensors: what the user finds in the optimizer's ``state``, each a view with a storage of its own.
+    """
+
+    def __init__(self, device: Device, like: Sequence[Tensor], *, pin: bool) -> None:
+        super().__init__(like)
+        self._memory = PinnedMemory(device, self.nbytes, pin=pin)
+        self._bytes = self._memory.bytes[: self.nbytes]
+        self.tensors = [view(lend(self._bytes[s.offset :][: s.nbytes]), replace(s, offset=0)) for s in self.spans]
+
+    def coming(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        return [memory], [self._bytes]
+
+    def leaving(self) -> list[Tensor]:
+        return [part(self._bytes, span) for span in self.spans]
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        begin = self._bytes.data_ptr()
         return len(tensors) == len(self.tensors) and all(
             each is own and each.data_ptr() == begin + span.offset and each.shape == span.shape
             for each, own, span in zip(tensors, self.tensors, self.spans, strict=True)
@@ -64,9 +102,14 @@ def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Co
             for name, value in dict.get(state, p, {}).items():
                 for leaf in tree_leaves(value):
                     counts = name == "step" and not counts_there and id(leaf) not in known
-                    if type(leaf) is Tensor and leaf.layout is torch.strided and id(leaf) not in seen and not counts:
+                    if is_plain(leaf) and leaf.layout is torch.strided and id(leaf) not in seen and not counts:
                         seen.add(id(leaf))
                         yield leaf
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a part of a state is a tensor as torch makes it. One that was on a disk until its update has a class of its own."""
+    return type(leaf) in (Tensor, Away)
 
 
 def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: Set[str]) -> None:

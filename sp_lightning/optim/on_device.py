@@ -25,7 +25,7 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map
 from sp_lightning.optim.alone import DeclaredStep, constants_of
-from sp_lightning.optim.host_state import HostState, of_device, unshare
+from sp_lightning.optim.host_state import HostState, LooseState, is_plain, of_device, unshare
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import made_of
 from sp_lightning.weights.roles import Role
@@ -56,7 +56,12 @@ class StepsOnDevice:
         device: copies, and says in which order.
         pin: whether the memory of state is page-locked.
         slots: how many slots of the largest layer's size there are: with one, two of the other layers are there at once.
+
+    Attributes:
+        loose: whether state goes to a disk between two updates.
     """
+
+    loose = False
 
     def __init__(self, device: Device, *, pin: bool, slots: int) -> None:
         self._device = device
@@ -64,7 +69,7 @@ class StepsOnDevice:
         self._pin = pin
         # That of all the memory, then its halves, the one that was used last behind the other.
         self._slots: list[_StepSlot] = []
-        self._states: dict[Key, HostState] = {}
+        self._states: dict[Key, LooseState] = {}
 
     @property
     def nbytes(self) -> int:
@@ -103,6 +108,7 @@ class StepsOnDevice:
                 for g, twin, v in zip(gradients, twins, versions, strict=True)
             ]
             self._take_back(key, slot, list(zip(stepped, twins, written, strict=True)), (part_of.state, state, stay))
+            part_of.param_groups, part_of.state = groups, state
         except BaseException:
             key[0].landed = self._device.record(Stream.COMPUTE)  # until then the host's weights are read
             raise
@@ -144,7 +150,7 @@ class StepsOnDevice:
             slot.alive.clear()
 
     def _bring(
-        self, layer: int, trained: Sequence[nn.Parameter], held: HostState | None
+        self, layer: int, trained: Sequence[nn.Parameter], held: LooseState | None
     ) -> tuple[_StepSlot, list[nn.Parameter], dict[int, Tensor]]:
         """Sends what a layer's update needs to a slot, but for gradients that have stayed on the device.
 
@@ -157,13 +163,14 @@ class StepsOnDevice:
         coming = [came for (came, _), event in zip(made, computed, strict=True) if event is None and came is not None]
         spans = lay_out(("", each) for each in (*trained, *coming))
         begin = total_bytes(spans)
-        nbytes = begin + (0 if held is None else held.bytes.nbytes)
+        nbytes = begin + (0 if held is None else held.nbytes)
         slot = self._slot(nbytes)
         memory = slot.memory
         targets, sources = [part(memory, span) for span in spans], [*trained, *coming]
         if held is not None:
-            targets.append(memory[begin:nbytes])
-            sources.append(held.bytes)
+            there, here = held.coming(memory[begin:nbytes])
+            targets += there
+            sources += here
         begun = device.mark(Stream.UPLOAD)
         device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
         device.note("bring", layer, begun, Stream.UPLOAD, sum(each.nbytes for each in sources))
@@ -200,7 +207,7 @@ class StepsOnDevice:
         def to_device(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # quantised state, which is small
                 return leaf.to(self._device.device)
-            if type(leaf) is Tensor and id(leaf) not in there:
+            if is_plain(leaf) and id(leaf) not in there:
                 stay.append((leaf, leaf.clone()))
                 return stay[-1][1]
             return there.get(id(leaf), leaf)
@@ -215,25 +222,29 @@ class StepsOnDevice:
                 part_of.state[twin_of[id(p)]] = tree_map(to_device, dict(values))
         return stay
 
-    def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> HostState | None:
+    def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> LooseState | None:
         """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
         held = self._states.get(key)
         known = set() if held is None else set(map(id, held.tensors))
         tensors = list(of_device(groups, state, known))
-        if held is None or not held.holds(tensors):
-            if constants := constants_of(key[1]):
-                unshare(groups, state, constants)
-                tensors = list(of_device(groups, state, known))
-            held = HostState(self._device, tensors, pin=self._pin) if tensors else None
-            for own, each in zip(() if held is None else held.tensors, tensors, strict=False):
+        if held is not None and held.holds(tensors):
+            return held
+        if constants := constants_of(key[1]):
+            unshare(groups, state, constants)
+            tensors = list(of_device(groups, state, known))
+        if not tensors:
+            self._states.pop(key, None)
+            return None
+        if self.loose:
+            held = LooseState(tensors)
+        else:
+            held = self._anew(tensors)
+            for own, each in zip(held.tensors, tensors, strict=True):
                 own.copy_(each)
                 with no_inference_mode():
                     each.data = own
-            if held is None:
-                self._states.pop(key, None)
-            else:
-                held.tensors = tensors
-                self._states[key] = held
+            held.tensors = tensors
+        self._states[key] = held
         return held
 
     # ------------------------------------------------------------------ after it
@@ -295,14 +306,20 @@ class StepsOnDevice:
         if made := self._made(entries):
             held = self._states.get(key)
             if held is None or not held.is_like(made):
-                held = self._states[key] = HostState(self._device, made, pin=self._pin)
-            copies = [(part(held.bytes, span), each) for span, each in zip(held.spans, made, strict=True)]
+                held = self._states[key] = self._anew(made)
+            copies = list(zip(held.leaving(), made, strict=True))
             of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
         for p, values in entries:
             entry, now = state.setdefault(p, {}), tree_map(lambda leaf: _to_host(leaf, of_host), values)
             entry.clear()
             entry.update(now)
         return copies
+
+    def _anew(self, like: Sequence[Tensor]) -> LooseState:
+        """Memory on the host for new state."""
+        if self.loose:
+            return LooseState([torch.empty_like(each, device="cpu") for each in like])
+        return HostState(self._device, like, pin=self._pin)
 
     def _made(self, entries: Iterable[tuple[Any, Any]]) -> list[Tensor]:
         """The tensors of new state that are on the device, each once."""

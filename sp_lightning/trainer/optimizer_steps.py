@@ -133,6 +133,7 @@ class OptimizerSteps:
                 narrow=self._narrow(),
                 state=state,
                 waits=waits,
+                lands=self._on_device and self._options.disk is not None,
             )
             for optimizer in (optimizers if by_layers else ())
         }

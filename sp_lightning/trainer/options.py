@@ -81,22 +81,12 @@ class Options:
                 "With disk= rank 0 writes checkpoints, to a file and tensor by tensor. Leave "
                 "save_distributed_checkpoint out."
             )
-        if options.optimizer_on == "device":
-            _refuse_with_steps_on_device(options)
+        if options.optimizer_on == "device" and options.fused_optimizer is True:
+            raise ValueError(
+                'fused_optimizer=True is about steps on the host. With optimizer_on="device" an optimizer runs as you make it: '
+                "torch.optim.AdamW(…, fused=True)."
+            )
         return options
-
-
-def _refuse_with_steps_on_device(options: Options) -> None:
-    if options.disk is not None:
-        raise ValueError(
-            'optimizer_on="device" cannot be used with disk=: state does not go from a disk to the device yet. Leave one of '
-            "them out."
-        )
-    if options.fused_optimizer is True:
-        raise ValueError(
-            'fused_optimizer=True is about steps on the host. With optimizer_on="device" an optimizer runs as you make it: '
-            "torch.optim.AdamW(…, fused=True)."
-        )
 
 
 # ---------------------------------------------------------------------- precision plugins

@@ -309,13 +309,19 @@ class Walk:
 
     def _step_on_device(self, layer: StreamedLayer, seconds: float) -> float:
         """As :meth:`_update`, for the device: what it needs comes to a slot, and leaves that again."""
-        device, nbytes = self.device, layer.planned.gradient_bytes
+        device, rates, nbytes = self.device, self._rates, layer.planned.gradient_bytes
+        came, left = round(rates.come * nbytes), round(rates.leave * nbytes)
         device.wait(Stream.UPLOAD, self._left_slots.popleft(), Wait.BRING_AFTER_TAKE)
-        device.transfer("bring", layer.index, round(self._rates.come * nbytes))
+        if self._state:  # with a disk an update ends only when all has left the device
+            device.wait(Stream.UPDATE, max(self._left_slots), Wait.READ_AFTER_TAKE)
+            on_disk, beside = self._state.get(layer.index, 0), came / rates.upload + seconds + left / rates.download
+            device.pass_disk(Stream.UPDATE, ["read", "write"], layer.index, on_disk, beside)
+            device.wait(Stream.UPLOAD, device.now[Stream.UPDATE], Wait.BRING_AFTER_TAKE)
+        device.transfer("bring", layer.index, came)
         device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
         device.spend(Stream.COMPUTE, seconds, "update", layer.index)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
-        device.transfer("take", layer.index, round(self._rates.leave * nbytes))
+        device.transfer("take", layer.index, left)
         done = self._source.updated[layer.index] = device.now[Stream.DOWNLOAD]
         self._left_slots.append(done)
         return done

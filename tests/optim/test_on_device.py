@@ -340,11 +340,10 @@ def test_what_a_step_has_made_is_there_until_it_has_left(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"disk": "/tmp"}, "from a disk to the device"),
         ({"fused_optimizer": True}, "torch.optim.AdamW"),
         ({"optimizer_on": "gpu"}, "optimizer_on"),
     ],
-    ids=["disk", "fused", "unknown"],
+    ids=["fused", "unknown"],
 )
 def test_options_that_exclude_each_other(options: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=said):

@@ -24,12 +24,13 @@ def plan_of_stack() -> Any:
     return make_plan(found, k=1, k_prime=1)
 
 
+@pytest.mark.parametrize("where", [{}, {"come": 4.0, "leave": 3.0}], ids=["host", "device"])
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
-def test_a_step_takes_as_long_as_a_slow_disk(overlap: Any) -> None:
+def test_a_step_takes_as_long_as_a_slow_disk(overlap: Any, where: dict[str, float]) -> None:
     plan = plan_of_stack()
     visits = schedule_visits(plan, [1e-3] * len(plan.layers), training=True)
     sizes = dict.fromkeys(range(len(plan.layers)), 1000)
-    slow = replace(RATES, disk=1000 / 0.5)  # half a second for each read, and for each write
+    slow = replace(RATES, disk=1000 / 0.5, **where)  # half a second for each read, and for each write
     seconds = Walk(plan, visits, slow, overlap=overlap, on_disk=sizes).predict().seconds
     bound = len(sizes) * 2 * 0.5
     assert 0.9 * bound <= seconds <= 1.25 * bound  # what is read ahead for the next batch counts there
