@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
+from sp_lightning.tune.step_place import EIGHT_BITS_SECONDS, muon_flops
 
-_EIGHT_BITS_SECONDS = 21e-9  # per parameter, measured on two cores: tests/results/2026-11-22-updates-cpu.md
 _NOTHING = OnDisk()
 _PASSING = "memory for what passes to the disk"
 _MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
@@ -83,16 +83,21 @@ def update_rates(
     gradients = max(1, sum(layer.gradient_bytes for layer in trained))
     if not step.on_device:
         return {"update": gradients / (step.seconds or max(traffic, 1) / question.dram)}
-    casts, state = sum(layer.narrow_bytes for layer in trained) / gradients, (ledger.state or 0) / gradients
-    came = 0 if _early(question, step) else 1 - casts * (question.accumulate == 1)  # sums are as wide as weights
+    state = (ledger.state or 0) / gradients
+    (moved,) = (each for each in ledger.passes if each.what == "steps on the device")
     update = gradients / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
-    return {"update": update, "come": 1 + state + came, "leave": 1 + state + casts}
+    return {"update": update, "come": moved.read / gradients, "leave": moved.written / gradients}
 
 
 def _multiplied(flops: int, there: str, tflops: float, option: str) -> tuple[float, str]:
     """The seconds that so many multiplications and additions take, and how many in words."""
     seconds = flops / (tflops * 1e12)
     return seconds, f"{flops / 1e12:.3g} TFLOP on the {there}, {seconds:.3g} s with {tflops:g} TFLOP/s ({option})"
+
+
+def _on_host(question: Question, flops: int) -> tuple[float | None, str]:
+    """The seconds that what Muon multiplies takes on the host, and how many in words; None if it is nothing."""
+    return _multiplied(flops, "host", question.host_tflops, "--host-tflops") if flops else (None, "")
 
 
 def _step_of(question: Question, module: nn.Module) -> HostStep:
@@ -104,7 +109,10 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
     name = " and ".join(sorted({type(each).__name__ for each in own}))
     if own and all(map(has_known_state, own)):
         overlap = question.overlap if all(map(has_fused_step, own)) else "off"
-        return HostStep(name, own, overlap, source="configure_optimizers")
+        muons = [each for each in own if type(each) is torch.optim.Muon]
+        flops = muon_flops(p for each in muons for group in each.param_groups for p in group["params"])
+        seconds, why = _on_host(question, flops)
+        return HostStep(name, own, overlap, seconds, why, source="configure_optimizers", flops=flops)
     source = f"in place of {name}, whose state is not known" if own else source
     if question.optimizer == "muon":
         matrices = [weight for weight in trained if _is_for_muon(weight)]
@@ -114,7 +122,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
         optimizers = (*momentum, *([torch.optim.AdamW(others)] if others else []))
         flops = muon_flops(matrices)
         if seconds is None:
-            seconds, why = _multiplied(flops, "host", question.host_tflops, "--host-tflops")
+            seconds, why = _on_host(question, flops)
         return HostStep("Muon", optimizers, "off", seconds, why, flops=flops)
     if question.optimizer == "adamw8bit":
         try:
@@ -123,10 +131,8 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
             raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
         if seconds is None and question.optimizer_on == "host":
             # Its state is converted in each step: only a measurement tells how long that takes.
-            seconds = _EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
-            why = (
-                f"{seconds:.3g} s, {1e9 * _EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
-            )
+            seconds = EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
+            why = f"{seconds:.3g} s, {1e9 * EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
         return HostStep("AdamW8bit", (AdamW8bit(trained),), question.overlap, seconds, why)
     sgd = question.optimizer == "sgd"
     fused = torch.optim.SGD(trained, momentum=0.9) if sgd else torch.optim.AdamW(trained)
@@ -144,21 +150,6 @@ def _configured(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
     except Exception:  # code of a user may raise anything
         return ()
     return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)))
-
-
-def muon_flops(matrices: Iterable[Tensor]) -> int:
-    """What Muon multiplies in a step: five Newton–Schulz iterations for each matrix, as ``torch.optim.Muon`` does them.
-
-    An iteration of an m × n matrix, m ≤ n, has products of m·n·m, m·m·m and m·m·n multiplications and additions.
-
-    Args:
-        matrices: of shape ``(rows, columns)``.
-    """
-    total = 0
-    for matrix in matrices:
-        m, n = sorted(matrix.shape)
-        total += 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
-    return total
 
 
 def _is_for_muon(weight: Tensor) -> bool:

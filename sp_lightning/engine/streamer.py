@@ -101,10 +101,9 @@ class Streamer:
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(self._resident_layer, self._source, self._lent)
-        self._on_device: StepsOnDevice | None = None
-        if plan.steps_on_device:
-            self._on_device = StepsOnDevice(device, pin=pin, slots=plan.step_slots)
-            self._gradients.stay = True
+        steps = plan.steps_on_device
+        self._on_device = StepsOnDevice(device, pin=pin, slots=plan.step_slots) if steps else None
+        self._gradients.stay = steps
         self._peak = Peak(self.found, self._slots, self._residents, self._gradients, self._on_device)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
@@ -300,6 +299,7 @@ class Streamer:
         self._peak.note()
         stalled, offload = self.device.stall_seconds, self.activations.offload
         rows = [layer.rows for layer in self._moving]
+        moved = (0, 0) if self._on_device is None else self._on_device.moved_bytes
         return Stats(
             fetched_layers=sum(layer.fetches for layer in self._moving),
             fetched_bytes=self._slots.fetched_bytes + sum(each.looked_up_bytes for each in rows),
@@ -309,6 +309,8 @@ class Streamer:
             host_waits=self._lent.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),
             extra_slots=self._slots.extra_slots,
             gathered_bytes=self._slots.uploads.gathered_bytes,
+            brought_bytes=moved[0],
+            taken_bytes=moved[1],
             peak_device_bytes=self._peak.most,
             peak_allocated_bytes=self.device.most_bytes(),
             stored_bytes=offload.stored_bytes,

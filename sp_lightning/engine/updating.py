@@ -46,6 +46,10 @@ class Updating(Part):
             id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)
         }
 
+    def step_on_host(self) -> None:
+        """Has the host step layers, which the device could; no step was made."""
+        self.on_device, self.gradients.stay = None, False
+
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer that a host parameter is updated with; None if the parameter is not one of the module's."""
         place = self._place_of.get(id(parameter))

@@ -40,6 +40,7 @@ class Stats:
             are among ``fetched_bytes``.
         gathered_bytes: bytes of weights that came from other devices of the node, with ``transfer="sliced"``. They are among
             ``fetched_bytes``.
+        brought_bytes, taken_bytes: bytes of weights, gradients and state that came to the device for steps there, and left it.
     """
 
     fetched_layers: int
@@ -62,6 +63,8 @@ class Stats:
     expert_bytes: int = 0
     gathered_bytes: int = 0
     peak_allocated_bytes: int = 0
+    brought_bytes: int = 0
+    taken_bytes: int = 0
 
     @property
     def waited_seconds(self) -> float:
@@ -125,6 +128,10 @@ def state_line(
 def counters_line(stats: Stats) -> str:
     """The counters as one sentence."""
     activations = f"{human_bytes(stats.stored_bytes)} of activations stored; " if stats.stored_bytes else ""
+    if stats.brought_bytes:
+        activations += (
+            f"{human_bytes(stats.brought_bytes)} for steps on the device, and {human_bytes(stats.taken_bytes)} back; "
+        )
     held_up = f"; the host could not run ahead {stats.host_waits} times" if stats.host_waits else ""
     parts = ", ".join(f"{seconds:.2f} s for {what}" for what, seconds in _waits(stats).items() if seconds)
     return (

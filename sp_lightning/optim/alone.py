@@ -33,21 +33,22 @@ def is_declared(optimizer: Any) -> bool:
     if getattr(torch.optim, kind.__name__, None) is kind:
         return kind.__name__ not in _ALONE
     # Stochastic rounding draws random numbers in the order of all parameters.
-    return not (_is_of_bitsandbytes(optimizer) or is_separable(optimizer))
+    return not (is_of_bitsandbytes(optimizer) or is_separable(optimizer))
 
 
-def _is_of_bitsandbytes(optimizer: Any) -> bool:
+def is_of_bitsandbytes(optimizer: Any) -> bool:
+    """Whether an optimizer is one of that package, whose kernels are for devices."""
     return type(optimizer).__module__.startswith("bitsandbytes.optim.")
 
 
 def constants_of(optimizer: Any) -> frozenset[str]:
     """Names of the state that parameters share and no step writes: bitsandbytes' tables of what its codes stand for."""
-    return frozenset(("qmap1", "qmap2") if _is_of_bitsandbytes(optimizer) else ())
+    return frozenset(("qmap1", "qmap2") if is_of_bitsandbytes(optimizer) else ())
 
 
 def depends_on_places(optimizer: Any) -> str:
     """What an optimizer knows of parameters by their identity or their place in it, which those on the device do not have."""
-    if not _is_of_bitsandbytes(optimizer):
+    if not is_of_bitsandbytes(optimizer):
         return ""
     if optimizer.is_paged:
         return (

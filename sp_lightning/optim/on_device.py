@@ -23,6 +23,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import ALIGNMENT, aligned, lay_out, part, total_bytes
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.patched import state_of
+from sp_lightning.device.timeline import Kind
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map
 from sp_lightning.optim.alone import DeclaredStep, constants_of
 from sp_lightning.optim.host_state import HostState, LooseState, is_plain, of_device, unshare
@@ -70,6 +71,7 @@ class StepsOnDevice:
         # That of all the memory, then its halves, the one that was used last behind the other.
         self._slots: list[_StepSlot] = []
         self._states: dict[Key, LooseState] = {}
+        self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
 
     @property
     def nbytes(self) -> int:
@@ -118,6 +120,16 @@ class StepsOnDevice:
         self._wait(*self._slots)
         self._device.access([each.memory for each in self._slots], Stream.COMPUTE, write=True)  # which may use it next
         self._slots.clear()
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes of weights, gradients and state that came to the device, and that left it."""
+        return self._moved[Stream.UPLOAD], self._moved[Stream.DOWNLOAD]
+
+    def _note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
+        nbytes = sum(each.nbytes for each in copied)
+        self._moved[stream] += nbytes
+        self._device.note(kind, layer, begun, stream, nbytes)
 
     # ------------------------------------------------------------------ before the step
 
@@ -173,7 +185,7 @@ class StepsOnDevice:
             sources += here
         begun = device.mark(Stream.UPLOAD)
         device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
-        device.note("bring", layer, begun, Stream.UPLOAD, sum(each.nbytes for each in sources))
+        self._note("bring", layer, begun, Stream.UPLOAD, sources)
         device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
         device.access(memory[:nbytes], Stream.COMPUTE, write=True)
         for event in {id(each): each for each in computed if each is not None}.values():
@@ -278,7 +290,7 @@ class StepsOnDevice:
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
-        device.note("take", layer.index, begun, Stream.DOWNLOAD, sum(each.nbytes for each in sources))
+        self._note("take", layer.index, begun, Stream.DOWNLOAD, sources)
         slot.left = layer.landed = device.record(Stream.DOWNLOAD)
         slot.alive = sources
         with no_inference_mode():

@@ -33,7 +33,7 @@ class Pass:
     written: int
 
 
-_TRANSFERS = ("fetch", "gradients")
+_TRANSFERS = ("fetch", "gradients", "steps on the device")
 _OF_BATCHES = ("casts", "accumulation")
 
 
@@ -73,6 +73,17 @@ class Ledger:
     def nbytes(self) -> int:
         """Bytes of everything, without the optimizers' state if that is not known."""
         return self.weights + self.gradients + (self.state or 0) - self.on_disk + self.staging
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes that transfers of a step bring to the device, and from it."""
+        moved = [each for each in self.passes if each.what in _TRANSFERS]
+        return sum(each.read for each in moved), sum(each.written for each in moved)
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that all passes of a step read and write."""
+        return sum(each.read + each.written for each in self.passes)
 
     @property
     def update_bytes(self) -> int:
@@ -197,9 +208,13 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
         leave = kept = plan.residents.gradient_bytes
         narrow_leave = widened = 0
     # A gradient is as large as its weight.
-    update = [] if steps.on_device else [Pass("update", gradients + kept + state, gradients + state)]
+    update = Pass("update", gradients + kept + state, gradients + state)
+    there = 0  # casts that come from the device
+    if steps.on_device:
+        there = sum(cast.nbytes for layer in plan.trained for cast in layer.casts if layer.gradient_bytes)
+        update = Pass("steps on the device", gradients + kept + state, gradients + state + there)
     return [
-        Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), accumulate * casts),
+        Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), accumulate * casts - there),
         Pass("fetch", 2 * accumulate * (together + plan.ranks * whole), 0),
         Pass("gradients", 0, accumulate * (leave - narrow_leave)),
         Pass("widening", widened, 2 * widened),
@@ -208,7 +223,7 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
         Pass("unscaling", kept * scales, wide * scales),
         Pass("norm", kept * (clips == "norm"), 0),
         Pass("clipping", clipped * (not pieces), clipped),
-        *update,
+        update,
     ]
 
 
@@ -265,6 +280,7 @@ _TENSORS: dict[type, Any] = {
     torch.optim.RAdam: lambda group: 2,
     torch.optim.Adamax: lambda group: 2,
     torch.optim.Adadelta: lambda group: 2,
+    torch.optim.Muon: lambda group: 1,
 }
 
 

@@ -22,7 +22,7 @@ from sp_lightning.plan.units import parse_bytes
 
 Count = int | Literal["auto"]
 Overlap = Literal["auto", "off", "forward", "backward"]
-OptimizerOn = Literal["host", "device"]
+OptimizerOn = Literal["host", "device", "auto"]
 Transfer = Literal["auto", "whole", "sliced"]
 Fused = bool | Literal["auto"]
 P = ParamSpec("P")

@@ -161,6 +161,10 @@ class LoopStrategy(HostStrategy):
         """What a user should know about this run beside the plan, in sentences."""
         return self._remarks if self._run is None else self._run.remarks()
 
+    def better_place(self) -> str:
+        """A sentence if the optimizers of the run that lasts would step faster in the other place; otherwise empty."""
+        return "" if self._run is None else self._run.steps.better_place()
+
     @property
     def device_memory(self) -> tuple[int, int] | None:
         """Bytes of device memory that the run has taken at most, and may take; None on the CPU, and outside of a run."""

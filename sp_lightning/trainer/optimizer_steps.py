@@ -25,11 +25,11 @@ from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.step_hooks import StepHooks
+from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.trainer.user_hooks import (
     are_gradients_unread,
     are_gradients_unread_before_step,
     choose_overlap,
-    refuse_steps_on_device,
     scaler_of,
 )
 
@@ -62,6 +62,7 @@ class OptimizerSteps:
         self.disk: DiskTier | None = None
         self._logged: str | None = None  # None until :meth:`arrange`: there are no optimizers yet
         self.overlap: Overlap = "off"
+        self._place = StepPlace(run, options, self._count_as)
         self._step_hooks = StepHooks(run, self._is_fused)
 
     def close(self) -> None:
@@ -80,9 +81,11 @@ class OptimizerSteps:
 
         By default they do not where the same steps on the CPU are plain Lightning's: results would differ from those.
         """
+        return not self._on_device and self._fuse_on_host  # there it runs as its user made it
+
+    @property
+    def _fuse_on_host(self) -> bool:
         options = self._options
-        if self._on_device:
-            return False  # it runs as its user made it
         if options.fused_optimizer != "auto":
             return options.fused_optimizer
         on_host = self._run.engine.device.computes_on_host
@@ -90,7 +93,7 @@ class OptimizerSteps:
 
     @property
     def _on_device(self) -> bool:
-        return self._options.optimizer_on == "device"
+        return self._place.on_device
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
@@ -109,8 +112,7 @@ class OptimizerSteps:
         """
         streamer, trainer = self._run.engine, self._trainer
         asked = self._options.optimizer_overlap
-        if self._on_device:
-            refuse_steps_on_device(trainer, self._real_optimizers)
+        self._place.decide(self._real_optimizers, fuse=self._fuse_on_host)
         self.overlap, why = choose_overlap(
             asked, trainer, trainer.optimizers, fuse=self._fuse, on_device=self._on_device
         )
@@ -145,6 +147,14 @@ class OptimizerSteps:
         if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
+
+    def better_place(self) -> str:
+        """A sentence if optimizers would step faster in the other place; empty if not, or if there is no choice."""
+        alone = self._ranks is None and not self._run.engine.device.computes_on_host
+        if not alone or not self._real_optimizers or self._logged is None:
+            return ""
+        self._run.finish_updates()  # until then optimizers have a class that waits
+        return self._place.better(self._real_optimizers, fuse=self._fuse_on_host)
 
     def rearrange(self) -> None:
         """The engine was built anew: steps that update layer by layer are to update its layers."""
@@ -204,21 +214,26 @@ class OptimizerSteps:
 
     def _count(self) -> Ledger:
         trainer = self._trainer
-        pieces = self.overlap != "off" and not self._on_device and not any(map(is_separable, trainer.optimizers))
+        ledger = self._count_as(self._on_device, self.overlap)
+        fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
+        ledger = without(replace(ledger, fused=fused), self._run.placement)
+        return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
+
+    def _count_as(self, on_device: bool, overlap: Overlap) -> Ledger:
+        """Host memory and traffic with steps in one of the places, and in one of the modes."""
+        trainer = self._trainer
+        pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
-            early=self.overlap == "backward",
+            early=overlap == "backward",
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
             pieces=pieces,
-            narrow=(pieces or self._on_device) and self._narrow(),
+            narrow=(pieces or on_device) and self._narrow(),
             sliced=self._run.placement.sliced,
-            on_device=self._on_device,
+            on_device=on_device,
         )
-        ledger = make_ledger(self._run.engine.plan, trainer.optimizers, steps)
-        fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
-        ledger = without(replace(ledger, fused=fused), self._run.placement)
-        return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
+        return make_ledger(self._run.engine.plan, trainer.optimizers, steps)
 
     def _narrow(self) -> bool:
         """Whether gradients may stay in the dtype in which they come.
@@ -243,6 +258,8 @@ class OptimizerSteps:
     def remarks(self) -> list[str]:
         """What a user should know of the steps, in sentences."""
         remarks = [] if self.disk is None else [str(self.disk.placement)]
+        if self._place.remark:
+            remarks.append(self._place.remark)
         names = {
             type(optimizer).__name__
             for optimizer in (filter(self._is_fused, self._real_optimizers) if self._logged is not None else ())

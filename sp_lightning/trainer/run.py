@@ -113,9 +113,14 @@ class Run:
         self._log = log
         self._count, nodes = (1, 1) if ranks is None else (ranks.size, ranks.nodes)
         k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
-        on_device = options.optimizer_on == "device"
         self._window = Window(
-            *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, steps_on_device=on_device
+            *k,
+            budget,
+            filled=filled,
+            ranks=self._count,
+            nodes=nodes,
+            training=trains,
+            optimizer_on=options.optimizer_on,
         )
         self._parted: list[Parted] = []
         self._host_room: int | None = None
@@ -161,6 +166,17 @@ class Run:
         return [*remarks, *self.steps.remarks()]
 
     # ------------------------------------------------------------------ the engine
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether layers are stepped on the device, as far as is decided."""
+        return self._window.steps_on_device
+
+    def step_on_host(self) -> None:
+        """Leaves the device's memory for steps to other things: ``optimizer_on="auto"`` has chosen the host."""
+        self._window.steps_on_device = False
+        self.engine.updating.step_on_host()
+        self.engine.recount(self._window.again(self.engine.plan, self.engine.found))
 
     def renew(self) -> None:
         """Updates the engine to the module as it is now, before a batch."""

@@ -74,7 +74,8 @@ class StreamingStrategy(LoopStrategy):
             made it: on a GPU results are bitwise those of plain Lightning there. For torch's optimizers but LBFGS and
             SparseAdam, torchao's with few bits, bitsandbytes', and any class that says
             ``steps_each_parameter_alone = True``: whose step reads and writes one parameter, its gradient and its
-            ``state[p]`` at a time, and nothing else. On one device.
+            ``state[p]`` at a time, and nothing else. On one device. ``"auto"``: the place where the links, the host's memory and
+            its processor, as they are measured, bound a step less; it is said, because the last bits differ.
         transfer: how the devices of a node upload a layer. ``"whole"``: each by itself. ``"sliced"``: each a part, and they send
             each other theirs, which takes less time where the devices have fast links (NVLink) and batches are small.
             ``"auto"``: whatever is faster by a measurement at set-up. Results are the same.

@@ -191,7 +191,7 @@ def choose_overlap(
         return "off", "there is no optimizer"
     never, better = _against_layerwise_steps(optimizers, fuse)
     if on_device:
-        never, better = _against_background_on_device(trainer, optimizers), ""
+        never, better = against_background_on_device(trainer, optimizers), ""
     if asked == "auto":
         why = _against_background(trainer, optimizers) or never
         return ("off" if why else "forward"), why
@@ -260,7 +260,7 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
     return "", ""
 
 
-def _against_background_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+def against_background_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
     plugin, declared = trainer.precision_plugin, [type(each).__name__ for each in optimizers if is_declared(each)]
     of_one_dtype = not is_exactly(plugin, (Precision, MixedPrecision))
     return _first(
@@ -272,17 +272,13 @@ def _against_background_on_device(trainer: Any, optimizers: Sequence[Optimizer])
     )
 
 
-def refuse_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
-    """Refuses what steps on the device would do otherwise than plain Lightning.
-
-    Raises:
-        ValueError: an optimizer, the clipping or the way of optimization is of such a kind.
-    """
+def against_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+    """Returns what steps on the device would do otherwise than plain Lightning, and why; an empty string if nothing."""
     plugin, others = trainer.precision_plugin, [each for each in optimizers if not steps_alone(each)]
     name = type(others[0]).__name__ if others else ""
     base, kind = base_of(plugin, Precision), type(plugin)
     own = kind.clip_grad_by_norm is not base.clip_grad_by_norm
-    why = _first(
+    return _first(
         (
             others,
             f"{name} is not known to step each parameter by itself. If it does, say so in its class: "
@@ -299,8 +295,6 @@ def refuse_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> Non
             f"the fused step of {type(optimizers[0]).__name__ if optimizers else ''} unscales gradients by itself",
         ),
     )
-    if why:
-        raise ValueError(f'optimizer_on="device" cannot be used: {why}. Or leave it out: then the host steps.')
 
 
 def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str:

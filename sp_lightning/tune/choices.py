@@ -19,7 +19,7 @@ from typing import Any
 from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import EXEMPT, FREEING, Call, Mode, Modes, least_bytes, peak_bytes
-from sp_lightning.plan.options import Count
+from sp_lightning.plan.options import Count, OptimizerOn
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.visits import Rates, Visit
@@ -47,7 +47,10 @@ class Window:
         filled: whether something else fills the memory that k and k' leave, even if both are numbers: kept activations.
         ranks, nodes: how many devices of a node sum their gradients, and how many nodes do.
         training: whether batches are trained.
-        steps_on_device: whether layers are stepped on the device then.
+        optimizer_on: where layers are stepped then. With ``"auto"`` there is room for steps on the device, if the budget has it.
+
+    Attributes:
+        steps_on_device: whether plans have that room.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Window:
         ranks: int = 1,
         nodes: int = 1,
         training: bool = True,
-        steps_on_device: bool = False,
+        optimizer_on: OptimizerOn = "host",
     ) -> None:
         self._k = k
         self._k_prime = k_prime
@@ -68,7 +71,8 @@ class Window:
         self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._training = training
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
-        self._steps_on_device = steps_on_device and training
+        self.steps_on_device = optimizer_on != "host" and training and ranks * nodes == 1
+        self._open = optimizer_on == "auto"
         self._found: Found
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
@@ -106,7 +110,12 @@ class Window:
                 f"memory_budget={budget} is a share of the device's free memory, and {device.device} has no memory of "
                 'its own. Give a size: SuperpipelineStrategy(memory_budget="1GiB").'
             )
-        plan = self._plan(*(_WITHOUT_LIMIT if self.room is None else (1, 1)))
+        smallest = _WITHOUT_LIMIT if self.room is None else (1, 1)
+        plan = self._plan(*smallest)
+        too_large = self.room is not None and self._least(plan) > self.room
+        if self._open and (device.computes_on_host or too_large):
+            self.steps_on_device = False
+            plan = self._plan(*smallest)
         if self.room is not None and self._least(plan) > self.room:
             raise ValueError(self._too_large(plan, self.room, device, find))
         return plan
@@ -178,7 +187,7 @@ class Window:
 
     def _make(self, found: Found, *, k: int, k_prime: int) -> Plan:
         plan = make_plan(found, k=k, k_prime=k_prime, **self._options)
-        return replace(plan, steps_on_device=self._steps_on_device)
+        return replace(plan, steps_on_device=self.steps_on_device)
 
     def _plan(self, k: int, k_prime: int) -> Plan:
         """The plan with such a window, but for what the user gave as a number."""

@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
     "fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
     "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
 }
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, Any] = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2, foreach=True),
+    "Muon": lambda p: torch.optim.Muon([each for each in p if each.ndim == 2], lr=1e-2),
 }
 
 

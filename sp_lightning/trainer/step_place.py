@@ -1,0 +1,130 @@
+"""Where the optimizers of a run step with ``optimizer_on="auto"``, and whether the other place would be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.optim import Optimizer
+
+from sp_lightning.optim.alone import is_of_bitsandbytes
+from sp_lightning.plan.ledger import Ledger
+from sp_lightning.plan.options import Overlap
+from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.user_hooks import against_background_on_device, against_steps_on_device, choose_overlap
+from sp_lightning.tune.step_place import host_seconds_of, least_seconds, measure
+
+if TYPE_CHECKING:
+    from sp_lightning.trainer.run import Run
+
+_PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
+_MUCH = 0.9  # what one place takes of the other's time, to be worth other bits
+
+
+class StepPlace:
+    """Decides where the optimizers of a run step: once for all its steps, because the last bits depend on it.
+
+    Args:
+        run: whose steps they are.
+        options: the user's.
+        count: what a step sends, reads and writes: by whether the device steps, and when.
+
+    Attributes:
+        why: why ``"auto"`` has chosen the place; empty before, and where nothing is to choose.
+    """
+
+    def __init__(self, run: Run, options: Options, count: Callable[[bool, Overlap], Ledger]) -> None:
+        self._run = run
+        self._options = options
+        self._count = count
+        self.why = ""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether they step on the device."""
+        return self._run.steps_on_device
+
+    @property
+    def remark(self) -> str:
+        """What was chosen, as a sentence; empty if nothing was."""
+        place = "device" if self.on_device else "host"
+        return f'Optimizers step on the {place} (optimizer_on="auto": {self.why}).' if self.why else ""
+
+    def decide(self, stepping: Sequence[Optimizer], *, fuse: bool) -> None:
+        """Decides it, from optimizers, hooks and callbacks as they are now.
+
+        Args:
+            stepping: the optimizers.
+            fuse: whether the host would run them fused where their users left that open.
+
+        Raises:
+            ValueError: they are to be on the device, and cannot be.
+        """
+        asked, run = self._options.optimizer_on, self._run
+        if asked == "device" and (why := against_steps_on_device(run.module.trainer, stepping)):
+            raise ValueError(f'optimizer_on="device" cannot be used: {why}. Or leave it out: then the host steps.')
+        if asked != "auto" or self.why or not stepping or run.engine.device.computes_on_host:
+            return
+        if not self.on_device:
+            self.why = "several devices" if run.ranks else "the device has no room for two layers' state"
+            return
+        stays, self.why = self._choose(stepping, fuse)
+        if not stays:
+            run.step_on_host()
+
+    def _choose(self, stepping: Sequence[Optimizer], fuse: bool) -> tuple[bool, str]:
+        """Returns whether the device is the better place, and why."""
+        names = " and ".join(sorted({type(each).__name__ for each in stepping}))
+        if why := self._against_device(stepping):
+            return False, why
+        if any(map(is_of_bitsandbytes, stepping)):
+            return True, "bitsandbytes' kernels are for devices"
+        try:
+            seconds = self._seconds(stepping, fuse)
+        except ValueError:
+            return True, f'the host cannot update {names} with optimizer_overlap="{self._options.optimizer_overlap}"'
+        if seconds is None:
+            return False, f"what the state of {names} will be is not known"
+        there, here = seconds["device"], seconds["host"]
+        why = f"links and memory take {there:.3g} s of a step on the device, {here:.3g} s on the host"
+        return there < _MUCH * here, why
+
+    def better(self, stepping: Sequence[Optimizer], *, fuse: bool) -> str:
+        """A sentence if the other place would be faster; empty if not, or if that is not known or not possible."""
+        now, other = _PLACES if self.on_device else _PLACES[::-1]
+        try:
+            seconds = None if self._against_device(stepping) else self._seconds(stepping, fuse)
+        except ValueError:
+            return ""
+        if seconds is None or seconds[other] >= _MUCH * seconds[now]:
+            return ""
+        return (
+            f'With optimizer_on="{other}" links and memory take {seconds[other]:.3g} s of a step, and {seconds[now]:.3g} s '
+            "as it is."
+        )
+
+    def _against_device(self, stepping: Sequence[Optimizer]) -> str:
+        options, trainer = self._options, self._run.module.trainer
+        background = options.optimizer_overlap in ("forward", "backward")
+        return (
+            against_steps_on_device(trainer, stepping)
+            or ("fused_optimizer=True is about steps there" if options.fused_optimizer is True else "")
+            or (against_background_on_device(trainer, stepping) if background else "")
+        )
+
+    def _seconds(self, stepping: Sequence[Optimizer], fuse: bool) -> Mapping[str, float] | None:
+        """Seconds of a step by the place; None if the optimizers' state is not known.
+
+        Raises:
+            ValueError: the user's ``optimizer_overlap`` is not possible on the host.
+        """
+        asked, trainer, ledgers = self._options.optimizer_overlap, self._run.module.trainer, dict[str, Any]()
+        for place in _PLACES:
+            there = place == "device"
+            overlap, _ = choose_overlap(asked, trainer, stepping, fuse=fuse and not there, on_device=there)
+            ledgers[place] = self._count(there, overlap)
+        if any(ledger.state is None for ledger in ledgers.values()):
+            return None
+        machine = measure(self._run.engine.device)
+        computing = {"host": host_seconds_of(stepping, machine), "device": 0.0}
+        return {place: least_seconds(ledger, machine, computing[place]) for place, ledger in ledgers.items()}
