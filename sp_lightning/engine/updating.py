@@ -128,5 +128,6 @@ class Updating(Part):
         """Frees the gradients of these parameters of a layer, which are updated."""
         for parameter in parameters:
             parameter.grad = None
+        self.gradients.freed(layer)
         for member in layer.family:
             member.block.gradients.release()

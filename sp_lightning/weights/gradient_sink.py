@@ -117,6 +117,9 @@ class GradientSink(Generic[W]):
     def end(self, *, last: bool) -> None:
         """Sends off every gradient, because a graph task ends; ``last`` if it is the outermost one."""
 
+    def freed(self, layer: StreamedLayer) -> None:
+        """A layer's gradients are used, and are no longer in ``param.grad``."""
+
     def drop(self) -> None:
         """Drops the gradients that did not get there, after a backward that failed."""
 

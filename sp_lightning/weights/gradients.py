@@ -73,6 +73,7 @@ class Gradients(GradientSink[_Drain]):
         # Held by the thread that applies gradients: parts of one are added in order.
         self._landing = threading.RLock()
         self._wanted: Wanted | None = None  # in this backward
+        self._kept: dict[StreamedLayer, int] = {}  # bytes of gradients that stay on the device until they are used
         # Whether user code has read one. The next ones would be read, too, and take memory in both dtypes.
         self._looked_at = False
 
@@ -135,7 +136,7 @@ class Gradients(GradientSink[_Drain]):
             parameter = layer.block.parameters[index]
             keep_narrow(parameter, gradient, self._look, computed=computed)
             received.applied.add(id(parameter))
-            self.device_bytes -= bytes_of_dense(gradient)
+        self._kept[owner] = sum(map(bytes_of_dense, gradients.values()))
         self._landed.append(((owner, deque(), None), None))
 
     def _place(
@@ -213,10 +214,13 @@ class Gradients(GradientSink[_Drain]):
 
         No thread waits for another one that does so: that one may be in a hook, whose own backward may need this thread.
         """
-        if not (everything or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
+        stays = (
+            bool(self._landed) and not self._landed[-1][0][1]
+        )  # nothing is to land, and the device's memory is needed
+        if not (everything or stays or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
             return
         try:
-            self.finish(0 if everything else 1)
+            self.finish(0 if everything or stays else 1)
         finally:
             self._landing.release()
         if everything and not (self.arriving or self._flying or self._landed):
@@ -228,6 +232,9 @@ class Gradients(GradientSink[_Drain]):
             self.drain(layer)
         self.retire(0)
 
+    def freed(self, layer: StreamedLayer) -> None:
+        self.device_bytes -= self._kept.pop(layer, 0)
+
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
         for _, landings, staging in self.drop_drains():
@@ -235,6 +242,7 @@ class Gradients(GradientSink[_Drain]):
             if staging is not None:
                 self._staging.give_back(staging)
         self._received.clear()
+        self._kept.clear()
         self.arriving.clear()
 
     def _apply(self, drain: _Drain) -> None:

@@ -450,6 +450,22 @@ def test_gradients_of_layers_never_leave_in_backward() -> None:
     assert drained("backward") == 0, "this model has no residents"
 
 
+def test_gradients_that_stay_are_counted_until_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, seen = Gradients.arrived, list[int]()
+
+    def noting(self: Gradients, *args: Any) -> bool:
+        whole = arrived(self, *args)
+        seen.append(self.device_bytes)
+        return whole
+
+    monkeypatch.setattr(Gradients, "arrived", noting)
+    strategy = on_device(optimizer_overlap="backward")
+    fit(Stepped, vectors(), strategy, recorded="nothing")
+    largest = max(layer.gradient_bytes for layer in strategy.plan.layers)
+    assert 1.5 * largest < max(seen) <= strategy.plan.gradient_bytes, "one layer's are used while the next one's arrive"
+    assert seen[0] == min(seen) < largest
+
+
 class LooksInBackward(Stepped):
     """Looks at gradients before each module's backward. That of a layer which is updated already is refused by name."""
 
@@ -480,6 +496,17 @@ def test_a_gradient_that_has_stayed_comes_if_user_code_looks(monkeypatch: pytest
         keep(self, *args)
 
     monkeypatch.setattr(Gradients, "_keep", noting)
+    land = Gradients.land
+
+    def later(self: Gradients, *, everything: bool = False) -> None:
+        """As where another thread is in a hook, so that the next layer's gradients come before an update begins."""
+        if everything or len(self._landed) > 1:
+            last = self._landed.pop() if not everything else None
+            land(self, everything=everything)
+            if last is not None:
+                self._landed.append(last)
+
+    monkeypatch.setattr(Gradients, "land", later)
 
     def run(strategy: Any) -> tuple[Outcome, list[dict[str, Tensor]]]:
         made: list[LooksInBackward] = []
