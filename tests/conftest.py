@@ -20,6 +20,7 @@ from sp_lightning.activations import offload
 from sp_lightning.activations.calls import Activations
 from sp_lightning.device.torch_private import ENGINE_CALL
 from sp_lightning.engine.streamer import Streamer
+from tests.support.imported import imports_are_over
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -46,6 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in (mark for tier in ("rest", "long") for mark in item.iter_markers(tier)):
             if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and len(mark.args[0].split()) > 1):
                 raise pytest.UsageError(f'{item.nodeid}: say why, as in @pytest.mark.{mark.name}("a run of minutes")')
+
+
+def pytest_collection_finish() -> None:
+    """By now all test files are imported, and most of what they use."""
+    imports_are_over()
 
 
 @pytest.fixture(autouse=True)
