@@ -42,7 +42,11 @@ for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "ligh
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test that leaves the first tier without a word why."""
+    """Refuse a test that leaves the first tier without a word why, and have those of several ranks run first.
+
+    They are then tests of one worker, whose server of processes imports everything but once.
+    """
+    items.sort(key=lambda item: "/test_rank" not in item.nodeid and "/test_nodes" not in item.nodeid)
     for item in items:
         for mark in (mark for tier in ("rest", "long") for mark in item.iter_markers(tier)):
             if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and len(mark.args[0].split()) > 1):
