@@ -13,4 +13,4 @@ def imports_are_over() -> None:
     """The garbage collector no longer looks at what is there (0.3 s each time), nor each trainer for callbacks of packages."""
     gc.collect()
     gc.freeze()
-    registry.entry_points = cache(entry_points)
+    registry.entry_points = cache(entry_points)  # type: ignore[assignment]
