@@ -20,6 +20,7 @@ from sp_lightning.activations import offload
 from sp_lightning.activations.calls import Activations
 from sp_lightning.device.torch_private import ENGINE_CALL
 from sp_lightning.engine.streamer import Streamer
+from tests.support.imported import imports_are_over
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -41,11 +42,20 @@ for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "ligh
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test that leaves the first tier without a word why."""
+    """Refuse a test that leaves the first tier without a word why, and have those of several ranks run first.
+
+    They are then tests of one worker, whose server of processes imports everything but once.
+    """
+    items.sort(key=lambda item: "/test_rank" not in item.nodeid and "/test_nodes" not in item.nodeid)
     for item in items:
         for mark in (mark for tier in ("rest", "long") for mark in item.iter_markers(tier)):
             if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and len(mark.args[0].split()) > 1):
                 raise pytest.UsageError(f'{item.nodeid}: say why, as in @pytest.mark.{mark.name}("a run of minutes")')
+
+
+def pytest_collection_finish() -> None:
+    """By now all test files are imported, and most of what they use."""
+    imports_are_over()
 
 
 @pytest.fixture(autouse=True)

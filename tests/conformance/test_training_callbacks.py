@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,16 +80,7 @@ class Sized(Net):
         return found
 
 
-@pytest.fixture
-def _small_heap() -> Iterator[None]:
-    """Lightning collects garbage before each trial, which takes long where much is imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @feature("Callbacks", "`Tuner.scale_batch_size`: power", "`Tuner.scale_batch_size`: binsearch", "`BatchSizeFinder`")
-@pytest.mark.usefixtures("_small_heap")
 @pytest.mark.parametrize("limit", [11, 100], ids=["out of memory", "enough memory"])
 @pytest.mark.parametrize(
     "way_to_find", first(["power", "binsearch", "callback"], "binsearch", why="other ways to search")

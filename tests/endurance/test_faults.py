@@ -480,14 +480,6 @@ def _raised(error: BaseException, wanted: type[BaseException] | None) -> tuple[t
 CHECKS = (Trial.ended_in_its_error, Trial.left_the_host_whole, Trial.went_on)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _collections_are_short() -> Iterator[None]:
-    """What was imported is not looked at each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize(
     ("name", "way", "asynchronous"),
     first(

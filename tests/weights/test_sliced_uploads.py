@@ -360,7 +360,9 @@ class Late(Uploads):
 
 @pytest.mark.parametrize("k_prime", [1, 2])
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
-@pytest.mark.parametrize("name", ["llama-dropout", "conditional", "reused"])
+@pytest.mark.parametrize(
+    "name", first(["llama-dropout", "conditional", "reused"], "conditional", "reused", why="a larger model")
+)
 def test_nobody_reads_or_overwrites_what_is_on_its_way(
     name: str, overlap: Any, k_prime: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
