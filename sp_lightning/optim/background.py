@@ -175,6 +175,8 @@ class BackgroundUpdates:
                 self._device.finish(layer.update, why)
                 self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             then, layer.update, layer.landed = self._under_way.pop(layer), None, None
+            if why is not Wait.FETCH_AFTER_UPDATE:
+                layer.made = ()  # what waits may write the host's weights
             if not layer.updated_early:
                 _restore_classes(layer.family)
             if then is not None:

@@ -8,9 +8,10 @@ and tensors there, in the form (foreach, fused, capturable) that its user chose.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ from sp_lightning.device.layout import ALIGNMENT, aligned, lay_out, part, total_
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.timeline import Kind
-from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map
+from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_map
 from sp_lightning.optim.alone import DeclaredStep, constants_of
 from sp_lightning.optim.host_state import HostState, LooseState, is_plain, of_device, unshare
+from sp_lightning.optim.twins import for_fetch, made_on, to_host, twin_of, written_by
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import made_of
-from sp_lightning.weights.roles import Role
+
+FRESH = 2
+"""Layers whose casts are there until the second one after them is stepped: then the host has them, too."""
 
 Key = tuple[StreamedLayer, Optimizer]
 """Whose state it is: a layer's in one optimizer."""
@@ -71,6 +75,9 @@ class StepsOnDevice:
         # That of all the memory, then its halves, the one that was used last behind the other.
         self._slots: list[_StepSlot] = []
         self._states: dict[Key, LooseState] = {}
+        self._fresh = deque[
+            StreamedLayer
+        ]()  # the layers that were stepped last, whose next fetch may need nothing of the host
         self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
 
     @property
@@ -120,6 +127,8 @@ class StepsOnDevice:
         self._wait(*self._slots)
         self._device.access([each.memory for each in self._slots], Stream.COMPUTE, write=True)  # which may use it next
         self._slots.clear()
+        while self._fresh:
+            self._fresh.pop().made = ()
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
@@ -194,7 +203,7 @@ class StepsOnDevice:
         arrived = iter(targets[len(trained) :])
         twins = []
         for p, weight, (came, changes), event in zip(trained, targets, made, computed, strict=False):
-            twins.append(twin := _twin(p, weight))
+            twins.append(twin := twin_of(p, weight))
             if event is not None:
                 device.access(came, Stream.COMPUTE, write=True)
             if came is None:
@@ -207,7 +216,7 @@ class StepsOnDevice:
         return slot, twins, {id(tensor): part(memory[begin:], span).data for tensor, span in pairs}
 
     def _exchange(
-        self, part_of: Any, twin_of: dict[int, nn.Parameter], there: dict[int, Tensor]
+        self, part_of: Any, twins: dict[int, nn.Parameter], there: dict[int, Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """Gives a part of an optimizer the device's parameters, by the ``id`` of the host's, and the tensors of its state there.
 
@@ -226,12 +235,11 @@ class StepsOnDevice:
 
         groups, state = part_of.param_groups, state_of(part_of)
         part_of.state = defaultdict(dict)
-        part_of.param_groups = [
-            {**group, "params": [twin_of[id(p)] for p in group["params"] if id(p) in twin_of]} for group in groups
-        ]
-        for p in [p for group in groups for p in group["params"] if id(p) in twin_of]:
+        here = [[p for p in group["params"] if id(p) in twins] for group in groups]
+        part_of.param_groups = [{**g, "params": [twins[id(p)] for p in ps]} for g, ps in zip(groups, here, strict=True)]
+        for p in chain.from_iterable(here):
             if values := dict.get(state, p):
-                part_of.state[twin_of[id(p)]] = tree_map(to_device, dict(values))
+                part_of.state[twins[id(p)]] = tree_map(to_device, dict(values))
         return stay
 
     def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> LooseState | None:
@@ -279,20 +287,26 @@ class StepsOnDevice:
         """
         layer, device = key[0], self._device
         pairs = [(p, twin) for p, twin, _ in stepped]
-        copies = list(_written(key, stepped))  # to the host, from the device
+        copies = list(
+            written_by(f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}", stepped)
+        )  # to the host, from the device
         current, places = layer.casts.current, layer.casts.places(Stream.COMPUTE)
-        for p, twin in pairs:
-            if (place := places.get(id(p))) is not None:
-                copies.append((place, twin.detach().to(place.dtype)))
+        casts = {id(p): twin.detach().to(places[id(p)].dtype) for p, twin in pairs if id(p) in places}
+        copies += [(places[index], cast) for index, cast in casts.items()]
         copies += self._give_state(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
-        device.access(sources, Stream.COMPUTE, write=True)
+        made = for_fetch(layer, casts, pairs)
+        device.access([*sources, *(each for _, each in made)], Stream.COMPUTE, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
         self._note("take", layer.index, begun, Stream.DOWNLOAD, sources)
         slot.left = layer.landed = device.record(Stream.DOWNLOAD)
         slot.alive = sources
+        layer.made = made
+        self._fresh.append(layer)
+        if len(self._fresh) > FRESH:
+            self._fresh.popleft().made = ()
         with no_inference_mode():
             for p, twin in pairs:
                 if twin._version:  # as on plain Lightning: a fused step of some versions of torch shows none
@@ -315,14 +329,14 @@ class StepsOnDevice:
         entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
         of_host = {id(there): here.copy_(there) for here, there in stay}
         copies = list[tuple[Tensor, Tensor]]()
-        if made := self._made(entries):
+        if made := made_on(self._device.device, (values for _, values in entries)):
             held = self._states.get(key)
             if held is None or not held.is_like(made):
                 held = self._states[key] = self._anew(made)
             copies = list(zip(held.leaving(), made, strict=True))
             of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
         for p, values in entries:
-            entry, now = state.setdefault(p, {}), tree_map(lambda leaf: _to_host(leaf, of_host), values)
+            entry, now = state.setdefault(p, {}), tree_map(lambda leaf: to_host(leaf, of_host), values)
             entry.clear()
             entry.update(now)
         return copies
@@ -332,12 +346,6 @@ class StepsOnDevice:
         if self.loose:
             return LooseState([torch.empty_like(each, device="cpu") for each in like])
         return HostState(self._device, like, pin=self._pin)
-
-    def _made(self, entries: Iterable[tuple[Any, Any]]) -> list[Tensor]:
-        """The tensors of new state that are on the device, each once."""
-        leaves = [leaf for _, values in entries for leaf in tree_leaves(values)]
-        plain = [each for each in leaves if type(each) is Tensor and each.layout is torch.strided]
-        return list({id(each): each for each in plain if each.device == self._device.device}.values())
 
     # ------------------------------------------------------------------ clipping
 
@@ -356,39 +364,3 @@ class StepsOnDevice:
     def read(self) -> None:
         """Waits until the device has read the gradients whose norms it computes: what comes next may write them."""
         self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.CLIP_AFTER_NORM)
-
-
-def _written(
-    key: Key, stepped: Iterable[tuple[nn.Parameter, nn.Parameter, Tensor | None]]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The weights and gradients that a step has written, on the host and on the device.
-
-    Raises:
-        RuntimeError: it has given a parameter another dtype or shape.
-    """
-    for p, twin, gradient in stepped:
-        if (twin.shape, twin.dtype) != (p.shape, p.dtype):
-            raise RuntimeError(
-                f"{type(key[1]).__name__}.step has given a parameter of {key[0].name!r} {twin.dtype} of shape "
-                f"{tuple(twin.shape)}; it was {p.dtype} of shape {tuple(p.shape)}. Exchange it between two batches."
-            )
-        yield p.detach(), twin.detach()
-        if gradient is not None and p.grad is not None:
-            yield p.grad, gradient
-
-
-def _twin(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter as its user made it, but on the device. Its version shows whether the step has written it."""
-    kind = type(parameter)
-    users = kind.users if issubclass(kind, Role) else kind
-    twin: Any = nn.Parameter(value.data, requires_grad=parameter.requires_grad)
-    if users is not nn.Parameter:
-        twin.__class__ = users
-    vars(twin).update(vars(parameter))
-    return twin
-
-
-def _to_host(leaf: Any, of_host: dict[int, Tensor]) -> Any:
-    if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
-        return leaf.to("cpu")
-    return of_host.get(id(leaf), leaf)

@@ -187,11 +187,11 @@ class Plan:
 
     @property
     def update_bytes(self) -> int:
-        """Device memory of steps: slots of weights, gradients, and a state as Adam's; beside them wide gradients and casts."""
+        """Device memory of steps: slots of weights, gradients, and a state as Adam's; wide gradients; casts of three layers."""
         largest, narrow = (
             max(each) for each in zip(*((e.gradient_bytes, e.narrow_bytes) for e in self.trained), strict=True)
         )
-        return self.steps_on_device * (self.step_slots * 4 * largest + 2 * narrow)
+        return self.steps_on_device * (self.step_slots * 4 * largest + 3 * narrow)
 
     @property
     def peak_device_bytes(self) -> int:

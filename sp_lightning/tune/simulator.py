@@ -8,6 +8,7 @@ therefore shows what the engine does, not what it was meant to do.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.timeline import Kind
 from sp_lightning.engine.assembly import kinds
 from sp_lightning.engine.residency import Residency
+from sp_lightning.optim.on_device import FRESH
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tune.clocks import ClockDevice, HostBytes
 from sp_lightning.tune.visits import RESOURCES, Prediction, Rates, Visit
@@ -66,6 +68,7 @@ class _Source(BlockSource):
         self._sliced, self._ranks = sliced, ranks
         self.shares = dict[int, float]()  # of each layer of stacked experts, what comes of it
         self.updated = defaultdict[int, float](float)  # when the last update of each layer is done, in seconds
+        self.fresh = dict[StreamedLayer, float]()  # until when the casts are there that a step has left on the device
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Whether the layer's update is done."""
@@ -80,6 +83,8 @@ class _Source(BlockSource):
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns a stand-in for as many bytes as the layer's block has, or as come of it."""
         nbytes = int((self.shares.get(layer.index, 1.0) if layer.planned.rows else 1.0) * layer.planned.nbytes)
+        if self._device.host <= self.fresh.pop(layer, -1.0):
+            nbytes = 0
         parts = self._ranks if layer.planned.ring == self._sliced else 1
         stand_in: Any = HostBytes(layer.index, nbytes, self._on_disk.get(layer.index, 0), parts)
         return stand_in, None
@@ -324,6 +329,10 @@ class Walk:
         device.transfer("take", layer.index, left)
         done = self._source.updated[layer.index] = device.now[Stream.DOWNLOAD]
         self._left_slots.append(done)
+        casts = sum(cast.nbytes for cast in layer.planned.casts)
+        if self._overlap == "forward" and 0 < casts <= layer.planned.narrow_bytes:  # all of them are trained
+            fresh = [each for each, until in self._source.fresh.items() if until == math.inf]
+            self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], device.now[Stream.COMPUTE])
         return done
 
     def _update(self, layer: StreamedLayer) -> float:

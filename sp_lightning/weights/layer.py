@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from sp_lightning.device.device import Stream
+from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import Lease
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
@@ -174,6 +175,7 @@ class Slot:
         idle: the event after the last kernel that used it.
         begun: the mark in the timeline, if there is one, at which its last use began.
         backward: whether that use was in backward.
+        alive: tensors of the device that the transfer into it reads, until compute has waited for that.
     """
 
     ring: int
@@ -190,6 +192,7 @@ class Slot:
     idle: Any = None
     begun: Any = None
     backward: bool = False
+    alive: Sequence[Tensor] = ()
 
     @property
     def held(self) -> bool:
@@ -243,6 +246,8 @@ class StreamedLayer:
             weight asks this first, which saves a call.
         update: its update in the background that the engine has not waited for yet. Masters have none of their own.
         landed: of an update on the device: the event after which the host has what it made.
+        made: all that the layer's next fetch brings, if such an update has left it on the device: each tensor, with its place
+            in a slot. Empty if not.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
@@ -278,6 +283,7 @@ class StreamedLayer:
         self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
         self.update: Future[None] | None = None
         self.landed: Any = None
+        self.made: Sequence[tuple[Span, Tensor]] = ()
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0

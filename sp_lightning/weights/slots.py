@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.layout import part
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.plan.plan import Plan
@@ -164,8 +165,11 @@ class Slots:
 
     def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
         for layer, slot, (source, staged) in transfer:
+            made, layer.made = layer.made, ()
             if slot.coming is not None:
                 self._arrive(slot)
+            if slot.alive:
+                self._let_go(slot)
             if slot.layer is not None and slot.layer.slot is slot:
                 slot.layer.slot = None
             # A slot that was held after its release has no event of its own, because its last view may be dropped at any
@@ -176,7 +180,10 @@ class Slots:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
             nbytes = layer.rows.send(slot, source)
-            if nbytes is None:
+            if nbytes is None and made:
+                nbytes, slot.alive = 0, [each for _, each in made]
+                self._device.copy([part(slot.memory, span) for span, _ in made], slot.alive, Stream.UPLOAD)
+            elif nbytes is None:
                 nbytes = source.nbytes
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
                 slot.coming = self.uploads.send(layer, target, source, partial(self._landed, layer, slot))
@@ -187,6 +194,12 @@ class Slots:
                 self.forget_dropped(slot)
             layer.fetches += 1
             self.fetched_bytes += nbytes
+
+    def _let_go(self, slot: Slot) -> None:
+        """Lets go of what the transfer into a slot has read. Compute, which may use that memory next, waits for the transfer."""
+        self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
+        self._device.access(slot.alive, Stream.COMPUTE, write=True)
+        slot.alive = ()
 
     def _landed(self, layer: StreamedLayer, slot: Slot) -> None:
         """Notes that all of a layer was issued that was on its way."""
@@ -229,6 +242,8 @@ class Slots:
             self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
+        if slot.alive:
+            self._let_go(slot)
         if slot.layer is not None:
             slot.layer.rows.arrived(slot.memory)
 

@@ -22,6 +22,8 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Wait
 from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.weights.gradients import Gradients
+from sp_lightning.weights.layer import Slot
+from sp_lightning.weights.slots import Slots
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -525,3 +527,67 @@ def test_a_gradient_that_has_stayed_comes_if_user_code_looks(monkeypatch: pytest
     expected = [{name: there[name] for name in looked} for looked, there in zip(seen, gradients, strict=True)]
     assert_equal(seen, expected, "gradients")
     assert_same(ours, plain)
+
+
+# ---------------------------------------------------------------------- a fetch that needs nothing of the host
+
+
+def fetched(module: Callable[[], Stepped], **options: Any) -> tuple[Outcome, int]:
+    """A run in mixed precision on a simulated device, and the bytes that its fetches have brought from the host."""
+    strategy = on_device(optimizer_overlap="forward", **options)
+    with simulated():
+        ours = fit(module, vectors(), strategy, recorded="losses", precision="bf16-mixed")
+    return ours, strategy.stats().fetched_bytes
+
+
+def test_what_a_step_has_cast_need_not_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, fewer = fetched(Stepped)
+    assert_same(ours, fit(Stepped, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
+    monkeypatch.setattr("sp_lightning.optim.on_device.for_fetch", lambda *_: [])
+    without, all_of_it = fetched(Stepped)
+    assert_same(ours, without)
+    # Each layer once for each step but the last: its first fetch after it.
+    layers = [layer.nbytes for layer in ours.trainer.strategy.plan.layers]
+    assert all_of_it - fewer == sum(layers) * (len(vectors()) - 1)
+
+
+def test_what_a_fetch_reads_on_the_device_is_alive_until_compute_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go, seen = Slots._let_go, list[tuple[int, Wait]]()
+
+    def noting(self: Slots, slot: Slot) -> None:
+        alive = len(slot.alive)
+        let_go(self, slot)
+        seen.append((alive, self._device.waits[-1]))
+
+    monkeypatch.setattr(Slots, "_let_go", noting)
+    fetched(Stepped)
+    assert len(seen) == 7 * (len(vectors()) - 1)
+    assert {wait for _, wait in seen} == {Wait.USE_AFTER_FETCH}
+    assert all(alive for alive, _ in seen)
+
+
+class Writes(Stepped):
+    """Writes weights between a step and the next forward in a way that no version shows."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p in self.net.blocks[1].parameters():
+            p.data.mul_(0.5)
+
+
+def test_weights_that_users_write_after_a_step_are_fetched() -> None:
+    ours, _ = fetched(Writes)
+    assert_same(ours, fit(Writes, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
+
+
+class Freezes(Stepped):
+    """Half of a block's parameters are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad], lr=1e-2))
+        for block in self.net.blocks:
+            next(block.parameters()).requires_grad_(False)
+
+
+def test_layers_of_which_only_some_parameters_are_stepped_are_fetched_whole() -> None:
+    ours, _ = fetched(Freezes)
+    assert_same(ours, fit(Freezes, vectors(), "auto", recorded="losses", precision="bf16-mixed"))

@@ -194,6 +194,21 @@ def test_what_an_update_on_the_device_needs_passes_the_links() -> None:
     assert seconds["backward"] <= seconds["off"]
 
 
+def test_what_a_step_has_just_cast_is_not_fetched() -> None:
+    """A forward that waits for updates finds their casts on the device."""
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    plan = make_plan(find_layers(net, autocast=torch.bfloat16), k=2, k_prime=1)
+    rates = Rates(upload=1e9, download=1e9, update=1e15, host_memory=1e12, come=4.0, leave=3.0)
+
+    def fetched(overlap: Any) -> int:
+        walk = Walk(plan, schedule_visits(plan, [1e-4] * 6, training=True), rates, overlap=overlap)
+        for _ in range(3):
+            walk.batch()
+        return sum(e.nbytes for e in walk.device.intervals if e.kind == "fetch")
+
+    assert fetched("off") - fetched("forward") == sum(layer.nbytes for layer in plan.layers)
+
+
 def test_a_timeline_says_what_updates_on_the_device_move() -> None:
     def copied(kind: Any, nbytes: int) -> Interval:
         return Interval(kind, 0, 0.0, 1.0, nbytes)
