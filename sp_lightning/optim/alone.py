@@ -29,11 +29,16 @@ def steps_alone(optimizer: Any) -> bool:
 
 def is_declared(optimizer: Any) -> bool:
     """Whether that is known from nobody but its user."""
-    kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is kind:
-        return kind.__name__ not in _ALONE
+    if is_torchs(optimizer):
+        return type(optimizer).__name__ not in _ALONE
     # Stochastic rounding draws random numbers in the order of all parameters.
     return not (is_of_bitsandbytes(optimizer) or is_separable(optimizer))
+
+
+def is_torchs(optimizer: Any) -> bool:
+    """Whether an optimizer is of one of torch's own classes, and of no class that derives from it."""
+    kind = type(optimizer)
+    return getattr(torch.optim, kind.__name__, None) is kind
 
 
 def is_of_bitsandbytes(optimizer: Any) -> bool:

@@ -260,6 +260,8 @@ class Plan:
         """
         peak, on_host = self.taken(training=training)
         what = "weights and gradients" if training else "weights"
+        if training and self.steps_on_device:
+            what = f"weights, gradients and steps ({in_gib(self.update_bytes)} of it)"
         plain = self._plain(training, state)
         saves = f"take {in_gib(peak)} of device memory"
         if plain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, on_device
-from tests.support.runs import Outcome, assert_same, fit, loader, trainer_for
+from tests.support.runs import Outcome, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.tiers import first
 
 Work = Callable[[Any, dict[str, Any], Tensor], Any]
@@ -161,6 +162,39 @@ def test_a_step_sees_the_class_and_the_attributes_of_parameters() -> None:
     assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
 
 
+def of_guide() -> type[Optimizer]:
+    """The class that a guide shows."""
+    text = Path(__file__).parents[2].joinpath("examples", "guide", "updates.md").read_text()
+    found: dict[str, Any] = {"__name__": "guide"}
+    exec(text.split("```python\n")[1].split("```")[0], found)
+    return found["MuonAndAdamW"]  # type: ignore[no-any-return]
+
+
+class Both(Stepped):
+    def __init__(self, kind: type[Optimizer]) -> None:
+        super().__init__(lambda ps: kind(*map(list, partition(lambda p: p.ndim != 2, ps))))  # type: ignore[call-arg]
+
+
+def partition(second: Callable[[Tensor], bool], ps: Any) -> tuple[list[Tensor], list[Tensor]]:
+    ps = list(ps)
+    return [p for p in ps if not second(p)], [p for p in ps if second(p)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_two_optimizers_of_torchs_in_one_class(precision: Any, tmp_path: Path) -> None:
+    kind = of_guide()
+
+    def run(strategy: Any, **options: Any) -> Outcome:
+        return fit(lambda: Both(kind), vectors(), strategy, recorded="losses", precision=precision, **options)
+
+    ours, plain = run(on_device(optimizer_overlap="off")), run("auto")
+    assert_same(ours, plain)
+    assert_same(run(superpipeline(k=1)), plain)
+    plain.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = {"max_epochs": 2, "ckpt_path": tmp_path / "last.ckpt"}
+    assert_same(run(on_device(optimizer_overlap="off"), **again), run("auto", **again))
+
+
 class Scaled(Optimizer):
     """Looks at its loss, and needs its closure."""
 
@@ -216,7 +250,7 @@ class StepsAnother(Callback):
 
 
 def test_steps_of_other_optimizers_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="SGD is not the optimizer of the running step"):
+    with pytest.raises(RuntimeError, match="SGD is not what configure_optimizers has returned"):
         trainer_for(on_device(), callbacks=[StepsAnother()]).fit(Stepped(), loader(vectors()))
 
 

@@ -365,7 +365,7 @@ class Manual(Stepped):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Stepped(torch.optim.LBFGS), "LBFGS is not known"),
+        (lambda: Stepped(torch.optim.LBFGS), "LBFGS steps all parameters together"),
         (lambda: Stepped(lambda ps: Unknown(ps, lr=0.1)), r"Unknown.steps_each_parameter_alone = True"),
         (Manual, "optimization is manual"),
     ],
