@@ -112,8 +112,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
     name = " and ".join(sorted({type(each).__name__ for each in own}))
     if own and all(map(has_known_state, own)):
         overlap = question.overlap if all(map(has_fused_step, own)) else "off"
-        muons = [each for each in own if type(each) is torch.optim.Muon]
-        flops = muon_flops(p for each in muons for group in each.param_groups for p in group["params"])
+        flops = sum(muon_flops(g["params"]) for o in own if type(o) is torch.optim.Muon for g in o.param_groups)
         seconds, why = _on_host(question, flops)
         return HostStep(name, own, overlap, seconds, why, source="configure_optimizers", flops=flops)
     source = f"in place of {name}, whose state is not known" if own else source
@@ -126,7 +125,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
         flops = muon_flops(matrices)
         if seconds is None:
             seconds, why = _on_host(question, flops)
-        name = "Muon" if len(others) == 0 else "Muon, and AdamW for embeddings, heads and vectors"
+        name = "Muon" + ", and AdamW for embeddings, heads and vectors" * bool(others)
         return HostStep(name, optimizers, "off", seconds, why, flops=flops)
     if question.optimizer == "adamw8bit":
         try:

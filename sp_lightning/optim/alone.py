@@ -53,7 +53,7 @@ def constants_of(optimizer: Any) -> frozenset[str]:
 
 def depends_on_places(optimizer: Any) -> str:
     """What an optimizer knows of parameters by their identity or their place in it, which those on the device do not have."""
-    if not is_of_bitsandbytes(optimizer):
+    if not is_of_bitsandbytes(optimizer) or not hasattr(optimizer, "mng"):  # its PytorchLARS is an ordinary optimizer
         return ""
     if optimizer.is_paged:
         return (
