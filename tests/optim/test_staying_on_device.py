@@ -253,16 +253,25 @@ def test_layers_of_which_only_some_parameters_are_stepped_are_fetched_whole(make
 
 def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then user code may write weights in a way that no version shows."""
-    stage, left = HostSource.stage, list[StreamedLayer]()
+    stage, staged, left = HostSource.stage, list[StreamedLayer](), list[bool]()
 
     def interrupted(self: HostSource, layer: StreamedLayer) -> Any:
-        if left and left[-1].made:  # of the same transfer
+        if staged and staged[-1].made:  # of the same transfer
             raise KeyboardInterrupt
-        left.append(layer)
+        staged.append(layer)
         return stage(self, layer)
+
+    class Catches(Stepped):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            try:
+                return super().training_step(batch, batch_idx)
+            except KeyboardInterrupt:
+                left.append(bool(staged.pop().made))
+                return None
 
     monkeypatch.setattr(HostSource, "stage", interrupted)
     strategy = SuperpipelineStrategy(k=2, k_prime=2, optimizer_on="device", optimizer_overlap="forward")
-    with simulated(), pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(Stepped, vectors(), strategy, recorded="nothing", precision="bf16-mixed")
-    assert not left[-1].made
+    with simulated():
+        fit(Catches, vectors(), strategy, recorded="nothing", precision="bf16-mixed")
+    assert left
+    assert not any(left)
