@@ -251,6 +251,7 @@ def test_layers_of_which_only_some_parameters_are_stepped_are_fetched_whole(make
     assert_same(ours, fit(make, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then user code may write weights in a way that no version shows."""
     stage, staged, left = HostSource.stage, list[StreamedLayer](), list[bool]()
