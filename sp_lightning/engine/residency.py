@@ -176,7 +176,7 @@ class Residency:
                     self.release_exchanged(layer)
                 transfer.append((layer, slot, self._source.stage(layer)))
         except BaseException:
-            for layer, _, _ in transfer:
+            for layer, _ in pairs:
                 layer.made = ()  # it was for this transfer
             raise
         self.slots.fetch(transfer)  # (1)

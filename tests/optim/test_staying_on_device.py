@@ -257,7 +257,7 @@ def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pyt
     stage, staged, left = HostSource.stage, list[StreamedLayer](), list[bool]()
 
     def interrupted(self: HostSource, layer: StreamedLayer) -> Any:
-        if staged and staged[-1].made:  # of the same transfer
+        if staged and staged[-1].made:
             raise KeyboardInterrupt
         staged.append(layer)
         return stage(self, layer)
