@@ -13,7 +13,7 @@ from sp_lightning.device.device import Stream
 from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.engine.updating import Updating
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, stored
+from sp_lightning.weights.narrow_gradient import Change, Factor, Norms, as_it_came, change, stored
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
@@ -53,7 +53,7 @@ class Clipping:
         if self._on_device is not None:
             self._on_device.read()
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
-        self._clip((lambda gradient: gradient.mul_(coefficient)) if coefficient != 1 else None)
+        self._clip(Factor(coefficient) if coefficient != 1 else None)
 
     def by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips each element."""

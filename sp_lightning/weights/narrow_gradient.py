@@ -33,6 +33,24 @@ _MOST_CHANGES = 2
 """Of one step: it unscales and clips. Changes of several steps pile up if user code never sets a gradient to None."""
 
 
+class Factor:
+    """A :data:`Change` that multiplies.
+
+    Args:
+        factor: one number, float32.
+
+    Attributes:
+        number: the same.
+    """
+
+    def __init__(self, factor: Tensor) -> None:
+        self._factor = factor
+        self.number = float(factor)
+
+    def __call__(self, gradient: Tensor) -> None:
+        gradient.mul_(self._factor)
+
+
 class NarrowGradient(Tensor):
     """What stands in ``param.grad`` for a narrow gradient, for the engine and for torch's own step of a layer.
 
