@@ -75,7 +75,7 @@ class Clipping:
         if known is gradient and version == gradient._version:
             return norm
         here = as_it_came(gradient) is gradient and not self._in_memory(parameter)
-        return gradient if here else norms.of(gradient)
+        return gradient if here else norms.of([gradient])[0]
 
     def _in_memory(self, parameter: nn.Parameter) -> bool:
         """Has a gradient in memory. Returns whether it comes from a disk."""
@@ -95,10 +95,11 @@ class Clipping:
         measured, device = self._measured, self._engine.device
 
         def work(by: Stream | None, norms: Norms) -> None:
-            for parameter, gradient in gradients:
-                if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
-                    device.access(as_it_came(gradient), by, write=False)
-                    measured[parameter] = gradient, gradient._version, norms.of(gradient)
+            if measured is self._measured:  # otherwise the step has gone on without waiting for these norms
+                device.access([as_it_came(gradient) for _, gradient in gradients], by, write=False)
+                found = norms.of([gradient for _, gradient in gradients])
+                for (parameter, gradient), norm in zip(gradients, found, strict=True):
+                    measured[parameter] = gradient, gradient._version, norm
 
         if layer.use_gradients():
             work(None, Norms())  # the background would come to gradients that have left memory

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -79,7 +80,7 @@ class Variant:
     nesterov: bool = False
 
 
-class _Function:
+class Function:
     """The lines of a function, and names for its values."""
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class _Elements:
         index: the first one's.
     """
 
-    def __init__(self, function: _Function, variant: Variant, recipe: Recipe, width: int, index: str) -> None:
+    def __init__(self, function: Function, variant: Variant, recipe: Recipe, width: int, index: str) -> None:
         self._value = function.value
         self._add = function.add
         self._variant = variant
@@ -272,8 +273,35 @@ def update_text(variant: Variant, recipe: Recipe) -> str:
 
     Casts go past the caches: nobody reads them before the next fetch.
     """
-    function, width = _Function(), recipe.width
+    function, width = Function(), recipe.width
     function.add("define void @run(i64 %begin, i64 %end, ptr %arguments) {", "entry:")
+    _load_arguments(function, width)
+
+    def block(index: str) -> None:
+        made = []
+        for more in range(0, BLOCK, width):
+            there = function.value(f"add i64 {index}, {more}")
+            elements = _Elements(function, variant, recipe, width, there)
+            made.append((there, elements, elements.update()))
+        for low, high in zip(made[::2], made[1::2], strict=True) if variant.cast else ():
+            _stream(function, width, low[0], low[1].cast(low[2]), high[1].cast(high[2]))
+
+    def some(width: int, index: str) -> None:
+        elements = _Elements(function, variant, recipe, width, index)
+        weight = elements.update()
+        if variant.cast:
+            elements.store_cast(elements.cast(weight))
+
+    function.loop("block", "%from", "entry", "%blocks", BLOCK, "blocks.done", block)
+    function.add("blocks.done:", *["  fence seq_cst"] * bool(variant.cast), "  br label %vector.test")
+    function.loop("vector", "%block.index", "blocks.done", "%vectors", width, "vectors.done", partial(some, width))
+    function.add("vectors.done:", "  br label %last.test")
+    function.loop("last", "%vector.index", "vectors.done", "%to", 1, "done", partial(some, 1))
+    return "\n".join([*function.lines, "done:", "  ret void", "}", declarations(width), "!0 = !{i32 1}"])
+
+
+def _load_arguments(function: Function, width: int) -> None:
+    """Loads the arguments, numbers also in all lanes of a vector, and says where whole blocks and whole vectors end."""
     vector = f"<{width} x float>"
     for name in (*_POINTERS, "count", *_NUMBERS):
         function.add(f"  %p.{name} = getelementptr i8, ptr %arguments, i64 {getattr(Arguments, name).offset}")
@@ -298,33 +326,8 @@ def update_text(variant: Variant, recipe: Recipe) -> str:
         "  br label %block.test",
     )
 
-    def block(index: str) -> None:
-        made = []
-        for more in range(0, BLOCK, width):
-            there = function.value(f"add i64 {index}, {more}")
-            elements = _Elements(function, variant, recipe, width, there)
-            made.append((there, elements, elements.update()))
-        for low, high in zip(made[::2], made[1::2], strict=True) if variant.cast else ():
-            _stream(function, width, low[0], low[1].cast(low[2]), high[1].cast(high[2]))
 
-    def some(width: int) -> Callable[[str], None]:
-        def write(index: str) -> None:
-            elements = _Elements(function, variant, recipe, width, index)
-            weight = elements.update()
-            if variant.cast:
-                elements.store_cast(elements.cast(weight))
-
-        return write
-
-    function.loop("block", "%from", "entry", "%blocks", BLOCK, "blocks.done", block)
-    function.add("blocks.done:", *["  fence seq_cst"] * bool(variant.cast), "  br label %vector.test")
-    function.loop("vector", "%block.index", "blocks.done", "%vectors", width, "vectors.done", some(width))
-    function.add("vectors.done:", "  br label %last.test")
-    function.loop("last", "%vector.index", "vectors.done", "%to", 1, "done", some(1))
-    return "\n".join([*function.lines, "done:", "  ret void", "}", declarations(width), "!0 = !{i32 1}"])
-
-
-def _stream(function: _Function, width: int, index: str, low: str, high: str) -> None:
+def _stream(function: Function, width: int, index: str, low: str, high: str) -> None:
     """Stores the casts of two vectors past the caches."""
     order = ", ".join(f"i32 {lane}" for lane in range(2 * width))
     both = function.value(f"shufflevector <{width} x i16> {low}, <{width} x i16> {high}, <{2 * width} x i32> <{order}>")

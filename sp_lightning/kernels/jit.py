@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import sys
@@ -49,6 +50,17 @@ class Compiled:
         """Calls the kernel for all of ``count`` items, at least ``least`` in a thread, without the interpreter's lock."""
         failed = self._parallel_for(0, count, least, self._address, ctypes.addressof(arguments))
         assert not failed, "a kernel raises nothing"
+
+
+def compile_or_none(text: str, log: logging.Logger, what: str) -> Compiled | None:
+    """Compiles a kernel; None, with a line in the log at DEBUG but for a missing llvmlite, if that cannot be done here."""
+    try:
+        return Compiled(text)
+    except ImportError:
+        pass
+    except (RuntimeError, OSError, AttributeError) as error:
+        log.debug("Superpipeline: no kernel of its own for %s: %s. torch's operators are used.", what, error)
+    return None
 
 
 def _refuse_if_hardened() -> None:
