@@ -116,7 +116,7 @@ class Function:
         )
 
 
-class _Elements:
+class Elements:
     """Writes what becomes of ``width`` elements from an index on.
 
     Args:
@@ -281,13 +281,13 @@ def update_text(variant: Variant, recipe: Recipe) -> str:
         made = []
         for more in range(0, BLOCK, width):
             there = function.value(f"add i64 {index}, {more}")
-            elements = _Elements(function, variant, recipe, width, there)
+            elements = Elements(function, variant, recipe, width, there)
             made.append((there, elements, elements.update()))
         for low, high in zip(made[::2], made[1::2], strict=True) if variant.cast else ():
             _stream(function, width, low[0], low[1].cast(low[2]), high[1].cast(high[2]))
 
     def some(width: int, index: str) -> None:
-        elements = _Elements(function, variant, recipe, width, index)
+        elements = Elements(function, variant, recipe, width, index)
         weight = elements.update()
         if variant.cast:
             elements.store_cast(elements.cast(weight))

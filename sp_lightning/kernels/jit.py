@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+LOG = logging.getLogger("lightning.pytorch.superpipeline")
 _lock = threading.Lock()  # LLVM's set-up is the process's
 _engines: list[Any] = []
 """They own the machine code of all kernels, which is there as long as the process is."""
@@ -52,14 +53,14 @@ class Compiled:
         assert not failed, "a kernel raises nothing"
 
 
-def compile_or_none(text: str, log: logging.Logger, what: str) -> Compiled | None:
+def compile_or_none(text: str) -> Compiled | None:
     """Compiles a kernel; None, with a line in the log at DEBUG but for a missing llvmlite, if that cannot be done here."""
     try:
         return Compiled(text)
     except ImportError:
         pass
     except (RuntimeError, OSError, AttributeError) as error:
-        log.debug("Superpipeline: no kernel of its own for %s: %s. torch's operators are used.", what, error)
+        LOG.debug("Superpipeline: no kernel can be compiled: %s. torch's operators are used.", error)
     return None
 
 

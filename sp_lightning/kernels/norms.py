@@ -7,7 +7,6 @@ left. So one thread has all of a gradient. Squares of 16-bit numbers are exact, 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Sequence
 from functools import cache, reduce
 
@@ -15,11 +14,15 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.kernels.ir import BLOCK, RECIPES, Function, declarations
+from sp_lightning.kernels.ir import BLOCK, RECIPES, Elements, Function, Variant, declarations
 from sp_lightning.kernels.jit import Compiled, compile_or_none
 
 _AHEAD = 2048  # elements that are fetched from memory before they are read
-_log = logging.getLogger("lightning.pytorch.superpipeline")
+
+
+_WIDENED = Variant(
+    "sgd", torch.bfloat16, None, 0, False, False
+)  # of which gradients are widened, and nothing else is done
 
 
 class _Arguments(ctypes.Structure):
@@ -51,7 +54,7 @@ def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
 def _checked() -> Compiled | None:
     """The kernel that has torch's bits; None if there is none."""
     for width in dict.fromkeys(recipe.width for recipe in RECIPES):
-        kernel = compile_or_none(_Text(width).whole(), _log, "norms")
+        kernel = compile_or_none(_Text(width).whole())
         if kernel is None:
             return None
         if _agrees(kernel):
@@ -128,11 +131,7 @@ class _Text:
 
     def _add(self, index: str, lanes: int, kind: str, to: str) -> None:
         """Adds the squares of some elements to a sum, which LLVM keeps in a register."""
-        value, many = self._function.value, lanes > 1
-        half, whole = (f"<{lanes} x i16>", f"<{lanes} x i32>") if many else ("i16", "i32")
-        sixteen = f"<{', '.join(['i32 16'] * lanes)}>" if many else "16"
-        bits = value(f"load {half}, ptr {value(f'getelementptr i16, ptr %gradient, i64 {index}')}, align 2")
-        bits = value(f"shl {whole} {value(f'zext {half} {bits} to {whole}')}, {sixteen}")
-        wide = value(f"bitcast {whole} {bits} to {kind}")
+        value = self._function.value
+        wide = Elements(self._function, _WIDENED, RECIPES[0], lanes, index).gradient()
         square, before = value(f"fmul {kind} {wide}, {wide}"), value(f"load {kind}, ptr {to}")
         self._function.add(f"  store {kind} {value(f'fadd {kind} {before}, {square}')}, ptr {to}")

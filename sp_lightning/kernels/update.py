@@ -6,10 +6,10 @@ with torch's operator when it is compiled, and is not used if it differs, or can
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -20,124 +20,116 @@ from torch.autograd.graph import increment_version
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import FUSED_STEPS
-from sp_lightning.kernels.ir import BLOCK, RECIPES, Arguments, Kind, Recipe, Variant, update_text
-from sp_lightning.kernels.jit import Compiled
+from sp_lightning.kernels.ir import BLOCK, RECIPES, Arguments, Recipe, Variant, update_text
+from sp_lightning.kernels.jit import LOG, Compiled, compile_or_none
 
 LEAST = 1 << 14
 """Elements of the smallest tensor for which a kernel is faster than torch's operators."""
 
 _CAST_ALIGNMENT = 32  # bytes, of stores past the caches
 _HALVES = (torch.bfloat16, torch.float16)
-_log = logging.getLogger("lightning.pytorch.superpipeline")
 _tried = threading.RLock()
 Settings = Mapping[str, Any]
 """The keyword arguments of a fused operator."""
 
 
+@dataclass
+class Operands:
+    """What the update of one parameter reads and writes, all of it on the host.
+
+    Attributes:
+        weight: the values, which are updated in place.
+        gradient: in the weight's dtype or a lower one.
+        cast: receives the new values in its own dtype; None if there is no cast.
+        state: what the operator takes behind gradients: tensors of the weight's shape, which are updated in place, and the number
+            of this step; None where the optimizer has none.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    cast: Tensor | None
+    state: Sequence[Tensor | None]
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """The state that is as large as the weight."""
+        return [each for each in self.state if each is not None and each.shape == self.weight.shape]
+
+
 def update_in_one_pass(
-    operator: Callable[..., Any],
-    settings: Settings,
-    weight: Tensor,
-    gradient: Tensor,
-    factors: Sequence[float],
-    cast: Tensor | None,
-    state: Sequence[Tensor | None],
+    operator: Callable[..., Any], settings: Settings, operands: Operands, factors: Sequence[float]
 ) -> bool:
-    """Updates one parameter as a fused operator does, after its gradient was widened and changed, and casts it.
+    """Updates one parameter as a fused operator does, after its gradient was widened and multiplied, and casts it.
 
     Args:
         operator: one of torch's for Adam, AdamW, SGD and Adagrad.
         settings: its keyword arguments.
-        weight: float32, contiguous, on the host, as are all others. It is updated in place.
-        gradient: of the same shape, float32 or 16 bits.
-        factors: what the gradient is multiplied by, one after the other; at most two.
-        cast: receives the new weight in 16 bits; None if there is no cast.
-        state: what the operator takes in the columns behind gradients: float32 tensors of the weight's shape, which are updated
-            in place, and the number of this step.
+        operands: contiguous.
+        factors: what the gradient is multiplied by, one after the other.
 
     Returns:
         Whether it has: otherwise nothing was done, and torch's operators are to do it.
     """
-    kind, given = FUSED_STEPS[operator], [each for each in state if each is not None and each.shape == weight.shape]
-    if not _suits(settings, weight, gradient, factors, cast, given):
+    if not _suits(settings, operands, factors):
         return False
-    variant = _variant(kind, settings, gradient.dtype, None if cast is None else cast.dtype, len(factors))
+    variant = _variant(FUSED_STEPS[operator], settings, operands, len(factors))
     found = _checked(variant)
     if found is None:
         return False
-    kernel, recipe = found
-    _run(kernel, recipe, kind, settings, weight, gradient, factors, cast, given, state[-1])
-    increment_version([weight, *given])
+    _run(*found, variant, settings, operands, factors)
+    increment_version([operands.weight, *operands.moments])
     return True
 
 
-def _suits(
-    settings: Settings,
-    weight: Tensor,
-    gradient: Tensor,
-    factors: Sequence[float],
-    cast: Tensor | None,
-    state: Sequence[Tensor],
-) -> bool:
-    halves = [gradient.dtype] * (gradient.dtype is not torch.float32) + ([] if cast is None else [cast.dtype])
+def _suits(settings: Settings, operands: Operands, factors: Sequence[float]) -> bool:
+    cast, gradient = operands.cast, operands.gradient.dtype
     return (
-        weight.numel() >= LEAST
+        operands.weight.numel() >= LEAST
         and len(factors) <= 2
-        and all(each.dtype is torch.float32 for each in (weight, *state))
-        and all(dtype in _HALVES for dtype in halves)
-        and (cast is None or cast.data_ptr() % _CAST_ALIGNMENT == 0)
+        and all(each.dtype is torch.float32 for each in (operands.weight, *operands.moments))
+        and gradient in (torch.float32, *_HALVES)
+        and (cast is None or (cast.dtype in _HALVES and cast.data_ptr() % _CAST_ALIGNMENT == 0))
         and settings.get("grad_scale") is None
         and settings.get("found_inf") is None
     )
 
 
-def _variant(kind: Kind, settings: Settings, gradient: torch.dtype, cast: torch.dtype | None, factors: int) -> Variant:
+def _variant(kind: Any, settings: Settings, operands: Operands, factors: int) -> Variant:
     own: dict[str, bool] = {}
     if kind in ("adam", "adamw"):
         own = {"amsgrad": settings["amsgrad"], "near": abs(1 - settings["beta1"]) < 0.5}
     elif kind == "sgd":
-        own = {
-            "momentum": settings["momentum"] != 0,
-            "first": settings["is_first_step"],
-            "nesterov": settings["nesterov"],
-        }
-    decays = settings["weight_decay"] != 0
-    return Variant(kind, gradient, cast, factors, settings["maximize"], decays, **own)
+        momentum = settings["momentum"] != 0
+        own = {"momentum": momentum, "first": settings["is_first_step"], "nesterov": settings["nesterov"]}
+    cast, decays = None if operands.cast is None else operands.cast.dtype, settings["weight_decay"] != 0
+    return Variant(kind, operands.gradient.dtype, cast, factors, settings["maximize"], decays, **own)
 
 
 def _run(
-    kernel: Compiled,
-    recipe: Recipe,
-    kind: Kind,
-    settings: Settings,
-    weight: Tensor,
-    gradient: Tensor,
-    factors: Sequence[float],
-    cast: Tensor | None,
-    state: Sequence[Tensor],
-    step: Tensor | None,
+    kernel: Compiled, recipe: Recipe, variant: Variant, settings: Settings, operands: Operands, factors: Sequence[float]
 ) -> None:
     """Calls a kernel, with the numbers that torch's operator computes first, in double precision."""
     lr, decay = float(settings["lr"]), settings["weight_decay"]
-    numbers = {f"factor{number}": factor for number, factor in enumerate(factors)} | {"decay": decay}
-    if kind in ("adam", "adamw"):
-        beta1, beta2, steps = settings["beta1"], settings["beta2"], float(step)  # type: ignore[arg-type]
+    numbers = {f"factor{at}": factor for at, factor in enumerate(factors)} | {"decay": decay}
+    steps = 0.0 if variant.kind == "sgd" else float(operands.state[-1])  # type: ignore[arg-type]
+    if variant.kind in ("adam", "adamw"):
+        beta1, beta2, rate = settings["beta1"], settings["beta2"], 1 - settings["beta1"]
         numbers |= {
             "step": -(lr / (1 - math.pow(beta1, steps))), "bias2": math.sqrt(1 - math.pow(beta2, steps)), "eps": settings["eps"],
-            "rate1": 1 - beta1, "beyond1": _float(1 - beta1) - 1, "beta2": beta2, "rate2": 1 - beta2,
+            "rate1": rate, "beyond1": _float(rate) - 1, "beta2": beta2, "rate2": 1 - beta2,
         }  # fmt: skip
-        if kind == "adamw":
+        if variant.kind == "adamw":
             numbers["decay"] = _decay(lr, decay) if recipe.fused else 1 - lr * decay
-    elif kind == "sgd":
+    elif variant.kind == "sgd":
         numbers |= {"step": -lr, "momentum": settings["momentum"], "damping": 1 - settings["dampening"]}
     else:
-        steps = float(step)  # type: ignore[arg-type]
         numbers |= {"step": -(lr / (1 + (steps - 1) * settings["lr_decay"])), "eps": settings["eps"]}
-    places = {f"s{number}": each for number, each in enumerate(state)} | {"weight": weight, "gradient": gradient}
-    if cast is not None:
-        places["cast"] = cast
-    arguments = Arguments(count=weight.numel(), **numbers, **{name: each.data_ptr() for name, each in places.items()})
-    kernel.run(-(-weight.numel() // BLOCK), 1, arguments)
+    places = {f"s{at}": each for at, each in enumerate(operands.moments)}
+    places |= {"weight": operands.weight, "gradient": operands.gradient}
+    places |= {} if operands.cast is None else {"cast": operands.cast}
+    count = operands.weight.numel()
+    arguments = Arguments(count=count, **numbers, **{name: each.data_ptr() for name, each in places.items()})
+    kernel.run(-(-count // BLOCK), 1, arguments)
 
 
 def _float(number: float) -> float:
@@ -156,11 +148,8 @@ def _decay(lr: float, decay: float) -> float:
 
 
 def available() -> bool:
-    """Whether kernels are there, as far as that is known without one: llvmlite is installed, and torch runs them."""
-    return (
-        _checked(Variant("adamw", torch.bfloat16, torch.bfloat16, 0, maximize=False, decays=True, near=True))
-        is not None
-    )
+    """Whether AdamW's kernel can be compiled and has torch's bits here."""
+    return _checked(Variant("adamw", torch.bfloat16, torch.bfloat16, 0, False, True, near=True)) is not None
 
 
 @cache
@@ -168,19 +157,17 @@ def _checked(variant: Variant) -> tuple[Compiled, Recipe] | None:
     """A kernel that has torch's bits, with its recipe; None if there is none."""
     with _tried:
         for recipe in RECIPES:
-            try:
-                kernel = Compiled(update_text(variant, recipe))
-            except ImportError:
-                return None
-            except (RuntimeError, OSError, AttributeError) as error:
-                _log.debug(
-                    "Superpipeline: no kernel of its own for %s: %s. torch's operators are used.", variant.kind, error
-                )
+            kernel = compile_or_none(update_text(variant, recipe))
+            if kernel is None:
                 return None
             if _agrees(kernel, recipe, variant):
                 return kernel, recipe
-    _log.debug("Superpipeline: kernels for %s differ from torch's operators, which are used.", variant)
+    LOG.debug("Superpipeline: kernels for %s differ from torch's operators, which are used.", variant)
     return None
+
+
+_COUNTS = (4099, *[7] * 12)
+"""Elements of the tensors that are compared. What torch's compiler rounds otherwise at the end shows in a few of them."""
 
 
 def _agrees(kernel: Compiled, recipe: Recipe, variant: Variant) -> bool:
@@ -189,39 +176,32 @@ def _agrees(kernel: Compiled, recipe: Recipe, variant: Variant) -> bool:
         return all(_agrees_on(*each, kernel, recipe, variant) for each in enumerate(_COUNTS))
 
 
-_COUNTS = (4099, *[7] * 12)
-"""Elements of the tensors that are compared. What torch's compiler rounds otherwise at the end shows in a few of them."""
-
-
 def _agrees_on(seed: int, count: int, kernel: Compiled, recipe: Recipe, variant: Variant) -> bool:
-    operator = next(each for each, kind in FUSED_STEPS.items() if kind == variant.kind)
     settings, generator = _settings(variant), torch.Generator().manual_seed(seed)
-
-    def drawn() -> Tensor:
-        return torch.randn(count, generator=generator)
-
-    weight, gradient = drawn(), drawn().to(variant.gradient)
-    gradient[count // 2] = torch.inf
-    state: list[Tensor | None] = [drawn(), drawn().abs(), drawn().abs() if variant.amsgrad else None, torch.tensor(3.0)]
-    if variant.kind == "sgd":
-        state = [drawn() if variant.momentum else None]
-    elif variant.kind == "adagrad":
-        state = [drawn().abs(), torch.tensor(3.0)]
-    factors = [0.75, 1 / 3][: variant.factors]
-    theirs, ours = ([None if each is None else each.clone() for each in (weight, *state)] for _ in range(2))
+    weight, gradient, *moments = (torch.randn(count, generator=generator) for _ in range(5))
+    gradient[count // 2], gradient = torch.inf, gradient.to(variant.gradient)
+    state: list[Any] = [moments[0], moments[1].abs(), moments[2].abs() if variant.amsgrad else None, torch.tensor(3.0)]
+    if variant.kind in ("sgd", "adagrad"):
+        state = [moments[0] if variant.momentum else None] if variant.kind == "sgd" else [moments[1].abs(), state[-1]]
+    cast = None if variant.cast is None else _aligned(count, variant.cast)
+    theirs: list[Any]
+    ours: list[Any]
+    theirs, ours = ([each if each is None else each.clone() for each in (weight, *state)] for _ in range(2))
+    factors = [_float(0.75), _float(1 / 3)][: variant.factors]
+    _run(kernel, recipe, variant, settings, Operands(ours[0], gradient, cast, ours[1:]), factors)
 
     wide = gradient.to(torch.float32, copy=True)
     for factor in factors:
-        wide.mul_(torch.tensor(factor))
+        wide.mul_(factor)
+    operator: Any = next(each for each, kind in FUSED_STEPS.items() if kind == variant.kind)
     operator(*([] if each is None else [each] for each in (theirs[0], wide, *theirs[1:])), **settings)
-    cast = None if variant.cast is None else torch.empty(count + 16, dtype=variant.cast)
-    if cast is not None:
-        cast = cast[-cast.data_ptr() // 2 % (_CAST_ALIGNMENT // 2) :][:count]
-    moved = [each for each in ours[1:] if each is not None and each.shape == weight.shape]
-    numbers = [_float(factor) for factor in factors]
-    _run(kernel, recipe, variant.kind, settings, ours[0], gradient, numbers, cast, moved, ours[-1])  # type: ignore[arg-type]
-    pairs = [*zip(theirs, ours, strict=True)] + ([] if cast is None else [(theirs[0].to(cast.dtype), cast)])  # type: ignore[union-attr]
-    return all(each is None or _same(each, own) for each, own in pairs)  # type: ignore[arg-type]
+    pairs = [*zip(theirs, ours, strict=True), *([] if cast is None else [(theirs[0].to(cast.dtype), cast)])]
+    return all(each is None or _same(each, own) for each, own in pairs)
+
+
+def _aligned(count: int, dtype: torch.dtype) -> Tensor:
+    memory = torch.empty(count + _CAST_ALIGNMENT, dtype=dtype)
+    return memory[-memory.data_ptr() // 2 % (_CAST_ALIGNMENT // 2) :][:count]
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:
@@ -233,9 +213,8 @@ def _settings(variant: Variant) -> dict[str, Any]:
     """Settings of such a variant, for torch's operator."""
     common = {"lr": 0.017, "weight_decay": 0.03 * variant.decays, "maximize": variant.maximize}
     if variant.kind in ("adam", "adamw"):
-        beta1 = 0.9 if variant.near else 0.3
-        return common | {"beta1": beta1, "beta2": 0.98, "eps": 1e-7, "amsgrad": variant.amsgrad}
-    if variant.kind == "sgd":
-        own = {"momentum": 0.8 * variant.momentum, "nesterov": variant.nesterov, "is_first_step": variant.first}
-        return common | own | {"dampening": 0.0 if variant.nesterov else 0.1}
-    return common | {"lr_decay": 0.01, "eps": 1e-7}
+        return common | {"beta1": 0.9 if variant.near else 0.3, "beta2": 0.98, "eps": 1e-7, "amsgrad": variant.amsgrad}
+    if variant.kind == "adagrad":
+        return common | {"lr_decay": 0.01, "eps": 1e-7}
+    own = {"momentum": 0.8 * variant.momentum, "nesterov": variant.nesterov, "is_first_step": variant.first}
+    return common | own | {"dampening": 0.0 if variant.nesterov else 0.1}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning.device.torch_private import FUSED_STEPS, second_level_cache
-from sp_lightning.kernels.update import update_in_one_pass
+from sp_lightning.kernels.update import Operands, update_in_one_pass
 from sp_lightning.weights.narrow_gradient import Change, Factor, NarrowGradient, made_of
 
 
@@ -58,7 +58,7 @@ class InPieces(TorchFunctionMode):
             came, changes = made_of(gradient)
             if id(weight) in self._clips:
                 changes = (*changes, self._clips[id(weight)])
-            update = _Update(weight.detach(), came, changes, self._casts.get(id(weight)), state)
+            update = _Update(weight.detach(), came, self._casts.get(id(weight)), state, changes)
             if update.several_walks and update.contiguous:
                 if self._in_one_pass(func, kwargs or {}, update):
                     continue
@@ -81,9 +81,7 @@ class InPieces(TorchFunctionMode):
         # A gradient that is wide already is changed in place, for user code to see.
         if len(factors) < len(changes) or (changes and not update.widens):
             return False
-        return update_in_one_pass(
-            operator, settings, update.weight, update.gradient, factors, update.cast, update.state
-        )
+        return update_in_one_pass(operator, settings, update, factors)
 
     def _step_in_pieces(self, step: Callable[..., Any], update: _Update) -> None:
         # The loop is short, because after each piece Python finds the processor's caches full of that.
@@ -113,23 +111,11 @@ class InPieces(TorchFunctionMode):
                 each.cast.copy_(each.weight)
 
 
-@dataclass(slots=True)
-class _Update:
-    """What the update of one parameter reads and writes.
+@dataclass
+class _Update(Operands):
+    """What the update of one parameter reads and writes, and what changes the gradient first."""
 
-    Attributes:
-        weight: the values, which are updated in place.
-        gradient: in the weight's dtype or a lower one.
-        changes: change the gradient first.
-        cast: receives the new values in its own dtype; None if there is no cast.
-        state: the optimizer's tensors, of the weight's shape or numbers of steps; None where the optimizer has none.
-    """
-
-    weight: Tensor
-    gradient: Tensor
     changes: Sequence[Change]
-    cast: Tensor | None
-    state: Sequence[Tensor | None]
 
     @property
     def widens(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sp_lightning.device.torch_private import FUSED_STEPS
 from sp_lightning.kernels import ir, jit, update
 from sp_lightning.kernels.ir import Variant, update_text
-from sp_lightning.kernels.update import available, update_in_one_pass
+from sp_lightning.kernels.update import Operands, available, update_in_one_pass
 from sp_lightning.optim import pieces
 from tests.support.mixed import scaled
 from tests.support.models import Module
@@ -114,7 +114,7 @@ def test_neither_threads_nor_ends_change_bits(count: int, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         state = [ours[1], ours[2], None, ours[3]]
-        assert update_in_one_pass(torch._fused_adamw_, settings, ours[0], gradient, [0.5], cast, state)
+        assert update_in_one_pass(torch._fused_adamw_, settings, Operands(ours[0], gradient, cast, state), [0.5])
     finally:
         torch.set_num_threads(before)
     torch._fused_adamw_([theirs[0]], [gradient.float() * 0.5], [theirs[1]], [theirs[2]], [], [theirs[3]], **settings)
@@ -127,7 +127,8 @@ def test_what_is_written_shows_in_versions(calls: list[Any]) -> None:
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
     settings |= {"maximize": False, "is_first_step": True, "grad_scale": None, "found_inf": None}
     before = weight._version, momentum._version
-    assert update_in_one_pass(torch._fused_sgd_, settings, weight, torch.ones(64).bfloat16(), [], None, [momentum])
+    operands = Operands(weight, torch.ones(64).bfloat16(), None, [momentum])
+    assert update_in_one_pass(torch._fused_sgd_, settings, operands, [])
     assert (weight._version, momentum._version) > before
 
 
@@ -180,8 +181,8 @@ def test_a_kernel_that_differs_is_not_used(
 ) -> None:
     """As one would whose processor rounds otherwise."""
     monkeypatch.setattr(update, "update_text", lambda *given: update_text(*given).replace("fdiv", "fmul", 1))
-    monkeypatch.setattr(update._log, "propagate", True)
-    with caplog.at_level(logging.DEBUG, update._log.name), simulated():
+    monkeypatch.setattr(jit.LOG, "propagate", True)
+    with caplog.at_level(logging.DEBUG, jit.LOG.name), simulated():
         ours = run(superpipeline(k=1, optimizer_overlap="forward"), precision="bf16-mixed")
     assert "differ from torch's operators, which are used" in caplog.text
     assert_same(ours, run("auto", precision="bf16-mixed"))
@@ -248,12 +249,15 @@ def test_a_system_that_refuses_executable_memory_is_noticed(
 def test_what_kernels_leave_to_torch(change: Any, why: str) -> None:
     settings: dict[str, Any] = {"lr": 0.1, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
     given: dict[str, Any] = {
-        "operator": torch._fused_adagrad_, "settings": settings, "weight": torch.randn(20000),
-        "gradient": torch.randn(20000).bfloat16(), "factors": [], "cast": None,
-        "state": [torch.zeros(20000), torch.tensor(1.0)],
+        "settings": settings, "weight": torch.randn(20000), "gradient": torch.randn(20000).bfloat16(), "factors": [],
+        "cast": None, "state": [torch.zeros(20000), torch.tensor(1.0)],
     }  # fmt: skip
-    assert update_in_one_pass(**given)
+
+    def done(settings: Any, factors: Any, **operands: Any) -> bool:
+        return update_in_one_pass(torch._fused_adagrad_, settings, Operands(**operands), factors)
+
+    assert done(**given)
     changed = change(given)
     before: Tensor = changed["weight"].clone()
-    assert not update_in_one_pass(**changed)
+    assert not done(**changed)
     assert torch.equal(changed["weight"], before)
