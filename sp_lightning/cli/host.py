@@ -20,6 +20,7 @@ from sp_lightning.plan.state_placement import OnDisk, StatePlacement, choose_on_
 from sp_lightning.tune.step_place import EIGHT_BITS_SECONDS, muon_flops
 
 _NOTHING = OnDisk()
+Overlap = Literal["off", "forward", "backward"]
 _PASSING = "memory for what passes to the disk"
 _MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
 
@@ -67,7 +68,9 @@ def on_device(step: HostStep, question: Question) -> HostStep:
     seconds, why = question.step_seconds, step.why if question.step_seconds else ""
     if seconds is None and step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
-    return replace(step, overlap=question.overlap, on_device=True, seconds=seconds, why=why)
+    # In the background other tensors would get the model's default dtype.
+    overlap: Overlap = "off" if question.precision == "bf16-true" else question.overlap
+    return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
 
 
 def update_rates(
@@ -109,8 +112,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
     name = " and ".join(sorted({type(each).__name__ for each in own}))
     if own and all(map(has_known_state, own)):
         overlap = question.overlap if all(map(has_fused_step, own)) else "off"
-        muons = [each for each in own if type(each) is torch.optim.Muon]
-        flops = muon_flops(p for each in muons for group in each.param_groups for p in group["params"])
+        flops = sum(muon_flops(g["params"]) for o in own if type(o) is torch.optim.Muon for g in o.param_groups)
         seconds, why = _on_host(question, flops)
         return HostStep(name, own, overlap, seconds, why, source="configure_optimizers", flops=flops)
     source = f"in place of {name}, whose state is not known" if own else source
@@ -123,7 +125,8 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
         flops = muon_flops(matrices)
         if seconds is None:
             seconds, why = _on_host(question, flops)
-        return HostStep("Muon", optimizers, "off", seconds, why, flops=flops)
+        name = "Muon" + ", and AdamW for embeddings, heads and vectors" * bool(others)
+        return HostStep(name, optimizers, "off", seconds, why, flops=flops)
     if question.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit

@@ -303,8 +303,11 @@ def _faster(answer: Answer) -> str:
     if "updates" in waited and (there := stepped_on_device(answer.estimate, row)) is not None:
         seconds, more = there
         if now - seconds >= LEAST_WAITING * now:
-            needs = in_gib(row.device_bytes + more)
-            why += f" --optimizer-on device takes {seconds:.3g} s, and {needs} of device memory with this window."
+            needs, limit = row.device_bytes + more, answer.question.gpu_memory
+            why += (
+                f" --optimizer-on device takes {seconds:.3g} s, and {in_gib(needs)} of device memory with this window"
+            )
+            why += f", {in_gib(needs - limit)} more than there are." if limit is not None and needs > limit else "."
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
 

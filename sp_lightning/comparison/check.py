@@ -110,7 +110,8 @@ class _Checking:
         self._fuse = _is_fused(options, variants, self._device)
         for variant in variants:
             SuperpipelineStrategy(**variant)  # what cannot be is refused before anything runs
-            variant["fused_optimizer"] = self._fuse
+            if variant.get("optimizer_on") != "device":  # there optimizers run as their users made them
+                variant["fused_optimizer"] = self._fuse
         plain = self._run_if_it_fits(Way("plain", fuse=self._fuse))
         again = plain and self._run_if_it_fits(Way("plain again", fuse=self._fuse, watched="gradients"))
         if plain is None or again is None:
@@ -306,6 +307,9 @@ def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
 def _is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
     """Whether the strategy's optimizers run fused in any of its runs. Then they do in all, and so do plain Lightning's."""
     given = options.get("fused_optimizer", "auto")
+    on_device = [variant.get("optimizer_on") == "device" for variant in variants]
+    if all(on_device):
+        return False
     early = any(variant.get("optimizer_overlap") in ("forward", "backward") for variant in variants)
     return bool(given) if given != "auto" else early or device.type != "cpu"
 

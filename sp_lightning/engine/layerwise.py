@@ -31,6 +31,8 @@ from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, as_it_came, change, drop, stored
 
 Groups = list[dict[str, Any]]
+_OF_EACH = ("params", "param_names")
+"""What of a group is a list with one entry for each parameter."""
 
 
 class LayerwiseStep:
@@ -189,10 +191,10 @@ class LayerwiseStep:
         }
         for name, needed in needs.items():
             if needed:
-                without = "leave disk= out and " if self._state is not None else ""
-                otherwise = (
-                    f"{without}pass optimizer_overlap='off'" if self._on_device is None else "leave optimizer_on out"
-                )
+                names = ["disk="] * (self._state is not None) + ["optimizer_on"] * (self._on_device is not None)
+                otherwise = f"leave {' and '.join(names)} out" if names else ""
+                if self._on_device is None:
+                    otherwise += f"{' and ' * bool(names)}pass optimizer_overlap='off'"
                 raise RuntimeError(
                     f"{name} updates layers one by one, but {what}. {instead}, or {otherwise}."
                 ) from undivided
@@ -226,8 +228,8 @@ class LayerwiseStep:
             # What was fused when the first layer was updated is fused for the others, whose state may lack buffers of those.
             if not self.begun and not self._cuts(group):
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
-            settings = tree_map(_snapshot, {key: value for key, value in group.items() if key != "params"})
-            settings.pop("param_names", None)
+            settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
+            name_of = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
             if self._on_device is None and (self.begun or runs_fused(self._optimizer, group, fuse=self._fuse)):
                 settings["fused"] = True
             trained = [p for p in group["params"] if p.requires_grad]
@@ -245,7 +247,8 @@ class LayerwiseStep:
                         raise _sparse(layer)
                     parts[layer].append(parameter)
             for layer, parameters in parts.items():
-                by_layer[layer].append({**settings, "params": parameters})
+                named = {"param_names": [name_of[id(p)] for p in parameters]} if name_of else {}
+                by_layer[layer].append({**settings, **named, "params": parameters})
         return by_layer
 
     def _submit(self, layer: StreamedLayer, groups: Groups) -> None:

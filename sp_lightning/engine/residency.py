@@ -170,10 +170,15 @@ class Residency:
     def _fetch(self, pairs: Sequence[tuple[StreamedLayer, Slot]]) -> None:
         self._tenants.take_back_late([slot for _, slot in pairs])
         transfer = []
-        for layer, slot in pairs:
-            if self.used:
-                self.release_exchanged(layer)
-            transfer.append((layer, slot, self._source.stage(layer)))
+        try:
+            for layer, slot in pairs:
+                if self.used:
+                    self.release_exchanged(layer)
+                transfer.append((layer, slot, self._source.stage(layer)))
+        except BaseException:
+            for layer, _ in pairs:
+                layer.made = ()  # it was for this transfer
+            raise
         self.slots.fetch(transfer)  # (1)
         for layer, _ in pairs:
             self._tenants.fetched(layer)

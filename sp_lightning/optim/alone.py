@@ -29,11 +29,16 @@ def steps_alone(optimizer: Any) -> bool:
 
 def is_declared(optimizer: Any) -> bool:
     """Whether that is known from nobody but its user."""
-    kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is kind:
-        return kind.__name__ not in _ALONE
+    if is_torchs(optimizer):
+        return type(optimizer).__name__ not in _ALONE
     # Stochastic rounding draws random numbers in the order of all parameters.
     return not (is_of_bitsandbytes(optimizer) or is_separable(optimizer))
+
+
+def is_torchs(optimizer: Any) -> bool:
+    """Whether an optimizer is of one of torch's own classes, and of no class that derives from it."""
+    kind = type(optimizer)
+    return getattr(torch.optim, kind.__name__, None) is kind
 
 
 def is_of_bitsandbytes(optimizer: Any) -> bool:
@@ -48,7 +53,7 @@ def constants_of(optimizer: Any) -> frozenset[str]:
 
 def depends_on_places(optimizer: Any) -> str:
     """What an optimizer knows of parameters by their identity or their place in it, which those on the device do not have."""
-    if not is_of_bitsandbytes(optimizer):
+    if not is_of_bitsandbytes(optimizer) or not hasattr(optimizer, "mng"):  # its PytorchLARS is an ordinary optimizer
         return ""
     if optimizer.is_paged:
         return (

@@ -118,3 +118,8 @@ def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: 
     for entry in [dict.get(state, p, {}) for group in groups for p in group["params"]]:
         for name in constants & entry.keys():
             entry[name] = own.setdefault(entry[name], entry[name].clone())
+
+
+def ids_of(state: dict[Any, Any], constants: Set[str]) -> set[int]:
+    """The ``id`` of each constant in a state."""
+    return {id(values[name]) for values in state.values() for name in constants & values.keys()}

@@ -27,7 +27,7 @@ from sp_lightning.device.patched import state_of
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_map
 from sp_lightning.optim.alone import DeclaredStep, constants_of
-from sp_lightning.optim.host_state import HostState, LooseState, is_plain, of_device, unshare
+from sp_lightning.optim.host_state import HostState, LooseState, ids_of, is_plain, of_device, unshare
 from sp_lightning.optim.twins import for_fetch, made_on, to_host, twin_of, written_by
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import made_of
@@ -296,14 +296,14 @@ class StepsOnDevice:
         copies += self._give_state(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
         made = for_fetch(layer, casts, pairs)
-        device.access([*sources, *(each for _, each in made)], Stream.COMPUTE, write=True)
+        constants = ids_of(states[0], constants_of(key[1]))  # which no step writes, and the layer before may still send
+        device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.COMPUTE, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
         self._note("take", layer.index, begun, Stream.DOWNLOAD, sources)
         slot.left = layer.landed = device.record(Stream.DOWNLOAD)
-        slot.alive = sources
-        layer.made = made
+        slot.alive, layer.made = sources, made
         self._fresh.append(layer)
         if len(self._fresh) > FRESH:
             self._fresh.popleft().made = ()

@@ -259,8 +259,8 @@ class Plan:
         The arguments are those of :meth:`table`.
         """
         peak, on_host = self.taken(training=training)
-        what = "weights and gradients" if training else "weights"
-        plain = self._plain(training, state)
+        what = "weights, gradients and steps" if self.steps_on_device else "weights and gradients"
+        what, plain = what if training else "weights", self._plain(training, state)
         saves = f"take {in_gib(peak)} of device memory"
         if plain:
             saves += f", plain Lightning {plain}"

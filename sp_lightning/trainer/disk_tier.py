@@ -97,9 +97,9 @@ class DiskTier:
         for optimizer in optimizers:
             if not has_known_state(optimizer):
                 raise ValueError(
-                    f"disk= has the state of one layer in memory at a time, and {type(optimizer).__name__} is not known to step "
-                    "each layer by itself. Use one of torch's (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, "
-                    "Adadelta), or leave disk= out."
+                    f"disk= needs to know the size of the state before the first step, and {type(optimizer).__name__}'s is not "
+                    "known. Use one of torch's (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Muon), or "
+                    "leave disk= out."
                 )
             for group in optimizer.param_groups:
                 count = state_tensors(optimizer, group)

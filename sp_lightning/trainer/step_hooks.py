@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sp_lightning.trainer.run import Run
 
 
+_ONE_CLASS = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-host"
 _FOLLOWED = "followed"
 """What a closure has that a step was called with already."""
 
@@ -121,7 +122,9 @@ class StepHooks:
         if layerwise is None:
             layer_of = self._run.engine.updating.layer_of
             if any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
-                what = f"{name} is not the optimizer of the running step, which configure_optimizers has returned"
+                what = (
+                    f"{name} is not what configure_optimizers has returned; one class can step both ways ({_ONE_CLASS})"
+                )
         elif layerwise.submitted or any(_FOLLOWED in vars(each) for each in closures):
             what = f"{name}.step calls another step, super().step(), that torch's hooks see: what follows runs twice"
         elif (more := kwargs.keys() - {"closure"}) or len(args) > 2:

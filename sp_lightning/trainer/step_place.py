@@ -62,8 +62,11 @@ class StepPlace:
         """
         asked, run = self._options.optimizer_on, self._run
         if asked == "device" and (why := against_steps_on_device(run.module.trainer, stepping)):
-            raise ValueError(f'optimizer_on="device" cannot be used: {why}. Or leave it out: then the host steps.')
-        if asked != "auto" or self.why or not stepping or run.engine.device.computes_on_host:
+            raise ValueError(f'optimizer_on="device" cannot be used: {why}. Leave it out: then the host steps.')
+        if asked != "auto" or self.why or not stepping:
+            return
+        if run.engine.device.computes_on_host:
+            self.why = "the model computes there, too"
             return
         if not self.on_device:
             self.why = "several devices" if run.ranks else "the device has no room for two layers' state"

@@ -39,7 +39,7 @@ from sp_lightning.device.torch_private import (
     step_pre_hooks,
     unscales_by_itself,
 )
-from sp_lightning.optim.alone import DECLARES, depends_on_places, is_declared, steps_alone
+from sp_lightning.optim.alone import DECLARES, depends_on_places, is_declared, is_torchs, steps_alone
 from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
 from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.plan.options import Overlap
@@ -170,6 +170,9 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
 # ---------------------------------------------------------------------- whether updates may run in the background
 
 
+ON_DEVICE = ', optimizer_on="device"'
+
+
 def choose_overlap(
     asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer], *, fuse: bool, on_device: bool
 ) -> tuple[Overlap, str]:
@@ -199,7 +202,8 @@ def choose_overlap(
     if why:
         raise ValueError(
             f'optimizer_overlap="{asked}" cannot be used: {why}. '
-            f'{better or "Use"} SuperpipelineStrategy(optimizer_overlap="{"off" if never else "forward"}").'
+            f'{better or "Use"} SuperpipelineStrategy(optimizer_overlap="{"off" if never else "forward"}"'
+            f"{ON_DEVICE if on_device else ''})."
         )
     return asked, ""
 
@@ -281,7 +285,9 @@ def against_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> st
     return _first(
         (
             others,
-            f"{name} is not known to step each parameter by itself. If it does, say so in its class: "
+            f"{name} steps all parameters together"
+            if others and is_torchs(others[0])
+            else f"{name} is not known to step each parameter by itself. If it does, say so in its class: "
             f"{name}.{DECLARES} = True",
         ),
         (

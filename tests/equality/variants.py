@@ -298,7 +298,8 @@ def below_memory() -> Iterator[Variant]:
         )  # fmt: skip
 
 
-ON_DEVICE = {"gan": "manual", "lbfgs": "LBFGS", "sparse-embedding": "sparse", "rows/kept": "sparse"}
+HAS_SPARSE = "updates layers one by one, but .* has sparse gradients"
+ON_DEVICE = {"gan": "manual", "lbfgs": "LBFGS", "sparse-embedding": HAS_SPARSE, "rows/kept": HAS_SPARSE}
 """What is not stepped on the device, with what is said."""
 
 

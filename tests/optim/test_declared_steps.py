@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, on_device
-from tests.support.runs import Outcome, assert_same, fit, loader, trainer_for
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
 Work = Callable[[Any, dict[str, Any], Tensor], Any]
@@ -116,8 +119,8 @@ def writes_gradient(self: Any, group: dict[str, Any], p: Tensor) -> None:
 class HalfUsed(Stepped):
     """Some parameters never get a gradient. Gradients are not set to None, so that what a step does to them counts."""
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(made(work))
+    def __init__(self, work: Work, after: Callable[[Any], None] = lambda self: None) -> None:
+        super().__init__(made(work, after))
         net: Any = self.net
         net.blocks[1].inner.bias.requires_grad_(False)
 
@@ -133,6 +136,61 @@ def test_what_belongs_to_one_parameter_is_plains(work: Work, precision: Any) -> 
         return fit(lambda: HalfUsed(work), vectors(), strategy, recorded="losses", precision=precision)
 
     assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
+
+
+def test_a_step_that_sets_gradients_to_zero_does_so_in_its_own_layer() -> None:
+    def run(strategy: Any) -> Outcome:
+        def make() -> Stepped:
+            return HalfUsed(writes_gradient, lambda self: self.zero_grad(set_to_none=False))
+
+        return fit(make, vectors(), strategy, recorded="losses")
+
+    assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
+
+
+def test_what_a_step_makes_of_gradients_is_there_after_it() -> None:
+    """No hook is there that could look at them, so that those of known classes would stay as they came, in 16 bits."""
+
+    def run(strategy: Any) -> Outcome:
+        outcome = fit(
+            lambda: Stepped(made(writes_gradient)), vectors(), strategy, recorded="nothing", precision="bf16-mixed"
+        )
+        outcome.extra = {name: p.grad for name, p in outcome.module.named_parameters()}
+        return outcome
+
+    ours, plain = run(on_device()), run("auto")
+    assert_same(ours, plain)
+    assert_equal(ours.extra, plain.extra, "gradients")
+
+
+class ByName(Optimizer):
+    """Was made of named parameters, and looks at their names."""
+
+    steps_each_parameter_alone = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p.grad is not None:
+                    p.sub_((2 if name.endswith("bias") else 1) * group["lr"] * p.grad)
+        return loss
+
+
+def test_a_step_sees_the_names_of_parameters() -> None:
+    def run(strategy: Any) -> Outcome:
+        def make() -> Stepped:
+            module = Stepped()
+            module.make = lambda _: ByName(module.named_parameters())
+            return module
+
+        return fit(make, vectors(), strategy, recorded="losses")
+
+    assert_same(run(on_device()), run("auto"))
 
 
 class Kind(nn.Parameter):
@@ -161,6 +219,39 @@ def test_a_step_sees_the_class_and_the_attributes_of_parameters() -> None:
     assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
 
 
+def of_guide() -> type[Optimizer]:
+    """The class that a guide shows."""
+    text = Path(__file__).parents[2].joinpath("examples", "guide", "updates.md").read_text()
+    found: dict[str, Any] = {"__name__": "guide"}
+    exec(text.split("```python\n")[1].split("```")[0], found)
+    return found["MuonAndAdamW"]  # type: ignore[no-any-return]
+
+
+class Both(Stepped):
+    def __init__(self, kind: type[Optimizer]) -> None:
+        super().__init__(lambda ps: kind(*map(list, partition(lambda p: p.ndim != 2, ps))))  # type: ignore[call-arg]
+
+
+def partition(second: Callable[[Tensor], bool], ps: Any) -> tuple[list[Tensor], list[Tensor]]:
+    ps = list(ps)
+    return [p for p in ps if not second(p)], [p for p in ps if second(p)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_two_optimizers_of_torchs_in_one_class(precision: Any, tmp_path: Path) -> None:
+    kind = of_guide()
+
+    def run(strategy: Any, **options: Any) -> Outcome:
+        return fit(lambda: Both(kind), vectors(), strategy, recorded="losses", precision=precision, **options)
+
+    ours, plain = run(on_device(optimizer_overlap="off")), run("auto")
+    assert_same(ours, plain)
+    assert_same(run(superpipeline(k=1)), plain)
+    plain.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = {"max_epochs": 2, "ckpt_path": tmp_path / "last.ckpt"}
+    assert_same(run(on_device(optimizer_overlap="off"), **again), run("auto", **again))
+
+
 class Scaled(Optimizer):
     """Looks at its loss, and needs its closure."""
 
@@ -182,6 +273,11 @@ class GivesScale(Stepped):
         optimizer.step(closure=optimizer_closure, scale=0.5)
 
 
+class GivesMore(Precision):
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **_: Any) -> Any:
+        return optimizer.step(lambda: self._wrap_closure(model, optimizer, closure), 0.5)
+
+
 def test_a_step_is_given_its_closure_and_nothing_else() -> None:
     def run(strategy: Any) -> Outcome:
         return fit(lambda: Stepped(Scaled), vectors(), strategy, recorded="losses")
@@ -189,9 +285,13 @@ def test_a_step_is_given_its_closure_and_nothing_else() -> None:
     assert_same(run(on_device()), run("auto"))
     with pytest.raises(RuntimeError, match=r"Scaled.step was given 'scale'"):
         trainer_for(on_device()).fit(GivesScale(Scaled), loader(vectors()))
+    with pytest.raises(RuntimeError, match=r"Scaled.step was given more than a closure"):
+        trainer_for(on_device(), plugins=[GivesMore()]).fit(Stepped(Scaled), loader(vectors()))
 
 
 class OnTop(torch.optim.AdamW):
+    """Steps as its base does, which calls the closure."""
+
     steps_each_parameter_alone = True
 
     @torch.no_grad()
@@ -202,10 +302,58 @@ class OnTop(torch.optim.AdamW):
         return loss
 
 
-def test_a_step_inside_a_step_is_refused_and_does_not_hang() -> None:
+class Below(torch.optim.AdamW):
+    """Calls the closure itself, so that layers are stepped already when its base steps."""
+
+    steps_each_parameter_alone = True
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        loss = torch.enable_grad()(closure)()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [OnTop, Below])
+def test_a_step_inside_a_step_is_refused_and_does_not_hang(kind: Any) -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # torch hooks the step of a class once one was made
-    with pytest.raises(RuntimeError, match=r"OnTop.step calls another step"):
-        trainer_for(on_device()).fit(Stepped(OnTop), loader(vectors()))
+    with pytest.raises(RuntimeError, match=rf"{kind.__name__}.step calls another step"), simulated():
+        trainer_for(on_device()).fit(Stepped(kind), loader(vectors(1)))  # by the second step it could be seen otherwise
+
+
+def steps_another(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    torch.optim.SGD([p], lr=0.1).step()
+
+
+class Views(Stepped):
+    """Keeps a view of a weight, which is to show the new one after a step."""
+
+    def __init__(self) -> None:
+        super().__init__(made(steps_another))
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        net: Any = self.net
+        self.view = net.head.weight.detach()[0]
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(self.view.clone())
+
+
+def test_a_step_may_step_an_optimizer_of_one_parameter() -> None:
+    """It runs in the background, where no step is announced: nothing is fetched before its layer is stepped."""
+
+    def run(strategy: Any) -> Outcome:
+        outcome = fit(Views, vectors(), strategy, recorded="losses")
+        outcome.extra["seen"] = outcome.module.seen
+        return outcome
+
+    plain = run("auto")
+    with simulated():
+        ours = run(on_device())
+    assert_same(ours, plain)
+    assert_equal(ours.extra, plain.extra, "views")
 
 
 class StepsAnother(Callback):
@@ -216,7 +364,7 @@ class StepsAnother(Callback):
 
 
 def test_steps_of_other_optimizers_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="SGD is not the optimizer of the running step"):
+    with pytest.raises(RuntimeError, match="SGD is not what configure_optimizers has returned"):
         trainer_for(on_device(), callbacks=[StepsAnother()]).fit(Stepped(), loader(vectors()))
 
 

@@ -1,12 +1,12 @@
 """Steps on the device: every optimizer in every form, resumed both ways, and what is refused.
 
-The models are in ``tests/equality``, what is waited for in ``tests/device/test_waits.py``.
+The models are in ``tests/equality``, what stays on the device in ``test_staying_on_device.py``, what is waited for in
+``tests/device/test_waits.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -15,15 +15,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Wait
 from sp_lightning.optim.on_device import StepsOnDevice
-from sp_lightning.weights.gradients import Gradients
-from sp_lightning.weights.layer import Slot
-from sp_lightning.weights.slots import Slots
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -254,6 +251,21 @@ def test_a_users_optimizer_that_says_so_is_plains() -> None:
         assert_same(run(on_device()), plain)
 
 
+class Shares(Callback):
+    """Gives two weights one moment."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            blocks = pl_module.net.blocks
+            one, other = (trainer.optimizers[0].state[block.inner.weight] for block in blocks[:2])
+            one["moments"][1] = other["moments"][1]
+
+
+def test_state_that_two_weights_share_in_a_list_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="updates layers one by one, but two parameters share a state"):
+        trainer_for(on_device(), callbacks=[Shares()]).fit(Stepped(Own), loader(vectors()))
+
+
 class GivesOthers(Own):
     """Gives parameters another dtype."""
 
@@ -362,18 +374,49 @@ class Manual(Stepped):
         self.automatic_optimization = False
 
 
+class OwnNorm(Precision):
+    def clip_grad_by_norm(self, *args: Any) -> None:
+        super().clip_grad_by_norm(*args)
+
+
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "plugin", "said"),
     [
-        (lambda: Stepped(torch.optim.LBFGS), "LBFGS is not known"),
-        (lambda: Stepped(lambda ps: Unknown(ps, lr=0.1)), r"Unknown.steps_each_parameter_alone = True"),
-        (Manual, "optimization is manual"),
+        (lambda: Stepped(torch.optim.LBFGS), Precision, "LBFGS steps all parameters together"),
+        (lambda: Stepped(lambda ps: Unknown(ps, lr=0.1)), Precision, r"Unknown.steps_each_parameter_alone = True"),
+        (Manual, Precision, "optimization is manual"),
+        (Stepped, OwnNorm, "OwnNorm.clip_grad_by_norm would take norms on the host"),
+        (
+            lambda: Stepped(lambda ps: torch.optim.AdamW(ps, fused=True)),
+            lambda: MixedPrecision("16-mixed", "cpu"),
+            "the fused step of AdamW unscales gradients by itself",
+        ),
     ],
-    ids=["LBFGS", "unknown", "manual"],
+    ids=["LBFGS", "unknown", "manual", "own norm", "unscales"],
 )
-def test_what_would_not_be_plains_is_refused(make: Callable[[], Stepped], said: str) -> None:
+def test_what_would_not_be_plains_is_refused(
+    make: Callable[[], Stepped], plugin: Callable[[], Precision], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
-        trainer_for(on_device()).fit(make(), loader(vectors()))
+        trainer_for(on_device(), plugins=[plugin()]).fit(make(), loader(vectors()))
+
+
+class LookedUp(Stepped):
+    """An embedding with sparse gradients, and an optimizer that takes them."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        self.table = nn.Embedding(8, 16, sparse=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(self.table(batch))
+
+
+@pytest.mark.parametrize(("overlap", "clip"), [("off", 0.05), ("backward", None)])
+def test_sparse_gradients_are_refused(overlap: Any, clip: float | None) -> None:
+    trainer = trainer_for(on_device(optimizer_overlap=overlap), gradient_clip_val=clip)
+    with pytest.raises(RuntimeError, match="updates layers one by one, but 'table' has sparse gradients"):
+        trainer.fit(LookedUp(), loader([torch.arange(4)]))
 
 
 def test_the_remedy_for_an_unknown_optimizer_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,6 +445,22 @@ def test_bitsandbytes(name: str, settings: dict[str, Any], overlap: str) -> None
         return fit(lambda: of_bitsandbytes(name, **settings), vectors(), strategy, recorded="losses")
 
     assert_same(run(on_device(optimizer_overlap=overlap)), run("auto"))
+
+
+def test_tables_that_layers_share_are_no_race() -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: of_bitsandbytes("AdamW8bit", min_8bit_size=16), vectors(), strategy, recorded="losses")
+
+    with simulated():
+        ours = run(on_device(optimizer_overlap="backward"))
+    assert_same(ours, run("auto"))
+
+
+def test_bitsandbytes_has_an_ordinary_optimizer() -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: of_bitsandbytes("PytorchLARS", momentum=0.9), vectors(), strategy, recorded="losses")
+
+    assert_same(run(on_device()), run("auto"))
 
 
 @pytest.mark.parametrize("first", ["auto", "device"])
@@ -434,160 +493,3 @@ def test_bitsandbytes_settings_of_single_parameters_are_refused(monkeypatch: pyt
 def test_bitsandbytes_that_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="PagedAdamW8bit pages its state by itself"):
         trainer_for(on_device()).fit(of_bitsandbytes("PagedAdamW8bit"), loader(vectors()))
-
-
-# ---------------------------------------------------------------------- gradients that stay on the device
-
-
-def test_gradients_of_layers_never_leave_in_backward() -> None:
-    def drained(mode: str) -> int:
-        strategy = on_device(optimizer_overlap=mode)
-        with simulated() as made:
-            fit(Stepped, vectors(), strategy, recorded="losses")
-        # Where none leaves, a step waits for the kernels that wrote them: backward may run on a stream of its user's.
-        assert Wait.DRAIN_AFTER_GRADIENT in made[0].waits
-        return strategy.stats().drained_bytes
-
-    assert drained("off") > 0
-    assert drained("backward") == 0, "this model has no residents"
-
-
-def test_gradients_that_stay_are_counted_until_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived, seen = Gradients.arrived, list[int]()
-
-    def noting(self: Gradients, *args: Any) -> bool:
-        whole = arrived(self, *args)
-        seen.append(self.device_bytes)
-        return whole
-
-    monkeypatch.setattr(Gradients, "arrived", noting)
-    strategy = on_device(optimizer_overlap="backward")
-    fit(Stepped, vectors(), strategy, recorded="nothing")
-    largest = max(layer.gradient_bytes for layer in strategy.plan.layers)
-    assert 1.5 * largest < max(seen) <= strategy.plan.gradient_bytes, "one layer's are used while the next one's arrive"
-    assert seen[0] == min(seen) < largest
-
-
-class LooksInBackward(Stepped):
-    """Looks at gradients before each module's backward. That of a layer which is updated already is refused by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[dict[str, Tensor]] = []
-        for each in self.net.modules():
-            each.register_forward_hook(self.follow)
-
-    def follow(self, _: nn.Module, __: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(self.look)
-
-    def look(self, _: Tensor) -> None:
-        self.seen.append({})
-        for name, p in self.named_parameters():
-            with suppress(RuntimeError):
-                if p.grad is not None:
-                    self.seen[-1][name] = p.grad.clone()
-
-
-def test_a_gradient_that_has_stayed_comes_if_user_code_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    stayed: list[Any] = []
-    keep = Gradients._keep
-
-    def noting(self: Gradients, *args: Any) -> None:
-        stayed.append(args[0])
-        keep(self, *args)
-
-    monkeypatch.setattr(Gradients, "_keep", noting)
-    land = Gradients.land
-
-    def later(self: Gradients, *, everything: bool = False) -> None:
-        """As where another thread is in a hook, so that the next layer's gradients come before an update begins."""
-        if everything or len(self._landed) > 1:
-            last = self._landed.pop() if not everything else None
-            land(self, everything=everything)
-            if last is not None:
-                self._landed.append(last)
-
-    monkeypatch.setattr(Gradients, "land", later)
-
-    def run(strategy: Any) -> tuple[Outcome, list[dict[str, Tensor]]]:
-        made: list[LooksInBackward] = []
-
-        def make() -> LooksInBackward:
-            made.append(LooksInBackward())
-            return made[-1]
-
-        return fit(make, vectors(), strategy, recorded="losses"), made[-1].seen
-
-    plain, gradients = run("auto")
-    with simulated():
-        ours, seen = run(on_device(optimizer_overlap="backward"))
-    assert stayed
-    assert sum(map(len, seen)) > len(stayed), "each layer's are looked at, of several parameters each"
-    expected = [{name: there[name] for name in looked} for looked, there in zip(seen, gradients, strict=True)]
-    assert_equal(seen, expected, "gradients")
-    assert_same(ours, plain)
-
-
-# ---------------------------------------------------------------------- a fetch that needs nothing of the host
-
-
-def fetched(module: Callable[[], Stepped], **options: Any) -> tuple[Outcome, int]:
-    """A run in mixed precision on a simulated device, and the bytes that its fetches have brought from the host."""
-    strategy = on_device(optimizer_overlap="forward", **options)
-    with simulated():
-        ours = fit(module, vectors(), strategy, recorded="losses", precision="bf16-mixed")
-    return ours, strategy.stats().fetched_bytes
-
-
-def test_what_a_step_has_cast_need_not_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, fewer = fetched(Stepped)
-    assert_same(ours, fit(Stepped, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
-    monkeypatch.setattr("sp_lightning.optim.on_device.for_fetch", lambda *_: [])
-    without, all_of_it = fetched(Stepped)
-    assert_same(ours, without)
-    # Each layer once for each step but the last: its first fetch after it.
-    layers = [layer.nbytes for layer in ours.trainer.strategy.plan.layers]
-    assert all_of_it - fewer == sum(layers) * (len(vectors()) - 1)
-
-
-def test_what_a_fetch_reads_on_the_device_is_alive_until_compute_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go, seen = Slots._let_go, list[tuple[int, Wait]]()
-
-    def noting(self: Slots, slot: Slot) -> None:
-        alive = len(slot.alive)
-        let_go(self, slot)
-        seen.append((alive, self._device.waits[-1]))
-
-    monkeypatch.setattr(Slots, "_let_go", noting)
-    fetched(Stepped)
-    assert len(seen) == 7 * (len(vectors()) - 1)
-    assert {wait for _, wait in seen} == {Wait.USE_AFTER_FETCH}
-    assert all(alive for alive, _ in seen)
-
-
-class Writes(Stepped):
-    """Writes weights between a step and the next forward in a way that no version shows."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        for p in self.net.blocks[1].parameters():
-            p.data.mul_(0.5)
-
-
-def test_weights_that_users_write_after_a_step_are_fetched() -> None:
-    ours, _ = fetched(Writes)
-    assert_same(ours, fit(Writes, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
-
-
-class Freezes(Stepped):
-    """Half of a block's parameters are not trained."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad], lr=1e-2))
-        for block in self.net.blocks:
-            next(block.parameters()).requires_grad_(False)
-
-
-def test_layers_of_which_only_some_parameters_are_stepped_are_fetched_whole() -> None:
-    ours, _ = fetched(Freezes)
-    assert_same(ours, fit(Freezes, vectors(), "auto", recorded="losses", precision="bf16-mixed"))

@@ -117,3 +117,21 @@ def test_checkpoints_are_plains(second: str, tmp_path: Path, monkeypatch: pytest
         return fit(Stepped, vectors(), strategy, recorded="losses", max_epochs=3, ckpt_path=path)
 
     assert_same(go_on(strategies[second]()), go_on("auto"))
+
+
+class Outside(Stepped):
+    """Its optimizer has a parameter that is not the module's."""
+
+    def configure_optimizers(self) -> Any:
+        self.other = [nn.Parameter(torch.ones(3))]
+        return torch.optim.AdamW([*self.parameters(), *self.other], lr=1e-2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.other[0].sum()
+
+
+def test_a_refusal_names_all_that_is_to_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_room(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"not the module's.*leave disk= and optimizer_on out"):
+        trainer_for(both(tmp_path)).fit(Outside(), loader(vectors()))
+    trainer_for(SuperpipelineStrategy(k=1)).fit(Outside(), loader(vectors()))

@@ -16,6 +16,7 @@ from sp_lightning.model.wrapped import parts
 from sp_lightning.optim.fused import is_separable
 from sp_lightning.plan.ledger import FEW_BITS
 from tests.support.models import Module
+from tests.support.on_device import on_device
 from tests.support.overlapping import OVERLAP, overlapping, taken_apart
 from tests.support.runs import loader, trainer_for
 from tests.support.tiers import first
@@ -78,6 +79,13 @@ def test_their_updates_in_the_background_are_plains(kind: str, mode: Any, precis
     assert all(map(torch.equal, ours, plain))
     state = ours[len(list(Layers(kind).parameters())) :]
     assert strategy.ledger.state == sum(part.nbytes for part in state), "the ledger counts the bits"
+
+
+@pytest.mark.rest("those in the background are in the first tier")
+def test_their_steps_on_the_device_are_plains() -> None:
+    ours, plain = trained(on_device(), "AdamW8bit"), trained("auto", "AdamW8bit")
+    assert len(ours) == len(plain)
+    assert all(map(torch.equal, ours, plain))
 
 
 def test_the_comparison_can_fail() -> None:

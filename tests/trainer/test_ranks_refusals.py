@@ -40,6 +40,11 @@ def train(strategy: dict[str, Any]) -> None:
     ("strategy", "message"),
     [
         ({"check_writes": True}, "check_writes=True looks at the weights of one process"),
+        pytest.param(
+            {"optimizer_on": "device"},
+            'optimizer_on="device" steps layers of one device',
+            marks=pytest.mark.rest("it is refused beside the other"),
+        ),
     ],
 )
 def test_what_is_refused(strategy: dict[str, Any], message: str) -> None:

@@ -106,11 +106,11 @@ def test_the_device_steps_where_the_host_cannot() -> None:
     assert 'the host cannot update Muon with optimizer_overlap="backward"' in strategy.remarks()[-1]
 
 
-def test_on_a_cpu_nothing_is_to_choose_or_to_say() -> None:
+def test_on_a_cpu_there_is_one_place() -> None:
     strategy = auto()
     fit(Stepped, vectors(), strategy, recorded="losses")
     assert place_of(strategy) == "host"
-    assert not strategy.remarks()
+    assert strategy.remarks() == ['Optimizers step on the host (optimizer_on="auto": the model computes there, too).']
 
 
 def test_the_place_of_a_run_does_not_change_when_its_model_does() -> None:

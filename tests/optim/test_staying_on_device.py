@@ -1,0 +1,278 @@
+"""Steps on the device: gradients that never leave it, and casts that the next fetch finds there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Wait
+from sp_lightning.engine.host_source import HostSource
+from sp_lightning.weights.gradients import Gradients
+from sp_lightning.weights.layer import Slot, StreamedLayer
+from sp_lightning.weights.slots import Slots
+from tests.support.models import vectors
+from tests.support.on_device import Stepped, on_device
+from tests.support.runs import Outcome, assert_equal, assert_same, fit
+from tests.support.simdevice import simulated
+
+
+def test_gradients_of_layers_never_leave_in_backward() -> None:
+    def drained(mode: str) -> int:
+        strategy = on_device(optimizer_overlap=mode)
+        with simulated() as made:
+            fit(Stepped, vectors(), strategy, recorded="losses")
+        # Where none leaves, a step waits for the kernels that wrote them: backward may run on a stream of its user's.
+        assert Wait.DRAIN_AFTER_GRADIENT in made[0].waits
+        return strategy.stats().drained_bytes
+
+    assert drained("off") > 0
+    assert drained("backward") == 0, "this model has no residents"
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of gradients that are on the device whenever one has come."""
+    arrived, seen = Gradients.arrived, list[int]()
+
+    def noting(self: Gradients, *args: Any) -> bool:
+        whole = arrived(self, *args)
+        seen.append(self.device_bytes)
+        return whole
+
+    monkeypatch.setattr(Gradients, "arrived", noting)
+    return seen
+
+
+def test_gradients_that_stay_are_counted_until_they_are_used(there: list[int]) -> None:
+    strategy = on_device(optimizer_overlap="backward")
+    fit(Stepped, vectors(), strategy, recorded="nothing")
+    largest = max(layer.gradient_bytes for layer in strategy.plan.layers)
+    assert 1.5 * largest < max(there) <= strategy.plan.gradient_bytes, (
+        "one layer's are used while the next one's arrive"
+    )
+    assert there[0] == min(there) < largest
+
+
+class Incomplete(Stepped):
+    """One parameter of each layer never gets a gradient, so that none is stepped in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        net: Any = self.net
+        for each in (net.stem, *net.blocks, net.head):
+            each.lonely = nn.Parameter(torch.ones(3))
+
+
+def test_gradients_of_layers_that_are_not_complete_leave_in_backward(there: list[int]) -> None:
+    strategy = on_device(optimizer_overlap="backward")
+    fit(Incomplete, vectors(), strategy, recorded="nothing")
+    assert 0 < max(there) <= strategy.plan.gradient_bytes
+
+
+class Scales(Stepped):
+    """A weight that stays on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(self.scale * batch)
+
+
+def test_gradients_of_residents_leave_as_backward_ends() -> None:
+    strategy = on_device(optimizer_overlap="backward")
+    ours = fit(Scales, vectors(), strategy, recorded="losses")
+    assert_same(ours, fit(Scales, vectors(), "auto", recorded="losses"))
+    assert strategy.stats().drained_bytes == len(vectors()) * ours.state["scale"].nbytes
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class HooksLater(Stepped):
+    """Has hooks on gradients, which come when nothing refuses them any more."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            net: Any = self.net
+            for p in net.blocks[1].parameters():
+                p.register_post_accumulate_grad_hook(halve)
+
+
+@pytest.mark.parametrize(("make", "accumulated"), [(Stepped, 2), (HooksLater, 1)], ids=["accumulated", "hooked"])
+def test_gradients_that_come_to_the_host_are_stepped_in_backward(make: Callable[[], Stepped], accumulated: int) -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(make, vectors(4), strategy, recorded="losses", accumulate_grad_batches=accumulated)
+
+    assert_same(run(on_device(optimizer_overlap="backward")), run("auto"))
+
+
+class LooksInBackward(Stepped):
+    """Looks at gradients before each module's backward. That of a layer which is updated already is refused by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Tensor]] = []
+        for each in self.net.modules():
+            each.register_forward_hook(self.follow)
+
+    def follow(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self.look)
+
+    def look(self, _: Tensor) -> None:
+        self.seen.append({})
+        for name, p in self.named_parameters():
+            with suppress(RuntimeError):
+                if p.grad is not None:
+                    self.seen[-1][name] = p.grad.clone()
+
+
+def test_a_gradient_that_has_stayed_comes_if_user_code_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stayed: list[Any] = []
+    keep = Gradients._keep
+
+    def noting(self: Gradients, *args: Any) -> None:
+        stayed.append(args[0])
+        keep(self, *args)
+
+    monkeypatch.setattr(Gradients, "_keep", noting)
+    land = Gradients.land
+
+    def later(self: Gradients, *, everything: bool = False) -> None:
+        """As where another thread is in a hook, so that the next layer's gradients come before an update begins."""
+        if everything or len(self._landed) > 1:
+            last = self._landed.pop() if not everything else None
+            land(self, everything=everything)
+            if last is not None:
+                self._landed.append(last)
+
+    monkeypatch.setattr(Gradients, "land", later)
+
+    def run(strategy: Any) -> tuple[Outcome, list[dict[str, Tensor]]]:
+        made: list[LooksInBackward] = []
+
+        def make() -> LooksInBackward:
+            made.append(LooksInBackward())
+            return made[-1]
+
+        return fit(make, vectors(), strategy, recorded="losses"), made[-1].seen
+
+    plain, gradients = run("auto")
+    with simulated():
+        ours, seen = run(on_device(optimizer_overlap="backward"))
+    assert stayed
+    assert sum(map(len, seen)) > len(stayed), "each layer's are looked at, of several parameters each"
+    expected = [{name: there[name] for name in looked} for looked, there in zip(seen, gradients, strict=True)]
+    assert_equal(seen, expected, "gradients")
+    assert_same(ours, plain)
+
+
+# ---------------------------------------------------------------------- a fetch that needs nothing of the host
+
+
+def fetched(module: Callable[[], Stepped], **options: Any) -> tuple[Outcome, int]:
+    """A run in mixed precision on a simulated device, and the bytes that its fetches have brought from the host."""
+    strategy = on_device(optimizer_overlap="forward", **options)
+    with simulated():
+        ours = fit(module, vectors(), strategy, recorded="losses", precision="bf16-mixed")
+    return ours, strategy.stats().fetched_bytes
+
+
+def test_what_a_step_has_cast_need_not_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, fewer = fetched(Stepped)
+    assert_same(ours, fit(Stepped, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
+    monkeypatch.setattr("sp_lightning.optim.on_device.for_fetch", lambda *_: [])
+    without, all_of_it = fetched(Stepped)
+    assert_same(ours, without)
+    # Each layer once for each step but the last: its first fetch after it.
+    layers = [layer.nbytes for layer in ours.trainer.strategy.plan.layers]
+    assert all_of_it - fewer == sum(layers) * (len(vectors()) - 1)
+
+
+def test_what_a_fetch_reads_on_the_device_is_alive_until_compute_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go, seen = Slots._let_go, list[tuple[int, Wait]]()
+
+    def noting(self: Slots, slot: Slot) -> None:
+        alive = len(slot.alive)
+        let_go(self, slot)
+        seen.append((alive, self._device.waits[-1]))
+
+    monkeypatch.setattr(Slots, "_let_go", noting)
+    fetched(Stepped)
+    assert len(seen) == 7 * (len(vectors()) - 1)
+    assert {wait for _, wait in seen} == {Wait.USE_AFTER_FETCH}
+    assert all(alive for alive, _ in seen)
+
+
+class Writes(Stepped):
+    """Writes weights between a step and the next forward in a way that no version shows."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p in self.net.blocks[1].parameters():
+            p.data.mul_(0.5)
+
+
+def test_weights_that_users_write_after_a_step_are_fetched() -> None:
+    ours, _ = fetched(Writes)
+    assert_same(ours, fit(Writes, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
+
+
+class Freezes(Stepped):
+    """Half of a block's parameters are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad], lr=1e-2))
+        for block in self.net.blocks:
+            next(block.parameters()).requires_grad_(False)
+
+
+class WritesFrozen(Freezes):
+    """Writes those weights between a forward and the step, so that their casts are out of date when others are stepped."""
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        net: Any = self.net
+        for block in net.blocks:
+            next(block.parameters()).data.mul_(0.5)
+
+
+@pytest.mark.parametrize("make", [Freezes, WritesFrozen])
+def test_layers_of_which_only_some_parameters_are_stepped_are_fetched_whole(make: Callable[[], Stepped]) -> None:
+    ours, _ = fetched(make)
+    assert_same(ours, fit(make, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then user code may write weights in a way that no version shows."""
+    stage, staged, left = HostSource.stage, list[StreamedLayer](), list[bool]()
+
+    def interrupted(self: HostSource, layer: StreamedLayer) -> Any:
+        if staged and staged[-1].made:
+            raise KeyboardInterrupt
+        staged.append(layer)
+        return stage(self, layer)
+
+    class Catches(Stepped):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            try:
+                return super().training_step(batch, batch_idx)
+            except KeyboardInterrupt:
+                left.append(bool(staged.pop().made))
+                return None
+
+    monkeypatch.setattr(HostSource, "stage", interrupted)
+    strategy = SuperpipelineStrategy(k=2, k_prime=2, optimizer_on="device", optimizer_overlap="forward")
+    with simulated():
+        fit(Catches, vectors(), strategy, recorded="nothing", precision="bf16-mixed")
+    assert left
+    assert not any(left)
