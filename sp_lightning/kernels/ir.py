@@ -79,6 +79,11 @@ class Variant:
     first: bool = False
     nesterov: bool = False
 
+    @property
+    def moments(self) -> int:
+        """How many tensors of the weight's size the state has."""
+        return {"adam": 2, "adamw": 2, "sgd": int(self.momentum), "adagrad": 1}[self.kind] + self.amsgrad
+
 
 class Function:
     """The lines of a function, and names for its values."""

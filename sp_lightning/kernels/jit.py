@@ -59,7 +59,7 @@ def compile_or_none(text: str) -> Compiled | None:
         return Compiled(text)
     except ImportError:
         pass
-    except (RuntimeError, OSError, AttributeError) as error:
+    except Exception as error:  # an llvmlite of another version, or a broken one, may raise anything
         LOG.debug("Superpipeline: no kernel can be compiled: %s. torch's operators are used.", error)
     return None
 

@@ -6,12 +6,13 @@ with torch's operator when it is compiled, and is not used if it differs, or can
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ LEAST = 1 << 14
 """Elements of the smallest tensor for which a kernel is faster than torch's operators."""
 
 _CAST_ALIGNMENT = 32  # bytes, of stores past the caches
+_LEAST_BETA = 1e-6  # below it the sign of a zero in Adam's average is another one
 _HALVES = (torch.bfloat16, torch.float16)
 _tried = threading.RLock()
 Settings = Mapping[str, Any]
@@ -73,10 +75,15 @@ def update_in_one_pass(
     if not _suits(settings, operands, factors):
         return False
     variant = _variant(FUSED_STEPS[operator], settings, operands, len(factors))
-    found = _checked(variant)
+    found = _checked(variant) if len(operands.moments) == variant.moments else None
     if found is None:
         return False
-    _run(*found, variant, settings, operands, factors)
+    kernel, recipe = found
+    try:
+        numbers = _numbers(recipe, variant, settings, operands, factors)
+    except (ArithmeticError, ValueError):  # settings with which training ends in NaN
+        return False
+    _run(kernel, operands, numbers)
     increment_version([operands.weight, *operands.moments])
     return True
 
@@ -88,7 +95,10 @@ def _suits(settings: Settings, operands: Operands, factors: Sequence[float]) -> 
         and len(factors) <= 2
         and all(each.dtype is torch.float32 for each in (operands.weight, *operands.moments))
         and gradient in (torch.float32, *_HALVES)
+        and operands.gradient.shape == operands.weight.shape
         and (cast is None or (cast.dtype in _HALVES and cast.data_ptr() % _CAST_ALIGNMENT == 0))
+        and (cast is None or cast.shape == operands.weight.shape)
+        and settings.get("beta1", 1.0) > _LEAST_BETA
         and settings.get("grad_scale") is None
         and settings.get("found_inf") is None
     )
@@ -97,19 +107,19 @@ def _suits(settings: Settings, operands: Operands, factors: Sequence[float]) -> 
 def _variant(kind: Any, settings: Settings, operands: Operands, factors: int) -> Variant:
     own: dict[str, bool] = {}
     if kind in ("adam", "adamw"):
-        own = {"amsgrad": settings["amsgrad"], "near": abs(1 - settings["beta1"]) < 0.5}
+        own = {"amsgrad": settings["amsgrad"], "near": abs(_float(1 - settings["beta1"])) < 0.5}
     elif kind == "sgd":
         momentum = settings["momentum"] != 0
         own = {"momentum": momentum, "first": settings["is_first_step"], "nesterov": settings["nesterov"]}
-    cast, decays = None if operands.cast is None else operands.cast.dtype, settings["weight_decay"] != 0
+    cast, decays = None if operands.cast is None else operands.cast.dtype, float(settings["weight_decay"]) != 0
     return Variant(kind, operands.gradient.dtype, cast, factors, settings["maximize"], decays, **own)
 
 
-def _run(
-    kernel: Compiled, recipe: Recipe, variant: Variant, settings: Settings, operands: Operands, factors: Sequence[float]
-) -> None:
-    """Calls a kernel, with the numbers that torch's operator computes first, in double precision."""
-    lr, decay = float(settings["lr"]), settings["weight_decay"]
+def _numbers(
+    recipe: Recipe, variant: Variant, settings: Settings, operands: Operands, factors: Sequence[float]
+) -> dict[str, float]:
+    """The numbers that torch's operator computes first, in double precision."""
+    lr, decay = float(settings["lr"]), float(settings["weight_decay"])
     numbers = {f"factor{at}": factor for at, factor in enumerate(factors)} | {"decay": decay}
     steps = 0.0 if variant.kind == "sgd" else float(operands.state[-1])  # type: ignore[arg-type]
     if variant.kind in ("adam", "adamw"):
@@ -124,6 +134,10 @@ def _run(
         numbers |= {"step": -lr, "momentum": settings["momentum"], "damping": 1 - settings["dampening"]}
     else:
         numbers |= {"step": -(lr / (1 + (steps - 1) * settings["lr_decay"])), "eps": settings["eps"]}
+    return numbers
+
+
+def _run(kernel: Compiled, operands: Operands, numbers: Mapping[str, float]) -> None:
     places = {f"s{at}": each for at, each in enumerate(operands.moments)}
     places |= {"weight": operands.weight, "gradient": operands.gradient}
     places |= {} if operands.cast is None else {"cast": operands.cast}
@@ -134,10 +148,10 @@ def _run(
 
 def _float(number: float) -> float:
     """A number as float32 has it."""
-    return torch.tensor(number, dtype=torch.float32).item()
+    return ctypes.c_float(number).value
 
 
-@cache
+@lru_cache(1024)
 def _decay(lr: float, decay: float) -> float:
     """1 - lr · decay with one rounding, as torch's compiler has it."""
     exact = 1 - Fraction(lr) * Fraction(decay)
@@ -177,10 +191,12 @@ def _agrees(kernel: Compiled, recipe: Recipe, variant: Variant) -> bool:
 
 
 def _agrees_on(seed: int, count: int, kernel: Compiled, recipe: Recipe, variant: Variant) -> bool:
-    settings, generator = _settings(variant), torch.Generator().manual_seed(seed)
-    weight, gradient, *moments = (torch.randn(count, generator=generator) for _ in range(5))
+    settings, generator = _settings(variant), torch.Generator("cpu").manual_seed(seed)
+    # Users may have set other defaults.
+    drawn = (torch.randn(count, generator=generator, dtype=torch.float32, device="cpu") for _ in range(5))
+    weight, gradient, *moments = drawn
     gradient[count // 2], gradient = torch.inf, gradient.to(variant.gradient)
-    state: list[Any] = [moments[0], moments[1].abs(), moments[2].abs() if variant.amsgrad else None, torch.tensor(3.0)]
+    state: list[Any] = [moments[0], moments[1].abs(), moments[2].abs() if variant.amsgrad else None, _step()]
     if variant.kind in ("sgd", "adagrad"):
         state = [moments[0] if variant.momentum else None] if variant.kind == "sgd" else [moments[1].abs(), state[-1]]
     cast = None if variant.cast is None else _aligned(count, variant.cast)
@@ -188,7 +204,8 @@ def _agrees_on(seed: int, count: int, kernel: Compiled, recipe: Recipe, variant:
     ours: list[Any]
     theirs, ours = ([each if each is None else each.clone() for each in (weight, *state)] for _ in range(2))
     factors = [_float(0.75), _float(1 / 3)][: variant.factors]
-    _run(kernel, recipe, variant, settings, Operands(ours[0], gradient, cast, ours[1:]), factors)
+    operands = Operands(ours[0], gradient, cast, ours[1:])
+    _run(kernel, operands, _numbers(recipe, variant, settings, operands, factors))
 
     wide = gradient.to(torch.float32, copy=True)
     for factor in factors:
@@ -199,8 +216,12 @@ def _agrees_on(seed: int, count: int, kernel: Compiled, recipe: Recipe, variant:
     return all(each is None or _same(each, own) for each, own in pairs)
 
 
+def _step() -> Tensor:
+    return torch.full((), 3.0, dtype=torch.float32, device="cpu")
+
+
 def _aligned(count: int, dtype: torch.dtype) -> Tensor:
-    memory = torch.empty(count + _CAST_ALIGNMENT, dtype=dtype)
+    memory = torch.empty(count + _CAST_ALIGNMENT, dtype=dtype, device="cpu")
     return memory[-memory.data_ptr() // 2 % (_CAST_ALIGNMENT // 2) :][:count]
 
 

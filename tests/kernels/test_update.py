@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sp_lightning.device.torch_private import FUSED_STEPS
 from sp_lightning.kernels import ir, jit, update
 from sp_lightning.kernels.ir import Variant, update_text
+from sp_lightning.kernels.norms import norms_of
 from sp_lightning.kernels.update import Operands, available, update_in_one_pass
 from sp_lightning.optim import pieces
 from tests.support.mixed import scaled
@@ -261,3 +262,89 @@ def test_what_kernels_leave_to_torch(change: Any, why: str) -> None:
     before: Tensor = changed["weight"].clone()
     assert not done(**changed)
     assert torch.equal(changed["weight"], before)
+
+
+# ---------------------------------------------------------------------- what an attacker found
+
+
+def adamw(**other: Any) -> dict[str, Any]:
+    settings = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False}
+    return settings | {"maximize": False, "grad_scale": None, "found_inf": None} | other
+
+
+def beside_torch(settings: dict[str, Any], gradient: Tensor) -> bool:
+    """Updates by a kernel and by torch, and says whether a kernel has done it. The bits are the same, of zeros, too."""
+    count = gradient.numel()
+    torch.manual_seed(0)
+    ours = [torch.randn(count), torch.zeros(count), torch.zeros(count), torch.tensor(1.0)]
+    theirs = [each.clone() for each in ours]
+    operands = Operands(ours[0], gradient, None, [ours[1], ours[2], None, ours[3]])
+    done = update_in_one_pass(torch._fused_adamw_, settings, operands, [])
+    operator: Any = torch._fused_adamw_
+    operator([theirs[0]], [gradient.float()], [theirs[1]], [theirs[2]], [], [theirs[3]], **settings)
+    for one, other in zip(ours, theirs, strict=True) if done else ():
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    return done
+
+
+@pytest.mark.parametrize(
+    ("other", "done"),
+    [
+        ({"beta1": 0.500000001}, True),  # less than half of the way in double precision, and half of it in float32
+        ({"beta1": 0.0}, False),
+        ({"lr": torch.inf}, False),
+        ({"lr": 1e300, "weight_decay": 1e300}, False),
+        ({"weight_decay": torch.tensor(0.1)}, True),
+    ],
+    ids=["half of the way", "no average", "infinite", "too large", "a tensor"],
+)
+def test_settings_at_the_edge(other: dict[str, Any], done: bool) -> None:
+    gradient = torch.randn(16387).bfloat16()
+    gradient[-3:] = -0.0
+    assert beside_torch(adamw(**other), gradient) is done
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_defaults_of_users_do_not_matter(dtype: torch.dtype, device: str, anew: None) -> None:
+    gradient, count = torch.randn(20000).bfloat16(), 20000
+    tensors = [torch.ones(count), torch.zeros(count), torch.zeros(count), torch.tensor(1.0)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        operands = Operands(tensors[0], gradient, None, [tensors[1], tensors[2], None, tensors[3]])
+        assert update_in_one_pass(torch._fused_adamw_, adamw(), operands, [])
+        (norm,) = norms_of([gradient]).values()
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+    assert torch.equal(norm, torch.linalg.vector_norm(gradient.float()))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state": [torch.zeros(20000), torch.zeros(20000), None, torch.tensor(1.0)]},  # of another shape
+        {"state": [None, None, None, torch.tensor(1.0)]},
+        {"gradient": torch.zeros(100).bfloat16()},
+        {"cast": torch.zeros(100).bfloat16()},
+    ],
+    ids=["another shape", "none", "a short gradient", "a short cast"],
+)
+def test_what_does_not_fit_is_left_to_torch(wrong: dict[str, Any]) -> None:
+    moments = [torch.zeros(100, 200), torch.zeros(100, 200)]
+    right: dict[str, Any] = {
+        "weight": torch.ones(100, 200), "gradient": torch.ones(100, 200).bfloat16(), "cast": None,
+        "state": [*moments, None, torch.tensor(1.0)],
+    }  # fmt: skip
+    assert update_in_one_pass(torch._fused_adamw_, adamw(), Operands(**right), [])
+    assert not update_in_one_pass(torch._fused_adamw_, adamw(), Operands(**{**right, **wrong}), [])
+
+
+def test_a_broken_llvmlite_is_none(monkeypatch: pytest.MonkeyPatch, anew: None) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise TypeError("create_pipeline_tuning_options() got an unexpected keyword argument 'speed_level'")
+
+    monkeypatch.setattr("llvmlite.binding.create_pipeline_tuning_options", broken)
+    assert not available()
