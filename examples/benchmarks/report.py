@@ -299,16 +299,18 @@ def by_routing(row: Row) -> str:
 
 
 def _update(row: Row) -> str:
-    """The optimizer's step in pieces, beside the same in walks, and beside the optimizer alone."""
-    lines = []
+    """The optimizer's step in one pass and in pieces, beside the same in walks, and beside the optimizer alone."""
+    lines, cases = [], [case for found in row["threads"].values() for case in found["cases"].values()]
+    ours = ("pieces", *["one pass"] * any("one pass" in case for case in cases))  # rows from before it have none
     for threads, found in row["threads"].items():
         for case, seconds in found["cases"].items():
-            times = [seconds.get(way) for way in ("alone", "walks", "operators", "pieces")]
+            times = [seconds.get(way) for way in ("alone", "walks", "operators", *ours)]
             lines.append([threads, case])
             lines[-1] += [NONE if each is None else f"{1e9 * each / row['parameters']:.3f}" for each in times]
-            lines[-1] += [f"{seconds[way] / seconds['alone']:.2f}" for way in ("walks", "pieces")]
-    ways = ("AdamW alone", "in walks", "pieces' operators", "in pieces")
-    head = ["threads", "precision", *(f"{way}, ns per parameter" for way in ways), "walks ÷ alone", "pieces ÷ alone"]
+            lines[-1] += [f"{seconds[way] / seconds['alone']:.2f}" for way in ("walks", *ours)]
+    ways = ("AdamW alone", "in walks", "pieces' operators", *(f"in {way}" for way in ours))
+    ratios = (f"{way} ÷ alone" for way in ("walks", *ours))
+    head = ["threads", "precision", *(f"{way}, ns per parameter" for way in ways), *ratios]
     return _markdown(head, lines)
 
 

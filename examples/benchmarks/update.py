@@ -1,4 +1,6 @@
-"""The optimizer's step on the host: torch's AdamW alone, a layer's update in three walks over memory, and ours in pieces.
+"""The optimizer's step on the host: torch's AdamW alone, an update in three walks over memory, in pieces, and in one pass.
+
+The pass is a kernel of our own (``pip install "sp_lightning[kernels]"``); without llvmlite it is the pieces again.
 
 Same tensors, one process, taking turns; with one thread, and with all that torch takes. Under bf16-mixed the gradients come
 in bfloat16 and new weights are cast for the next fetch, so AdamW alone, on float32 gradients that are there already, is
@@ -13,17 +15,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from examples.benchmarks import cli, rows
+from sp_lightning.kernels import norms
+from sp_lightning.kernels import update as kernels
 from sp_lightning.optim.pieces import InPieces, piece_size
-from sp_lightning.weights.narrow_gradient import Change, Norms, change, keep_narrow, stored
+from sp_lightning.weights.narrow_gradient import Change, Factor, Norms, change, keep_narrow, stored
 
 LAYERS = 16
 MAX_NORM = 1e-3  # so small that every step clips
@@ -99,12 +105,9 @@ class Layers:
                 keep_narrow(weight, came, looked_at=lambda: None)
         clip: Change | None = None
         if clips:
-            norms = Norms()
-            total = get_total_norm(
-                [norms.of(gradient) for weight in self.weights if (gradient := stored(weight)) is not None]
-            )
+            total = get_total_norm(Norms().of([g for weight in self.weights if (g := stored(weight)) is not None]))
             coefficient = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
-            clip = lambda gradient: gradient.mul_(coefficient)  # noqa: E731
+            clip = Factor(coefficient)
         for index, weight in enumerate(self.weights):
             wide = {id(weight): clip} if clip is not None and not change(weight, clip) else {}
             casts = {id(weight): self.casts[index]} if half else {}
@@ -134,10 +137,15 @@ def measure(parameters: int, rounds: int) -> rows.Row:
 
 
 def _compare(layers: Layers, rounds: int, *, half: bool, clips: bool) -> dict[str, float]:
+    def without_kernels() -> None:
+        with mock.patch.object(kernels, "LEAST", sys.maxsize), mock.patch.object(norms, "_checked", return_value=None):
+            layers.pieces(half=half, clips=clips)
+
     ways: dict[str, Step] = {
         "alone": layers.alone,
         "walks": lambda: layers.walks(half=half, clips=clips),
-        "pieces": lambda: layers.pieces(half=half, clips=clips),
+        "pieces": without_kernels,
+        "one pass": lambda: layers.pieces(half=half, clips=clips),
     }
     if half and not clips:
         ways["operators"] = layers.operators
@@ -162,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for threads, found in row["threads"].items():
         for case, seconds in found["cases"].items():
             each = {way: f"{1e9 * value / row['parameters']:.3f}" for way, value in seconds.items()}
-            ratio = f"{seconds['pieces'] / seconds['alone']:.2f}"
-            print(f"{threads} threads, {case}: ns per parameter {each}; pieces ÷ alone {ratio}", flush=True)
+            ratios = [f"{way} ÷ alone {seconds[way] / seconds['alone']:.2f}" for way in ("pieces", "one pass")]
+            print(f"{threads} threads, {case}: ns per parameter {each}; {', '.join(ratios)}", flush=True)
 
 
 if __name__ == "__main__":

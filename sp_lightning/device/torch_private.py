@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, autograd, nn, serialization
@@ -202,9 +202,12 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-FUSED_STEPS: frozenset[Callable[..., Any]] = frozenset(
-    {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_}
-)
+FUSED_STEPS: dict[Callable[..., Any], Literal["adam", "adamw", "sgd", "adagrad"]] = {
+    torch._fused_adam_: "adam",
+    torch._fused_adamw_: "adamw",
+    torch._fused_sgd_: "sgd",
+    torch._fused_adagrad_: "adagrad",
+}
 """The operators that fused optimizers call. Their positional arguments are lists, empty or as long as the first: weights,
 gradients, then state. The optimizers are public, what they call is not."""
 

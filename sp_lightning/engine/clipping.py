@@ -13,7 +13,7 @@ from sp_lightning.device.device import Stream
 from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.engine.updating import Updating
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, stored
+from sp_lightning.weights.narrow_gradient import Change, Factor, Norms, as_it_came, change, stored
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
@@ -53,7 +53,7 @@ class Clipping:
         if self._on_device is not None:
             self._on_device.read()
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
-        self._clip((lambda gradient: gradient.mul_(coefficient)) if coefficient != 1 else None)
+        self._clip(Factor(coefficient) if coefficient != 1 else None)
 
     def by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips each element."""
@@ -75,7 +75,7 @@ class Clipping:
         if known is gradient and version == gradient._version:
             return norm
         here = as_it_came(gradient) is gradient and not self._in_memory(parameter)
-        return gradient if here else norms.of(gradient)
+        return gradient if here else norms.of([gradient])[0]
 
     def _in_memory(self, parameter: nn.Parameter) -> bool:
         """Has a gradient in memory. Returns whether it comes from a disk."""
@@ -95,10 +95,11 @@ class Clipping:
         measured, device = self._measured, self._engine.device
 
         def work(by: Stream | None, norms: Norms) -> None:
-            for parameter, gradient in gradients:
-                if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
-                    device.access(as_it_came(gradient), by, write=False)
-                    measured[parameter] = gradient, gradient._version, norms.of(gradient)
+            if measured is self._measured:  # otherwise the step has gone on without waiting for these norms
+                device.access([as_it_came(gradient) for _, gradient in gradients], by, write=False)
+                found = norms.of([gradient for _, gradient in gradients])
+                for (parameter, gradient), norm in zip(gradients, found, strict=True):
+                    measured[parameter] = gradient, gradient._version, norm
 
         if layer.use_gradients():
             work(None, Norms())  # the background would come to gradients that have left memory

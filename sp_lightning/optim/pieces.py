@@ -1,9 +1,10 @@
 """Updates weights piece by piece: what is made for one piece is used while it is in the processor's caches.
 
 In mixed precision a layer's update is three walks over host memory: gradients are widened to float32, the optimizer steps,
-and new weights are cast for the next fetch. In pieces each walk finds in the caches what the one before left there, and a
-widened gradient never reaches memory at all. torch's fused kernels treat each element by itself, so the pieces get the bits
-of the whole if each begins where a vector of the processor begins.
+and new weights are cast for the next fetch. A kernel of our own does all of it in one, where it can be compiled. Elsewhere each
+walk in pieces finds in the caches what the one before left there, and a widened gradient never reaches memory at all. torch's
+fused kernels treat each element by itself, so the pieces get the bits of the whole if each begins where a vector of the processor
+begins.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning.device.torch_private import FUSED_STEPS, second_level_cache
-from sp_lightning.weights.narrow_gradient import Change, NarrowGradient, made_of
+from sp_lightning.kernels.update import Operands, update_in_one_pass
+from sp_lightning.weights.narrow_gradient import Change, Factor, NarrowGradient, made_of
 
 
 class InPieces(TorchFunctionMode):
@@ -56,11 +58,13 @@ class InPieces(TorchFunctionMode):
             came, changes = made_of(gradient)
             if id(weight) in self._clips:
                 changes = (*changes, self._clips[id(weight)])
-            update = _Update(weight.detach(), came, changes, self._casts.get(id(weight)), state)
-            several_walks = update.widens or update.cast is not None or bool(update.changes)
-            if weight.numel() > self._elements and several_walks and update.contiguous:
-                self._step_in_pieces(step, update)
-                continue
+            update = _Update(weight.detach(), came, self._casts.get(id(weight)), state, changes)
+            if update.several_walks and update.contiguous:
+                if self._in_one_pass(func, kwargs or {}, update):
+                    continue
+                if weight.numel() > self._elements:
+                    self._step_in_pieces(step, update)
+                    continue
             together.append(update)
             size += weight.numel()
             if size >= self._elements:
@@ -69,6 +73,15 @@ class InPieces(TorchFunctionMode):
         if together:
             self._step_together(step, together)
         return None
+
+    def _in_one_pass(self, operator: Callable[..., Any], settings: Mapping[str, Any], update: _Update) -> bool:
+        """Has a kernel of our own do it, if there is one. Returns whether it has."""
+        changes = update.changes
+        factors = [change.number for change in changes if isinstance(change, Factor)]
+        # A gradient that is wide already is changed in place, for user code to see.
+        if len(factors) < len(changes) or (changes and not update.widens):
+            return False
+        return update_in_one_pass(operator, settings, update, factors)
 
     def _step_in_pieces(self, step: Callable[..., Any], update: _Update) -> None:
         # The loop is short, because after each piece Python finds the processor's caches full of that.
@@ -98,28 +111,21 @@ class InPieces(TorchFunctionMode):
                 each.cast.copy_(each.weight)
 
 
-@dataclass(slots=True)
-class _Update:
-    """What the update of one parameter reads and writes.
+@dataclass
+class _Update(Operands):
+    """What the update of one parameter reads and writes, and what changes the gradient first."""
 
-    Attributes:
-        weight: the values, which are updated in place.
-        gradient: in the weight's dtype or a lower one.
-        changes: change the gradient first.
-        cast: receives the new values in its own dtype; None if there is no cast.
-        state: the optimizer's tensors, of the weight's shape or numbers of steps; None where the optimizer has none.
-    """
-
-    weight: Tensor
-    gradient: Tensor
     changes: Sequence[Change]
-    cast: Tensor | None
-    state: Sequence[Tensor | None]
 
     @property
     def widens(self) -> bool:
         """Whether the gradient has a lower dtype than the weight."""
         return self.gradient.dtype is not self.weight.dtype
+
+    @property
+    def several_walks(self) -> bool:
+        """Whether torch's operators walk over some of it more than once."""
+        return self.widens or self.cast is not None or bool(self.changes)
 
     @property
     def contiguous(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.torch_private import scaler_device
-from sp_lightning.weights.narrow_gradient import as_it_came, change, is_narrow, stored, widen_if_changed
+from sp_lightning.weights.narrow_gradient import Factor, as_it_came, change, is_narrow, stored, widen_if_changed
 
 Found = dict[torch.device, Tensor]
 """For each device with gradients, 1.0 if some of them are not finite."""
@@ -48,7 +48,7 @@ class HostGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Found:
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        unscale = partial(torch.Tensor.mul_, other=inv_scale)
+        unscale = Factor(inv_scale)
         narrow, others = list[nn.Parameter](), list[nn.Parameter]()
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             widen_if_changed(parameter)

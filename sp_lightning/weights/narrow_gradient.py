@@ -11,7 +11,7 @@ would not do: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import no_torch_functions, subclasses_are_asked, tree_leaves
+from sp_lightning.kernels.norms import norms_of
 from sp_lightning.weights.roles import Role, leave, take
 
 _tensor_data: Any = Tensor.data
@@ -31,6 +32,24 @@ Made = tuple[Tensor, tuple[Change, ...]]
 """A gradient as it came, and what has changed its value since, in order."""
 _MOST_CHANGES = 2
 """Of one step: it unscales and clips. Changes of several steps pile up if user code never sets a gradient to None."""
+
+
+class Factor:
+    """A :data:`Change` that multiplies.
+
+    Args:
+        factor: one number, float32.
+
+    Attributes:
+        number: the same.
+    """
+
+    def __init__(self, factor: Tensor) -> None:
+        self._factor = factor
+        self.number = float(factor)
+
+    def __call__(self, gradient: Tensor) -> None:
+        gradient.mul_(self._factor)
 
 
 class NarrowGradient(Tensor):
@@ -175,16 +194,29 @@ def _widen(gradient: Any) -> None:
 
 
 class Norms:
-    """Computes norms of gradients, one after the other, in the same memory: to allocate it takes longer than the norm."""
+    """Computes norms of gradients, in the same memory if it needs any: to allocate it takes longer than the norm."""
 
     def __init__(self) -> None:
         self._wide = torch.empty(0)
 
-    def of(self, gradient: Tensor) -> Tensor:
-        """Returns the norm of a gradient. A narrow one is widened here, so that torch adds in the same order."""
-        (came, changes), dtype = made_of(gradient), gradient.dtype
+    def of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the norms of gradients. A kernel of our own reads narrow ones as they came, if there is one.
+
+        Others are widened here, so that torch adds in the same order.
+        """
+        made = [made_of(gradient) for gradient in gradients]
+        known = norms_of(
+            [came for (came, changes), g in zip(made, gradients, strict=True) if came is not g and not changes]
+        )
+        return [
+            known[id(came)] if id(came) in known else self._of_one(gradient, came, changes)
+            for gradient, (came, changes) in zip(gradients, made, strict=True)
+        ]
+
+    def _of_one(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:
         if came is gradient:
             return torch.linalg.vector_norm(gradient)
+        dtype = gradient.dtype
         if self._wide.numel() < came.numel() or self._wide.dtype is not dtype:
             self._wide = torch.empty(came.numel(), dtype=dtype, device="cpu")
         wide = self._wide.as_strided(came.shape, came.stride())

@@ -308,6 +308,17 @@ def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.
     assert in_gib(found["windows"][0]["device_bytes"]) == needs
 
 
+def test_an_answer_says_that_it_counts_on_kernels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {}
+    for there in (True, False):
+        monkeypatch.setattr("sp_lightning.kernels.update.available", lambda there=there: there)
+        main(["plan", "resnet18", "--k", "1", "--k-prime", "1"])
+        said[there] = 'pip install "sp_lightning[kernels]"' in capsys.readouterr().out
+    assert said == {True: False, False: True}
+
+
 def test_steps_on_the_device_are_for_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "resnet18", "--optimizer-on", "device", "--devices", "2"])

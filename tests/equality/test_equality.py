@@ -99,12 +99,15 @@ def test_the_comparison_can_fail() -> None:
         why="the others share its path",
     ),
 )
+@pytest.mark.parametrize("kernels", [False, True], ids=["pieces", "kernels"])
 def test_the_variants_of_one_pass_have_narrow_gradients_and_pieces(
-    variant_name: str, monkeypatch: pytest.MonkeyPatch
+    kernels: bool, variant_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
     cut: list[int] = []
-    keep, step = gradients.keep_narrow, InPieces._step_in_pieces
+    keep, step, in_one = gradients.keep_narrow, InPieces._step_in_pieces, InPieces._in_one_pass
+    if kernels:
+        pytest.importorskip("llvmlite")
 
     def note_kept(parameter: Any, *more: Any) -> None:
         kept.append(parameter.numel())
@@ -114,8 +117,14 @@ def test_the_variants_of_one_pass_have_narrow_gradients_and_pieces(
         cut.append(1)
         step(self, *more)
 
+    def note_in_one(self: InPieces, *more: Any) -> bool:
+        done = kernels and in_one(self, *more)
+        cut.extend([1] * done)
+        return done
+
     monkeypatch.setattr(gradients, "keep_narrow", note_kept)
     monkeypatch.setattr(InPieces, "_step_in_pieces", note_cut)
+    monkeypatch.setattr(InPieces, "_in_one_pass", note_in_one)
     ours(CASES["llama-dropout"], VARIANTS[variant_name])
     assert kept
     assert max(kept) > 512

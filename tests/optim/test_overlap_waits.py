@@ -311,9 +311,10 @@ def test_an_update_declares_to_write_the_gradients_that_it_writes(precision: str
     declared: dict[int, bool] = {}  # by the address of a gradient
     checked: list[bool] = []
 
-    def noted(self: Device, memory: Tensor, by: Stream | None, *, write: bool) -> None:
-        if by is Stream.UPDATE:
-            declared[memory.data_ptr()] = write
+    def noted(self: Device, memory: Tensor | list[Tensor], by: Stream | None, *, write: bool) -> None:
+        for each in [memory] if isinstance(memory, Tensor) else memory:
+            if by is Stream.UPDATE:
+                declared[each.data_ptr()] = write
         access(self, memory, by, write=write)
 
     def compared(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:

@@ -1,0 +1,100 @@
+"""Compiles the text of a kernel for this processor, and runs it on torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LOG = logging.getLogger("lightning.pytorch.superpipeline")
+_lock = threading.Lock()  # LLVM's set-up is the process's
+_engines: list[Any] = []
+"""They own the machine code of all kernels, which is there as long as the process is."""
+
+
+class Compiled:
+    """A kernel.
+
+    Args:
+        text: LLVM's assembly, of a function ``void run(i64 begin, i64 end, ptr arguments)``.
+
+    Raises:
+        ImportError: llvmlite is missing.
+        RuntimeError, OSError: this system, or this llvmlite, cannot compile it or run machine code that was just made.
+    """
+
+    def __init__(self, text: str) -> None:
+        import llvmlite.binding as llvm
+
+        _refuse_if_hardened()
+        with _lock:
+            llvm.initialize_native_target()
+            llvm.initialize_native_asmprinter()
+            module = llvm.parse_assembly(text)
+            module.verify()
+            passes = llvm.create_pass_builder(_machine(llvm), llvm.create_pipeline_tuning_options(speed_level=2))
+            passes.getModulePassManager().run(module, passes)
+            engine = llvm.create_mcjit_compiler(module, _machine(llvm))
+            engine.finalize_object()
+            _engines.append(engine)
+            self._address = engine.get_function_address("run")
+        self._parallel_for = _find_parallel_for()
+
+    def run(self, count: int, least: int, arguments: ctypes.Structure) -> None:
+        """Calls the kernel for all of ``count`` items, at least ``least`` in a thread, without the interpreter's lock."""
+        failed = self._parallel_for(0, count, least, self._address, ctypes.addressof(arguments))
+        assert not failed, "a kernel raises nothing"
+
+
+def compile_or_none(text: str) -> Compiled | None:
+    """Compiles a kernel; None, with a line in the log at DEBUG but for a missing llvmlite, if that cannot be done here."""
+    try:
+        return Compiled(text)
+    except ImportError:
+        pass
+    except Exception as error:  # an llvmlite of another version, or a broken one, may raise anything
+        LOG.debug("Superpipeline: no kernel can be compiled: %s. torch's operators are used.", error)
+    return None
+
+
+def _refuse_if_hardened() -> None:
+    """Refuses systems on which memory that was written cannot become executable: LLVM would end the process there.
+
+    Raises:
+        OSError: this is one.
+    """
+    if sys.platform == "win32":
+        return
+    memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    libc, begin = ctypes.CDLL(None, use_errno=True), ctypes.c_char.from_buffer(memory)
+    address = ctypes.c_void_p(ctypes.addressof(begin))
+    failed = libc.mprotect(address, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC)
+    if failed:
+        raise OSError(ctypes.get_errno(), "memory cannot be made executable")
+
+
+def _machine(llvm: Any) -> Any:
+    """This processor, with all that it can do. Whoever is given it owns it."""
+    features = llvm.get_host_cpu_features().flatten()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=3, jit=True)
+
+
+def _find_parallel_for() -> Any:
+    """``torch_parallel_for``, which torch exports for C since 2.10: the calling thread's number of threads take part.
+
+    Raises:
+        OSError, AttributeError: torch's library is elsewhere, or has no such function.
+    """
+    names = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
+    library = Path(torch.__file__).parent / "lib" / names.get(sys.platform, "libtorch_cpu.so")
+    found = ctypes.CDLL(os.fspath(library)).torch_parallel_for
+    found.argtypes, found.restype = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 2, ctypes.c_int32
+    return found

@@ -1,0 +1,241 @@
+"""A layer's update in one walk over host memory: the gradient is widened, changed, the optimizer steps, and weights are cast.
+
+torch's fused operators need a walk for each of these. A kernel of our own needs one, with the same bits: each variant is compared
+with torch's operator when it is compiled, and is not used if it differs, or cannot be compiled or run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.torch_private import FUSED_STEPS
+from sp_lightning.kernels.ir import BLOCK, RECIPES, Arguments, Recipe, Variant, update_text
+from sp_lightning.kernels.jit import LOG, Compiled, compile_or_none
+
+LEAST = 1 << 14
+"""Elements of the smallest tensor for which a kernel is faster than torch's operators."""
+
+_CAST_ALIGNMENT = 32  # bytes, of stores past the caches
+_LEAST_BETA = 1e-6  # below it the sign of a zero in Adam's average is another one
+_HALVES = (torch.bfloat16, torch.float16)
+_tried = threading.RLock()
+Settings = Mapping[str, Any]
+"""The keyword arguments of a fused operator."""
+
+
+@dataclass
+class Operands:
+    """What the update of one parameter reads and writes, all of it on the host.
+
+    Attributes:
+        weight: the values, which are updated in place.
+        gradient: in the weight's dtype or a lower one.
+        cast: receives the new values in its own dtype; None if there is no cast.
+        state: what the operator takes behind gradients: tensors of the weight's shape, which are updated in place, and the number
+            of this step; None where the optimizer has none.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    cast: Tensor | None
+    state: Sequence[Tensor | None]
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """The state that is as large as the weight."""
+        return [each for each in self.state if each is not None and each.shape == self.weight.shape]
+
+
+def update_in_one_pass(
+    operator: Callable[..., Any], settings: Settings, operands: Operands, factors: Sequence[float]
+) -> bool:
+    """Updates one parameter as a fused operator does, after its gradient was widened and multiplied, and casts it.
+
+    Args:
+        operator: one of torch's for Adam, AdamW, SGD and Adagrad.
+        settings: its keyword arguments.
+        operands: contiguous.
+        factors: what the gradient is multiplied by, one after the other.
+
+    Returns:
+        Whether it has: otherwise nothing was done, and torch's operators are to do it.
+    """
+    if not _suits(settings, operands, factors):
+        return False
+    variant = _variant(FUSED_STEPS[operator], settings, operands, len(factors))
+    found = _checked(variant) if len(operands.moments) == variant.moments else None
+    if found is None:
+        return False
+    kernel, recipe = found
+    try:
+        numbers = _numbers(recipe, variant, settings, operands, factors)
+    except (ArithmeticError, ValueError):  # settings with which training ends in NaN
+        return False
+    _run(kernel, operands, numbers)
+    increment_version([operands.weight, *operands.moments])
+    return True
+
+
+def _suits(settings: Settings, operands: Operands, factors: Sequence[float]) -> bool:
+    cast, gradient = operands.cast, operands.gradient.dtype
+    return (
+        operands.weight.numel() >= LEAST
+        and len(factors) <= 2
+        and all(each.dtype is torch.float32 for each in (operands.weight, *operands.moments))
+        and gradient in (torch.float32, *_HALVES)
+        and operands.gradient.shape == operands.weight.shape
+        and (cast is None or (cast.dtype in _HALVES and cast.data_ptr() % _CAST_ALIGNMENT == 0))
+        and (cast is None or cast.shape == operands.weight.shape)
+        and settings.get("beta1", 1.0) > _LEAST_BETA
+        and settings.get("grad_scale") is None
+        and settings.get("found_inf") is None
+    )
+
+
+def _variant(kind: Any, settings: Settings, operands: Operands, factors: int) -> Variant:
+    own: dict[str, bool] = {}
+    if kind in ("adam", "adamw"):
+        own = {"amsgrad": settings["amsgrad"], "near": abs(_float(1 - settings["beta1"])) < 0.5}
+    elif kind == "sgd":
+        momentum = settings["momentum"] != 0
+        own = {"momentum": momentum, "first": settings["is_first_step"], "nesterov": settings["nesterov"]}
+    cast, decays = None if operands.cast is None else operands.cast.dtype, float(settings["weight_decay"]) != 0
+    return Variant(kind, operands.gradient.dtype, cast, factors, settings["maximize"], decays, **own)
+
+
+def _numbers(
+    recipe: Recipe, variant: Variant, settings: Settings, operands: Operands, factors: Sequence[float]
+) -> dict[str, float]:
+    """The numbers that torch's operator computes first, in double precision."""
+    lr, decay = float(settings["lr"]), float(settings["weight_decay"])
+    numbers = {f"factor{at}": factor for at, factor in enumerate(factors)} | {"decay": decay}
+    steps = 0.0 if variant.kind == "sgd" else float(operands.state[-1])  # type: ignore[arg-type]
+    if variant.kind in ("adam", "adamw"):
+        beta1, beta2, rate = settings["beta1"], settings["beta2"], 1 - settings["beta1"]
+        numbers |= {
+            "step": -(lr / (1 - math.pow(beta1, steps))), "bias2": math.sqrt(1 - math.pow(beta2, steps)), "eps": settings["eps"],
+            "rate1": rate, "beyond1": _float(rate) - 1, "beta2": beta2, "rate2": 1 - beta2,
+        }  # fmt: skip
+        if variant.kind == "adamw":
+            numbers["decay"] = _decay(lr, decay) if recipe.fused else 1 - lr * decay
+    elif variant.kind == "sgd":
+        numbers |= {"step": -lr, "momentum": settings["momentum"], "damping": 1 - settings["dampening"]}
+    else:
+        numbers |= {"step": -(lr / (1 + (steps - 1) * settings["lr_decay"])), "eps": settings["eps"]}
+    return numbers
+
+
+def _run(kernel: Compiled, operands: Operands, numbers: Mapping[str, float]) -> None:
+    places = {f"s{at}": each for at, each in enumerate(operands.moments)}
+    places |= {"weight": operands.weight, "gradient": operands.gradient}
+    places |= {} if operands.cast is None else {"cast": operands.cast}
+    count = operands.weight.numel()
+    arguments = Arguments(count=count, **numbers, **{name: each.data_ptr() for name, each in places.items()})
+    kernel.run(-(-count // BLOCK), 1, arguments)
+
+
+def _float(number: float) -> float:
+    """A number as float32 has it."""
+    return ctypes.c_float(number).value
+
+
+@lru_cache(1024)
+def _decay(lr: float, decay: float) -> float:
+    """1 - lr · decay with one rounding, as torch's compiler has it."""
+    exact = 1 - Fraction(lr) * Fraction(decay)
+    return exact.numerator / exact.denominator
+
+
+# ---------------------------------------------------------------------- whether a kernel has torch's bits
+
+
+def available() -> bool:
+    """Whether AdamW's kernel can be compiled and has torch's bits here."""
+    return _checked(Variant("adamw", torch.bfloat16, torch.bfloat16, 0, False, True, near=True)) is not None
+
+
+@cache
+def _checked(variant: Variant) -> tuple[Compiled, Recipe] | None:
+    """A kernel that has torch's bits, with its recipe; None if there is none."""
+    with _tried:
+        for recipe in RECIPES:
+            kernel = compile_or_none(update_text(variant, recipe))
+            if kernel is None:
+                return None
+            if _agrees(kernel, recipe, variant):
+                return kernel, recipe
+    LOG.debug("Superpipeline: kernels for %s differ from torch's operators, which are used.", variant)
+    return None
+
+
+_COUNTS = (4099, *[7] * 12)
+"""Elements of the tensors that are compared. What torch's compiler rounds otherwise at the end shows in a few of them."""
+
+
+def _agrees(kernel: Compiled, recipe: Recipe, variant: Variant) -> bool:
+    """Whether a kernel and torch's operators make the same bits of several tensors, of which most end within a vector."""
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+        return all(_agrees_on(*each, kernel, recipe, variant) for each in enumerate(_COUNTS))
+
+
+def _agrees_on(seed: int, count: int, kernel: Compiled, recipe: Recipe, variant: Variant) -> bool:
+    settings, generator = _settings(variant), torch.Generator("cpu").manual_seed(seed)
+    # Users may have set other defaults.
+    drawn = (torch.randn(count, generator=generator, dtype=torch.float32, device="cpu") for _ in range(5))
+    weight, gradient, *moments = drawn
+    gradient[count // 2], gradient = torch.inf, gradient.to(variant.gradient)
+    state: list[Any] = [moments[0], moments[1].abs(), moments[2].abs() if variant.amsgrad else None, _step()]
+    if variant.kind in ("sgd", "adagrad"):
+        state = [moments[0] if variant.momentum else None] if variant.kind == "sgd" else [moments[1].abs(), state[-1]]
+    cast = None if variant.cast is None else _aligned(count, variant.cast)
+    theirs: list[Any]
+    ours: list[Any]
+    theirs, ours = ([each if each is None else each.clone() for each in (weight, *state)] for _ in range(2))
+    factors = [_float(0.75), _float(1 / 3)][: variant.factors]
+    operands = Operands(ours[0], gradient, cast, ours[1:])
+    _run(kernel, operands, _numbers(recipe, variant, settings, operands, factors))
+
+    wide = gradient.to(torch.float32, copy=True)
+    for factor in factors:
+        wide.mul_(factor)
+    operator: Any = next(each for each, kind in FUSED_STEPS.items() if kind == variant.kind)
+    operator(*([] if each is None else [each] for each in (theirs[0], wide, *theirs[1:])), **settings)
+    pairs = [*zip(theirs, ours, strict=True), *([] if cast is None else [(theirs[0].to(cast.dtype), cast)])]
+    return all(each is None or _same(each, own) for each, own in pairs)
+
+
+def _step() -> Tensor:
+    return torch.full((), 3.0, dtype=torch.float32, device="cpu")
+
+
+def _aligned(count: int, dtype: torch.dtype) -> Tensor:
+    memory = torch.empty(count + _CAST_ALIGNMENT, dtype=dtype, device="cpu")
+    return memory[-memory.data_ptr() // 2 % (_CAST_ALIGNMENT // 2) :][:count]
+
+
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits, but for those of NaN."""
+    return torch.equal(tensor.isnan(), other.isnan()) and torch.equal(tensor.nan_to_num(), other.nan_to_num())
+
+
+def _settings(variant: Variant) -> dict[str, Any]:
+    """Settings of such a variant, for torch's operator."""
+    common = {"lr": 0.017, "weight_decay": 0.03 * variant.decays, "maximize": variant.maximize}
+    if variant.kind in ("adam", "adamw"):
+        return common | {"beta1": 0.9 if variant.near else 0.3, "beta2": 0.98, "eps": 1e-7, "amsgrad": variant.amsgrad}
+    if variant.kind == "adagrad":
+        return common | {"lr_decay": 0.01, "eps": 1e-7}
+    own = {"momentum": 0.8 * variant.momentum, "nesterov": variant.nesterov, "is_first_step": variant.first}
+    return common | own | {"dampening": 0.0 if variant.nesterov else 0.1}

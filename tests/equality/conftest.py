@@ -1,0 +1,16 @@
+"""Small models are updated by kernels here, too, where llvmlite is installed; elsewhere in the tests by torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from sp_lightning.kernels import update
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels_for_small_ones() -> Iterator[None]:
+    before, update.LEAST = update.LEAST, 1
+    yield
+    update.LEAST = before

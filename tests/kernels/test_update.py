@@ -1,0 +1,350 @@
+"""Kernels of our own: torch's bits in every variant, or torch's operators."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.torch_private import FUSED_STEPS
+from sp_lightning.kernels import ir, jit, update
+from sp_lightning.kernels.ir import Variant, update_text
+from sp_lightning.kernels.norms import norms_of
+from sp_lightning.kernels.update import Operands, available, update_in_one_pass
+from sp_lightning.optim import pieces
+from tests.support.mixed import scaled
+from tests.support.models import Module
+from tests.support.pieces import OPTIMIZERS, Steps
+from tests.support.runs import Outcome, assert_same, fit, fused, superpipeline
+from tests.support.simdevice import simulated
+from tests.support.tiers import first
+
+pytest.importorskip("llvmlite")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kinds of optimizers whose kernels have run, however small the tensors were."""
+    seen: list[Any] = []
+
+    def noting(operator: Any, *args: Any) -> bool:
+        done = update_in_one_pass(operator, *args)
+        seen.extend([FUSED_STEPS[operator]] * done)
+        return done
+
+    monkeypatch.setattr(pieces, "update_in_one_pass", noting)
+    monkeypatch.setattr(update, "LEAST", 16)
+    return seen
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is compiled yet."""
+    update._checked.cache_clear()
+    yield
+    update._checked.cache_clear()
+
+
+# ---------------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize("clip", ["", "norm", "value"])
+@pytest.mark.parametrize("came", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kernels_get_the_bits_of_torchs_operators(name: str, came: torch.dtype, clip: str, calls: list[Any]) -> None:
+    whole = Steps(OPTIMIZERS[name], None, came, clip)
+    ours = Steps(OPTIMIZERS[name], 512, came, clip)
+    for index, (mine, plain) in enumerate(zip(ours.outcome(), whole.outcome(), strict=True)):
+        assert torch.equal(mine, plain), index
+    # A clamp is no factor, and a wide gradient that is changed is changed for its user to see.
+    assert bool(calls) is (clip == "" or (clip == "norm" and came is not torch.float32))
+
+
+def variants() -> list[Variant]:
+    """All that there are."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    found = []
+    for gradient, cast, factors, maximize, decays in product(
+        dtypes, (None, *dtypes[1:]), (0, 1, 2), (False, True), (False, True)
+    ):
+        make = partial(Variant, gradient=gradient, cast=cast, factors=factors, maximize=maximize, decays=decays)
+        for amsgrad, near in product((False, True), repeat=2):
+            found += [make("adam", amsgrad=amsgrad, near=near), make("adamw", amsgrad=amsgrad, near=near)]
+        for momentum, begun, nesterov in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1)):
+            found.append(make("sgd", momentum=bool(momentum), first=bool(begun), nesterov=bool(nesterov)))
+        found.append(make("adagrad"))
+    return random.Random(7).sample(found, len(found))
+
+
+EVERY, PARTS = variants(), 100
+
+
+@pytest.mark.parametrize(
+    "part", first(range(PARTS), 0, second=range(6), why="a few seconds of compiling each"), ids=str
+)
+def test_every_variant_agrees(part: int) -> None:
+    assert [variant for variant in EVERY[part::PARTS] if update._checked(variant) is None] == []
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("count", [16384, 16385, 16384 + 31, 3 * 16384 + 7, 40000])
+def test_neither_threads_nor_ends_change_bits(count: int, threads: int) -> None:
+    torch.manual_seed(count)
+    gradient = torch.randn(count).bfloat16()
+    settings: dict[str, Any] = {
+        "lr": 0.01,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.1,
+        "eps": 1e-8,
+        "amsgrad": False,
+    }
+    settings |= {"maximize": False, "grad_scale": None, "found_inf": None}
+    ours = [torch.randn(count), torch.randn(count), torch.rand(count), torch.tensor(5.0)]
+    theirs = [each.clone() for each in ours]
+    cast, before = torch.empty(count, dtype=torch.bfloat16), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        state = [ours[1], ours[2], None, ours[3]]
+        assert update_in_one_pass(torch._fused_adamw_, settings, Operands(ours[0], gradient, cast, state), [0.5])
+    finally:
+        torch.set_num_threads(before)
+    torch._fused_adamw_([theirs[0]], [gradient.float() * 0.5], [theirs[1]], [theirs[2]], [], [theirs[3]], **settings)
+    assert all(map(torch.equal, ours, theirs))
+    assert torch.equal(cast, theirs[0].bfloat16())
+
+
+def test_what_is_written_shows_in_versions(calls: list[Any]) -> None:
+    weight, momentum = torch.randn(64), torch.zeros(64)
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
+    settings |= {"maximize": False, "is_first_step": True, "grad_scale": None, "found_inf": None}
+    before = weight._version, momentum._version
+    operands = Operands(weight, torch.ones(64).bfloat16(), None, [momentum])
+    assert update_in_one_pass(torch._fused_sgd_, settings, operands, [])
+    assert (weight._version, momentum._version) > before
+
+
+# ---------------------------------------------------------------------- runs
+
+
+class Wide(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(150, 150), nn.Tanh()) for _ in range(4))))
+
+
+BATCHES = [torch.linspace(-1, 1, 300).view(2, 150).roll(step, 1) for step in range(3)]
+RUNS: dict[str, Callable[[], dict[str, Any]]] = {
+    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
+    "bf16-mixed, clipped": lambda: {"precision": "bf16-mixed", "gradient_clip_val": 0.01},
+    "16-mixed, clipped": lambda: {**scaled(), "gradient_clip_val": 0.01},
+    "accumulated": lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 2},
+}
+
+
+def run(strategy: Any, **options: Any) -> Outcome:
+    return fit(fused(Wide), BATCHES, strategy, recorded="nothing", **options)
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=list(RUNS))
+@pytest.mark.parametrize("overlap", first(["forward", "backward"], "forward", why="its other mode"))
+def test_runs_are_plains(overlap: str, options: Callable[[], dict[str, Any]], calls: list[Any]) -> None:
+    if overlap == "backward" and "gradient_clip_val" in options():
+        pytest.skip("needs all gradients at once, and is refused")
+    with simulated():
+        ours = run(superpipeline(k=1, optimizer_overlap=overlap), **options())
+    assert len(calls) >= 8
+    assert_same(ours, run("auto", **options()))
+
+
+# ---------------------------------------------------------------------- where there is none
+
+
+def test_a_run_without_llvmlite_is_the_same(monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    assert not available()
+    with simulated():
+        ours = run(superpipeline(k=1, optimizer_overlap="forward"), precision="bf16-mixed")
+    assert not calls
+    assert_same(ours, run("auto", precision="bf16-mixed"))
+
+
+def test_a_kernel_that_differs_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one would whose processor rounds otherwise."""
+    monkeypatch.setattr(update, "update_text", lambda *given: update_text(*given).replace("fdiv", "fmul", 1))
+    monkeypatch.setattr(jit.LOG, "propagate", True)
+    with caplog.at_level(logging.DEBUG, jit.LOG.name), simulated():
+        ours = run(superpipeline(k=1, optimizer_overlap="forward"), precision="bf16-mixed")
+    assert "differ from torch's operators, which are used" in caplog.text
+    assert_same(ours, run("auto", precision="bf16-mixed"))
+
+
+@pytest.mark.parametrize("recipe", ir.RECIPES[1:])
+def test_other_recipes_are_other_bits_here(recipe: ir.Recipe) -> None:
+    """Otherwise nothing shows that the right one was chosen."""
+    variant = Variant("adamw", torch.bfloat16, torch.bfloat16, 0, maximize=False, decays=True, near=True)
+    found = update._checked(variant)
+    assert found is not None
+    if found[1] == ir.RECIPES[0]:
+        assert not update._agrees(jit.Compiled(update_text(variant, recipe)), recipe, variant)
+
+
+HARDENED = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+if libc.prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE: what was written is never executable, and oneDNN makes no bfloat16 kernels
+    sys.exit(7)
+from sp_lightning.kernels.update import available
+import tests.kernels.test_update as here
+print(available())
+with here.simulated():
+    ours = here.run(here.superpipeline(k=1, optimizer_overlap="forward"), gradient_clip_val=0.01)
+here.assert_same(ours, here.run("auto", gradient_clip_val=0.01))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="this protection is Linux'")
+@pytest.mark.rest("a process of its own")
+def test_a_hardened_system_trains_without() -> None:
+    found = subprocess.run([sys.executable, "-c", HARDENED], capture_output=True, text=True, timeout=300)
+    if found.returncode == 7:
+        pytest.skip("this kernel of Linux has no such protection")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("False")
+
+
+def test_a_system_that_refuses_executable_memory_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None
+) -> None:
+    def refuse() -> None:
+        raise OSError(13, "memory cannot be made executable")
+
+    monkeypatch.setattr(jit, "_refuse_if_hardened", refuse)
+    assert not available()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda given: given | {"weight": given["weight"][:100]}, "small"),
+        (lambda given: given | {"factors": [1.0, 2.0, 3.0]}, "three factors"),
+        (lambda given: given | {"weight": given["weight"].double()}, "double precision"),
+        (lambda given: given | {"cast": torch.empty(20001, dtype=torch.bfloat16)[1:]}, "a cast between two lines"),
+        (
+            lambda given: given | {"settings": given["settings"] | {"found_inf": torch.zeros(1)}},
+            "the operator unscales",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_kernels_leave_to_torch(change: Any, why: str) -> None:
+    settings: dict[str, Any] = {"lr": 0.1, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+    given: dict[str, Any] = {
+        "settings": settings, "weight": torch.randn(20000), "gradient": torch.randn(20000).bfloat16(), "factors": [],
+        "cast": None, "state": [torch.zeros(20000), torch.tensor(1.0)],
+    }  # fmt: skip
+
+    def done(settings: Any, factors: Any, **operands: Any) -> bool:
+        return update_in_one_pass(torch._fused_adagrad_, settings, Operands(**operands), factors)
+
+    assert done(**given)
+    changed = change(given)
+    before: Tensor = changed["weight"].clone()
+    assert not done(**changed)
+    assert torch.equal(changed["weight"], before)
+
+
+# ---------------------------------------------------------------------- what an attacker found
+
+
+def adamw(**other: Any) -> dict[str, Any]:
+    settings = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False}
+    return settings | {"maximize": False, "grad_scale": None, "found_inf": None} | other
+
+
+def beside_torch(settings: dict[str, Any], gradient: Tensor) -> bool:
+    """Updates by a kernel and by torch, and says whether a kernel has done it. The bits are the same, of zeros, too."""
+    count = gradient.numel()
+    torch.manual_seed(0)
+    ours = [torch.randn(count), torch.zeros(count), torch.zeros(count), torch.tensor(1.0)]
+    theirs = [each.clone() for each in ours]
+    operands = Operands(ours[0], gradient, None, [ours[1], ours[2], None, ours[3]])
+    done = update_in_one_pass(torch._fused_adamw_, settings, operands, [])
+    operator: Any = torch._fused_adamw_
+    operator([theirs[0]], [gradient.float()], [theirs[1]], [theirs[2]], [], [theirs[3]], **settings)
+    for one, other in zip(ours, theirs, strict=True) if done else ():
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    return done
+
+
+@pytest.mark.parametrize(
+    ("other", "done"),
+    [
+        ({"beta1": 0.500000001}, True),  # less than half of the way in double precision, and half of it in float32
+        ({"beta1": 0.0}, False),
+        ({"lr": torch.inf}, False),
+        ({"lr": 1e300, "weight_decay": 1e300}, False),
+        ({"weight_decay": torch.tensor(0.1)}, True),
+    ],
+    ids=["half of the way", "no average", "infinite", "too large", "a tensor"],
+)
+def test_settings_at_the_edge(other: dict[str, Any], done: bool) -> None:
+    gradient = torch.randn(16387).bfloat16()
+    gradient[-3:] = -0.0
+    assert beside_torch(adamw(**other), gradient) is done
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_defaults_of_users_do_not_matter(dtype: torch.dtype, device: str, anew: None) -> None:
+    gradient, count = torch.randn(20000).bfloat16(), 20000
+    tensors = [torch.ones(count), torch.zeros(count), torch.zeros(count), torch.tensor(1.0)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        operands = Operands(tensors[0], gradient, None, [tensors[1], tensors[2], None, tensors[3]])
+        assert update_in_one_pass(torch._fused_adamw_, adamw(), operands, [])
+        (norm,) = norms_of([gradient]).values()
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+    assert torch.equal(norm, torch.linalg.vector_norm(gradient.float()))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state": [torch.zeros(20000), torch.zeros(20000), None, torch.tensor(1.0)]},  # of another shape
+        {"state": [None, None, None, torch.tensor(1.0)]},
+        {"gradient": torch.zeros(100).bfloat16()},
+        {"cast": torch.zeros(100).bfloat16()},
+    ],
+    ids=["another shape", "none", "a short gradient", "a short cast"],
+)
+def test_what_does_not_fit_is_left_to_torch(wrong: dict[str, Any]) -> None:
+    moments = [torch.zeros(100, 200), torch.zeros(100, 200)]
+    right: dict[str, Any] = {
+        "weight": torch.ones(100, 200), "gradient": torch.ones(100, 200).bfloat16(), "cast": None,
+        "state": [*moments, None, torch.tensor(1.0)],
+    }  # fmt: skip
+    assert update_in_one_pass(torch._fused_adamw_, adamw(), Operands(**right), [])
+    assert not update_in_one_pass(torch._fused_adamw_, adamw(), Operands(**{**right, **wrong}), [])
+
+
+def test_a_broken_llvmlite_is_none(monkeypatch: pytest.MonkeyPatch, anew: None) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise TypeError("create_pipeline_tuning_options() got an unexpected keyword argument 'speed_level'")
+
+    monkeypatch.setattr("llvmlite.binding.create_pipeline_tuning_options", broken)
+    assert not available()
