@@ -25,7 +25,7 @@ The parts, from below; each imports those before it only:
 
 What comes in: a module, its layers (``model``), a plan, a device; then the calls of ``trainer``. What goes out: the module
 with the host's parameters after every step, gradients in ``param.grad``, counters. It may import every wing below it
-(``optim``, ``weights``, ``kernels``, ``activations``, ``store``, ``observe``, ``plan``, ``model``, ``device``), and Lightning never.
+(``optim``, ``weights``, ``kernels``, ``activations``, ``store``, ``observe``, ``plan``, ``model``, ``device``), never Lightning.
 
 Two ways lead up, and no third: what ``weights`` has (device parameters, tables, gradients) reaches ``access.Access`` through the
 protocol :class:`~sp_lightning.weights.parameter_group.Doors`, and a unit of ``activations`` that runs again announces itself to
