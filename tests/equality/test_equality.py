@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +60,29 @@ def test_training_is_bitwise_equal(name: str, variant_name: str) -> None:
         assert bool(layers) == apart, "updates by layers, and nowhere else"
     if case.shown_by is not None and variant.strategy.get("activations") != "recompute":  # where blocks move whole
         assert case.shown_by(strategy.plan)
+
+
+@pytest.mark.long("each pair once more; the second tier has eight families of them")
+@pytest.mark.parametrize(
+    ("name", "variant_name"),
+    [(case, variant) for case, variant, _ in pairs() if "optimizer_on" not in VARIANTS[variant].strategy],
+)
+def test_the_same_with_steps_on_the_device(name: str, variant_name: str) -> None:
+    """Equal, or refused by name: what the host does there, and the device does not."""
+    case, on_host = CASES[name], VARIANTS[variant_name]
+    variant = replace(on_host, strategy={**on_host.strategy, "optimizer_on": "device"})
+    with as_torch_can():
+        reference = None if {name, "*"} & variant.refused.keys() else plain(name, case, variant)
+    said, outcome = "", None
+    try:
+        outcome, _ = ours(case, variant)
+    except (ValueError, RuntimeError) as error:
+        said = str(error)
+    expected = variant.refused.get(name, variant.refused.get("*", "optimizer_on"))
+    assert outcome is not None or re.search(f"{expected}|optimizer_on", said), said
+    if outcome is not None:
+        assert reference is not None, f"the host refuses it: {expected}"
+        assert_same(outcome, reference)
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
