@@ -85,7 +85,7 @@ class LayerwiseStep:
         self._separable = waits or on_device is not None or is_separable(optimizer)
         self._closure: Callable[[], Any] | None = None
         if on_device is not None:
-            on_device.loose = state is not None
+            on_device.arrange(loose=state is not None, ahead=not (early or waits))
         self._constants = constants_of(optimizer)
         self._declared = on_device is not None and is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.

@@ -1,16 +1,14 @@
 """Steps on the device: what an update needs of a layer comes there, the optimizer's own code steps it, and it leaves again.
 
 Weights and the optimizer's state stay on the host, in memory that transfers read and write. For its update a layer's weights,
-gradients and state come to one of two slots, so that the next layer's come while this one steps and the last one's leave. A
-layer that is much larger than the others, an embedding say, has both slots for itself. The optimizer sees ordinary parameters
-and tensors there, in the form (foreach, fused, capturable) that its user chose.
+gradients and state come to one of two slots, so that the next layer's come while this one steps and the last one's leave. The
+optimizer sees ordinary parameters and tensors there, in the form (foreach, fused, capturable) that its user chose.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,13 +19,14 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.layout import ALIGNMENT, aligned, lay_out, part, total_bytes
+from sp_lightning.device.layout import lay_out, part, total_bytes
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_map
 from sp_lightning.optim.alone import DeclaredStep, constants_of
 from sp_lightning.optim.host_state import HostState, LooseState, ids_of, is_plain, of_device, unshare
+from sp_lightning.optim.step_slots import StepSlot, StepSlots
 from sp_lightning.optim.twins import for_fetch, made_on, to_host, twin_of, written_by
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import made_of
@@ -39,51 +38,38 @@ Key = tuple[StreamedLayer, Optimizer]
 """Whose state it is: a layer's in one optimizer."""
 
 
-@dataclass(eq=False)
-class _StepSlot:
-    """Device memory for one update.
-
-    Attributes:
-        memory: flat ``uint8``.
-        left: the event after which all has left that the last update made; None once it was waited for.
-        alive: what it has made beside the slot, which is there until then.
-    """
-
-    memory: Tensor
-    left: Any = None
-    alive: list[Tensor] = field(default_factory=list)
-
-
 class StepsOnDevice:
     """Steps layers on the device. The background calls it, one layer after the other.
 
     Args:
         device: copies, and says in which order.
         pin: whether the memory of state is page-locked.
-        slots: how many slots of the largest layer's size there are: with one, two of the other layers are there at once.
-
-    Attributes:
-        loose: whether state goes to a disk between two updates.
+        slots: how many slots of the largest layer's size there are, as :class:`StepSlots` takes it.
     """
-
-    loose = False
 
     def __init__(self, device: Device, *, pin: bool, slots: int) -> None:
         self._device = device
-        self._count = slots
         self._pin = pin
-        # That of all the memory, then its halves, the one that was used last behind the other.
-        self._slots: list[_StepSlot] = []
+        self._slots = StepSlots(device, slots)
         self._states: dict[Key, LooseState] = {}
-        self._fresh = deque[
-            StreamedLayer
-        ]()  # the layers that were stepped last, whose next fetch may need nothing of the host
+        self._loose = self._ahead = False
+        # The layers that were stepped last, whose next fetch may need nothing of the host.
+        self._fresh = deque[StreamedLayer]()
         self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
+
+    def arrange(self, *, loose: bool, ahead: bool) -> None:
+        """Says how the steps of a run go.
+
+        Args:
+            loose: whether state goes to a disk between two updates.
+            ahead: whether the next forward waits for them, layer by layer. It finds the casts of new weights here then.
+        """
+        self._loose, self._ahead = loose, ahead
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the slots take."""
-        return self._slots[0].memory.nbytes if self._slots else 0
+        return self._slots.nbytes
 
     def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
         """Runs the step of a layer. An error of the optimizer's leaves its weights and its state as they were.
@@ -98,15 +84,17 @@ class StepsOnDevice:
             RuntimeError: it does other things.
         """
         groups, state = part_of.param_groups, state_of(part_of)
-        stepped = [p for group in groups for p in group["params"] if p.grad is not None or declared]
+        # What steps, and no other: else the state of a part that has no gradient would be taken for that of one of its shapes.
+        going = [{**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups]
+        stepped = [p for group in going for p in group["params"]]
         if not stepped:
             return
-        held = self._bring_together(key, groups, state)
+        held = self._bring_together(key, going, state)
         try:
             slot, twins, there = self._bring(key[0].index, stepped, held)
             gradients: list[Any] = [twin.grad for twin in twins]
             versions = [None if declared or gradient is None else gradient._version for gradient in gradients]
-            stay = self._exchange(part_of, dict(zip(map(id, stepped), twins, strict=True)), there)
+            stay = self._exchange(part_of, going, dict(zip(map(id, stepped), twins, strict=True)), there)
             contract = DeclaredStep(part_of, twins, self._device) if declared else None
             step()
             if contract is not None:
@@ -124,11 +112,7 @@ class StepsOnDevice:
 
     def close(self) -> None:
         """Frees device memory. State stays on the host."""
-        self._wait(*self._slots)
-        self._device.access([each.memory for each in self._slots], Stream.COMPUTE, write=True)  # which may use it next
-        self._slots.clear()
-        while self._fresh:
-            self._fresh.pop().made = ()
+        self._slots.free()
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
@@ -142,37 +126,9 @@ class StepsOnDevice:
 
     # ------------------------------------------------------------------ before the step
 
-    def _slot(self, nbytes: int) -> _StepSlot:
-        """The half that was used longer ago, or both if one is too small, once all has left it that the last update made."""
-        if nbytes > self.nbytes:
-            self.close()
-            memory = self._empty(aligned(nbytes) * self._count)
-            middle = memory.nbytes // 2 // ALIGNMENT * ALIGNMENT
-            self._slots = [_StepSlot(each) for each in (memory, memory[:middle], memory[middle:])]
-        whole, first, second = self._slots
-        if nbytes > first.memory.nbytes:
-            self._wait(*self._slots)
-            return whole
-        self._slots = [whole, second, first]
-        self._wait(whole, first)
-        return first
-
-    def _empty(self, nbytes: int) -> Tensor:
-        """Device memory to upload to. The allocator may have given what a kernel still uses."""
-        memory = self._device.empty(nbytes)
-        self._device.access(memory, Stream.COMPUTE, write=True)
-        self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
-        return memory
-
-    def _wait(self, *slots: _StepSlot) -> None:
-        for slot in slots:
-            self._device.synchronize(slot.left, Wait.BRING_AFTER_TAKE)
-            slot.left = None
-            slot.alive.clear()
-
     def _bring(
         self, layer: int, trained: Sequence[nn.Parameter], held: LooseState | None
-    ) -> tuple[_StepSlot, list[nn.Parameter], dict[int, Tensor]]:
+    ) -> tuple[StepSlot, list[nn.Parameter], dict[int, Tensor]]:
         """Sends what a layer's update needs to a slot, but for gradients that have stayed on the device.
 
         Returns:
@@ -185,7 +141,7 @@ class StepsOnDevice:
         spans = lay_out(("", each) for each in (*trained, *coming))
         begin = total_bytes(spans)
         nbytes = begin + (0 if held is None else held.nbytes)
-        slot = self._slot(nbytes)
+        slot = self._slots.take(nbytes)
         memory = slot.memory
         targets, sources = [part(memory, span) for span in spans], [*trained, *coming]
         if held is not None:
@@ -216,9 +172,15 @@ class StepsOnDevice:
         return slot, twins, {id(tensor): part(memory[begin:], span).data for tensor, span in pairs}
 
     def _exchange(
-        self, part_of: Any, twins: dict[int, nn.Parameter], there: dict[int, Tensor]
+        self, part_of: Any, going: Sequence[dict[str, Any]], twins: dict[int, nn.Parameter], there: dict[int, Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """Gives a part of an optimizer the device's parameters, by the ``id`` of the host's, and the tensors of its state there.
+
+        Args:
+            part_of: the part of the optimizer.
+            going: its groups, with those of the host's parameters that step.
+            twins: the device's.
+            there: the tensors of its state on the device, by the ``id`` of the host's.
 
         Returns:
             The tensors of the state that stay on the host, with what is stepped in their place: it counts if there is no error.
@@ -233,11 +195,10 @@ class StepsOnDevice:
                 return stay[-1][1]
             return there.get(id(leaf), leaf)
 
-        groups, state = part_of.param_groups, state_of(part_of)
+        state = state_of(part_of)
         part_of.state = defaultdict(dict)
-        here = [[p for p in group["params"] if id(p) in twins] for group in groups]
-        part_of.param_groups = [{**g, "params": [twins[id(p)] for p in ps]} for g, ps in zip(groups, here, strict=True)]
-        for p in chain.from_iterable(here):
+        part_of.param_groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in going]
+        for p in chain.from_iterable(group["params"] for group in going):
             if values := dict.get(state, p):
                 part_of.state[twins[id(p)]] = tree_map(to_device, dict(values))
         return stay
@@ -255,7 +216,7 @@ class StepsOnDevice:
         if not tensors:
             self._states.pop(key, None)
             return None
-        if self.loose:
+        if self._loose:
             held = LooseState(tensors)
         else:
             held = self._anew(tensors)
@@ -272,7 +233,7 @@ class StepsOnDevice:
     def _take_back(
         self,
         key: Key,
-        slot: _StepSlot,
+        slot: StepSlot,
         stepped: Sequence[tuple[nn.Parameter, nn.Parameter, Tensor | None]],
         states: tuple[dict[Any, Any], dict[Any, Any], list[tuple[Tensor, Tensor]]],
     ) -> None:
@@ -287,15 +248,14 @@ class StepsOnDevice:
         """
         layer, device = key[0], self._device
         pairs = [(p, twin) for p, twin, _ in stepped]
-        copies = list(
-            written_by(f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}", stepped)
-        )  # to the host, from the device
+        what = f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}"
+        copies = list(written_by(what, stepped))  # to the host, from the device
         current, places = layer.casts.current, layer.casts.places(Stream.COMPUTE)
         casts = {id(p): twin.detach().to(places[id(p)].dtype) for p, twin in pairs if id(p) in places}
         copies += [(places[index], cast) for index, cast in casts.items()]
         copies += self._give_state(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
-        made = for_fetch(layer, casts, pairs)
+        made = for_fetch(layer, casts, pairs) if self._ahead else []
         constants = ids_of(states[0], constants_of(key[1]))  # which no step writes, and the layer before may still send
         device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.COMPUTE, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
@@ -343,7 +303,7 @@ class StepsOnDevice:
 
     def _anew(self, like: Sequence[Tensor]) -> LooseState:
         """Memory on the host for new state."""
-        if self.loose:
+        if self._loose:
             return LooseState([torch.empty_like(each, device="cpu") for each in like])
         return HostState(self._device, like, pin=self._pin)
 
@@ -353,7 +313,7 @@ class StepsOnDevice:
         """The norm of a gradient as the device computes it: a tensor without dimensions there. See :meth:`read`."""
         came, changes = made_of(gradient)
         spans, device = lay_out([("", came)]), self._device
-        memory = self._empty(total_bytes(spans))
+        memory = self._slots.empty(total_bytes(spans))
         device.copy([part(memory, spans[0])], [came], Stream.UPLOAD)
         device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
         there = part(memory, spans[0]).to(gradient.dtype)

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim.on_device import StepsOnDevice
+from sp_lightning.optim.step_slots import StepSlots
 from tests.support.models import vectors
-from tests.support.on_device import Stepped, on_device
+from tests.support.on_device import Stepped, alternating, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -199,6 +200,13 @@ def test_state_that_users_exchange_is_stepped(stay: list[Tensor]) -> None:
     assert all(each.ndim == 0 for each in stay), "on the device"
 
 
+@pytest.mark.parametrize("steps", [2, 5])
+def test_what_has_no_gradient_keeps_its_state(steps: int) -> None:
+    """Once the state of the part that steps is of the same shapes, which does not make it the same."""
+    ours = fit(alternating, vectors(5), on_device(), limit_train_batches=steps)
+    assert_same(ours, fit(alternating, vectors(5), limit_train_batches=steps))
+
+
 def test_a_step_shows_in_the_versions_of_weights() -> None:
     seen: list[list[int]] = []
 
@@ -335,13 +343,13 @@ def test_the_slots_take_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_a_step_has_made_is_there_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
-    wait = StepsOnDevice._wait
+    wait = StepSlots._wait
 
     def noting(self: StepsOnDevice, *slots: Any) -> None:
         taken.extend(bool(slot.alive) for slot in slots if slot.left is not None)
         wait(self, *slots)
 
-    monkeypatch.setattr(StepsOnDevice, "_wait", noting)
+    monkeypatch.setattr(StepSlots, "_wait", noting)
     with simulated():
         fit(Stepped, vectors(), on_device(), recorded="nothing")
     assert taken

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Wait
 from tests.support.models import vectors
-from tests.support.on_device import Stepped
+from tests.support.on_device import Stepped, alternating
 from tests.support.on_disk import away, everything_below, fails, on_disk, without_room
 from tests.support.runs import Outcome, assert_same, fit, loader, trainer_for
 from tests.support.simdevice import simulated
@@ -82,6 +82,11 @@ def test_state_is_on_the_disk_between_steps(name: str, tmp_path: Path, monkeypat
     assert min(found) > 0
     assert list(tmp_path.iterdir()) == []
     assert_same(ours, fit(lambda: Stepped(OPTIMIZERS[name]), vectors(), "auto", recorded="losses"))
+
+
+def test_what_has_no_gradient_keeps_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_room(monkeypatch)
+    assert_same(fit(alternating, vectors(5), both(tmp_path)), fit(alternating, vectors(5)))
 
 
 @pytest.mark.parametrize(("call", "said"), [("pwritev", "A write to"), ("preadv", "A read from")])

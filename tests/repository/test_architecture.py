@@ -32,13 +32,13 @@ WINGS = (
     "trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__"}
-BUDGET = {"lines of code": 20_690, "files": 163, "classes": 248}
+BUDGET = {"lines of code": 20_690, "files": 164, "classes": 249}
 """What the whole package may have: what it had when this was last lowered. A feature that needs more says here why: ``plan``
 gives a verdict first, tries remedies, compares models in a table, counts images and adapters (530 lines, 3 files), takes a
 waiting time apart, reads the module's own optimizer, sees a table that is read whole, says prices of remedies (60 lines),
 tries what lets plain Lightning do without it, adds up the parts of host memory, names the memory that lacks (29 lines);
 ``check`` compares a user's model with plain Lightning (890 lines, 10 files, 17 classes), what it keeps in attributes and gives
-to loggers, too (80 lines, 2 classes); layers are stepped on the device (750 lines, 3 files, 4 classes), with state on a disk and
+to loggers, too (80 lines, 2 classes); layers are stepped on the device (750 lines, 4 files, 5 classes), with state on a disk and
 bitsandbytes' (110 lines, 1 class), where they step is measured (170 lines, 2 files, 2
 classes), and a forward finds new casts there (60 lines, 1 file);
 a dry run's mode remembers operators, which halves its time (80 lines, 1 class); kernels update a
