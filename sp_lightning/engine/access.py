@@ -236,8 +236,9 @@ class Access(Part):
     # ------------------------------------------------------------------ weights are written through .data
 
     def take_back_writes(self, layer: StreamedLayer) -> None:
-        """Takes what may have been written of a layer through ``.data`` back to the host."""
+        """Takes what may have been written of a layer through ``.data`` back to the host, whose update is done then."""
         with held(self.lock):
+            self.updates.wait(layer, Wait.READ_AFTER_UPDATE)
             self.lent.take_back(layer)
 
     def host_is_used(self, layer: StreamedLayer) -> None:

@@ -56,7 +56,7 @@ class Doors(Protocol):
         """Called before ``param.data = value``, while the layer is on the device."""
 
     def take_back_writes(self, layer: Any) -> None:
-        """Has the host take over what was written on the device, because recompute asks which weights were written."""
+        """Has the host's weights be all that was written, on the device or by an update: recompute asks which weights were."""
 
     def host_is_used(self, layer: Any) -> None:
         """Called within a step before user code reads the host's weights of a layer, or writes them."""
@@ -289,8 +289,12 @@ class ParameterGroup:
             return self.version(index) + (self.hosts[index]._version != self._host_versions[index])
 
     def writes(self, index: int) -> int:
-        """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not."""
-        if index in self.exposed or self.version(index) != self._versions[index]:
+        """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not.
+
+        An update that is under way is waited for: it may show in a version at any moment.
+        """
+        written = index in self.exposed or self.version(index) != self._versions[index]
+        if written or self.layer.owner.update is not None:
             self.doors.take_back_writes(self.layer)
         return self.version_once_fetched(index) + self.unversioned_writes[index]
 

@@ -79,10 +79,7 @@ def test_the_same_with_steps_on_the_device(name: str, variant_name: str) -> None
     except (ValueError, RuntimeError) as error:
         said = str(error)
     expected = variant.refused.get(name, variant.refused.get("*", "optimizer_on"))
-    # A defect: under "forward" a table's update shows in its version during the forward that waits for it, and recompute, which
-    # looks at versions, refuses that as a write of the forward's.
-    known = "writes its parameter" if name.startswith("rows/") else "optimizer_on"
-    assert outcome is not None or re.search(f"{expected}|optimizer_on|{known}", said), said
+    assert outcome is not None or re.search(f"{expected}|optimizer_on", said), said
     if outcome is not None:
         assert reference is not None, f"the host refuses it: {expected}"
         assert_same(outcome, reference)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from sp_lightning.model.find import find_layers
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.plan import make_plan
+from sp_lightning.weights.layer import StreamedLayer
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Transformer, llama
 from tests.support.poison import poisoned
@@ -225,6 +229,20 @@ def test_rows_are_gathered_after_the_update_in_the_background() -> None:
     with simulated():
         ours = fit(fused(CASES["looked-up"]), numbers(), strategy, recorded="losses")
     assert_same(ours, fit(fused(CASES["looked-up"]), numbers(), recorded="losses"))
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_an_update_under_way_is_no_write_of_a_forward_that_is_recomputed(place: str) -> None:
+    """It showed between the look at the table's version before the forward and the one after it."""
+    submit, options = BackgroundUpdates.submit, {"optimizer_overlap": "forward", "activations": "recompute"}
+
+    def slow(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+        submit(self, layer, lambda: (time.sleep(0.02), work())[1], *then)  # type: ignore[func-returns-value]
+
+    make = CASES["looked-up"] if place == "device" else fused(CASES["looked-up"])
+    with simulated(), mock.patch.object(BackgroundUpdates, "submit", slow):
+        ours = fit(make, numbers(), superpipeline(k=1, optimizer_on=place, **options), recorded="losses")
+    assert_same(ours, fit(make, numbers(), recorded="losses"))
 
 
 def test_rows_of_the_next_step_are_refused() -> None:
