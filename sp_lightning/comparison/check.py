@@ -100,6 +100,8 @@ class _Checking:
         """
         settings, options, unused = self._subject.described()
         options |= self._given
+        if options.get("optimizer_on") == "auto":
+            raise ValueError('A check is of one place: give optimizer_on="host" or "device" in place of "auto".')
         if unused and not self.found.notes:  # the CPU may be the second device that is tried
             self.found.notes.append(
                 f"Not used, because a check has its own length, files and devices: {', '.join(unused)}."
@@ -110,8 +112,7 @@ class _Checking:
         self._fuse = _is_fused(options, variants, self._device)
         for variant in variants:
             SuperpipelineStrategy(**variant)  # what cannot be is refused before anything runs
-            if variant.get("optimizer_on") != "device":  # there optimizers run as their users made them
-                variant["fused_optimizer"] = self._fuse
+            variant["fused_optimizer"] = self._fuse
         plain = self._run_if_it_fits(Way("plain", fuse=self._fuse))
         again = plain and self._run_if_it_fits(Way("plain again", fuse=self._fuse, watched="gradients"))
         if plain is None or again is None:
@@ -307,8 +308,7 @@ def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
 def _is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
     """Whether the strategy's optimizers run fused in any of its runs. Then they do in all, and so do plain Lightning's."""
     given = options.get("fused_optimizer", "auto")
-    on_device = [variant.get("optimizer_on") == "device" for variant in variants]
-    if all(on_device):
+    if options.get("optimizer_on") == "device":  # where they run as their users made them
         return False
     early = any(variant.get("optimizer_overlap") in ("forward", "backward") for variant in variants)
     return bool(given) if given != "auto" else early or device.type != "cpu"
