@@ -113,14 +113,9 @@ class Run:
         self._log = log
         self._count, nodes = (1, 1) if ranks is None else (ranks.size, ranks.nodes)
         k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
+        there = options.optimizer_on
         self._window = Window(
-            *k,
-            budget,
-            filled=filled,
-            ranks=self._count,
-            nodes=nodes,
-            training=trains,
-            optimizer_on=options.optimizer_on,
+            *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there
         )
         self._parted: list[Parted] = []
         self._host_room: int | None = None

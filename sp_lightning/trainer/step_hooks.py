@@ -122,9 +122,7 @@ class StepHooks:
         if layerwise is None:
             layer_of = self._run.engine.updating.layer_of
             if any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
-                what = (
-                    f"{name} is not what configure_optimizers has returned; one class can step both ways ({_ONE_CLASS})"
-                )
+                what = f"{name} is not what configure_optimizers has returned; one class can do both ({_ONE_CLASS})"
         elif layerwise.submitted or any(_FOLLOWED in vars(each) for each in closures):
             what = f"{name}.step calls another step, super().step(), that torch's hooks see: what follows runs twice"
         elif (more := kwargs.keys() - {"closure"}) or len(args) > 2:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
 
 from sp_lightning.optim.alone import is_of_bitsandbytes
@@ -17,7 +18,6 @@ from sp_lightning.tune.step_place import host_seconds_of, least_seconds, measure
 if TYPE_CHECKING:
     from sp_lightning.trainer.run import Run
 
-_PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
 _MUCH = 0.9  # what one place takes of the other's time, to be worth other bits
 
 
@@ -76,29 +76,37 @@ class StepPlace:
             run.step_on_host()
 
     def _choose(self, stepping: Sequence[Optimizer], fuse: bool) -> tuple[bool, str]:
-        """Returns whether the device is the better place, and why."""
+        """Returns whether the device is the better place, and why.
+
+        Raises:
+            ValueError: the user's ``optimizer_overlap`` is not possible on the device.
+        """
         names = " and ".join(sorted({type(each).__name__ for each in stepping}))
         if why := self._against_device(stepping):
             return False, why
         if any(map(is_of_bitsandbytes, stepping)):
             return True, "bitsandbytes' kernels are for devices"
+        there = self._overlap(stepping, on_device=True)
         try:
-            seconds = self._seconds(stepping, fuse)
+            here = self._overlap(stepping, fuse=fuse)
         except ValueError:
             return True, f'the host cannot update {names} with optimizer_overlap="{self._options.optimizer_overlap}"'
+        seconds = self._seconds(stepping, there, here)
         if seconds is None:
-            return False, f"what the state of {names} will be is not known"
-        there, here = seconds["device"], seconds["host"]
-        why = f"links and memory take {there:.3g} s of a step on the device, {here:.3g} s on the host"
-        return there < _MUCH * here, why
+            return False, f"what the state of {names} will be is not known, or the device has no room to be measured"
+        why = "links and memory take {device:.3g} s of a step on the device, {host:.3g} s on the host".format(**seconds)
+        return seconds["device"] < _MUCH * seconds["host"], why
 
     def better(self, stepping: Sequence[Optimizer], *, fuse: bool) -> str:
         """A sentence if the other place would be faster; empty if not, or if that is not known or not possible."""
-        now, other = _PLACES if self.on_device else _PLACES[::-1]
+        now, other = ("device", "host") if self.on_device else ("host", "device")
+        if self._against_device(stepping):
+            return ""
         try:
-            seconds = None if self._against_device(stepping) else self._seconds(stepping, fuse)
+            there, here = self._overlap(stepping, on_device=True), self._overlap(stepping, fuse=fuse)
         except ValueError:
             return ""
+        seconds = self._seconds(stepping, there, here)
         if seconds is None or seconds[other] >= _MUCH * seconds[now]:
             return ""
         return (
@@ -115,19 +123,24 @@ class StepPlace:
             or (against_background_on_device(trainer, stepping) if background else "")
         )
 
-    def _seconds(self, stepping: Sequence[Optimizer], fuse: bool) -> Mapping[str, float] | None:
-        """Seconds of a step by the place; None if the optimizers' state is not known.
+    def _overlap(self, stepping: Sequence[Optimizer], *, fuse: bool = False, on_device: bool = False) -> Overlap:
+        """When updates would run. The errors are those of :func:`choose_overlap`."""
+        asked, trainer = self._options.optimizer_overlap, self._run.module.trainer
+        return choose_overlap(asked, trainer, stepping, fuse=fuse, on_device=on_device)[0]
 
-        Raises:
-            ValueError: the user's ``optimizer_overlap`` is not possible on the host.
+    def _seconds(self, stepping: Sequence[Optimizer], there: Overlap, here: Overlap) -> Mapping[str, float] | None:
+        """Seconds of a step by the place; None if the optimizers' state is not known, or the device is full.
+
+        Args:
+            stepping: the optimizers.
+            there, here: when updates would run on the device, and on the host.
         """
-        asked, trainer, ledgers = self._options.optimizer_overlap, self._run.module.trainer, dict[str, Any]()
-        for place in _PLACES:
-            there = place == "device"
-            overlap, _ = choose_overlap(asked, trainer, stepping, fuse=fuse and not there, on_device=there)
-            ledgers[place] = self._count(there, overlap)
-        if any(ledger.state is None for ledger in ledgers.values()):
+        on_device, on_host = self._count(True, there), self._count(False, here)
+        if on_device.state is None:
             return None
-        machine = measure(self._run.engine.device)
-        computing = {"host": host_seconds_of(stepping, machine), "device": 0.0}
-        return {place: least_seconds(ledger, machine, computing[place]) for place, ledger in ledgers.items()}
+        try:
+            machine = measure(self._run.engine.device)
+        except torch.OutOfMemoryError:
+            return None
+        computing = host_seconds_of(stepping, machine)
+        return {"device": least_seconds(on_device, machine), "host": least_seconds(on_host, machine, computing)}

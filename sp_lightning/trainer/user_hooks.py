@@ -170,9 +170,6 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
 # ---------------------------------------------------------------------- whether updates may run in the background
 
 
-ON_DEVICE = ', optimizer_on="device"'
-
-
 def choose_overlap(
     asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer], *, fuse: bool, on_device: bool
 ) -> tuple[Overlap, str]:
@@ -199,11 +196,11 @@ def choose_overlap(
         why = _against_background(trainer, optimizers) or never
         return ("off" if why else "forward"), why
     why = never or (_against_early_updates(trainer, optimizers) if asked == "backward" else "")
+    there = 'optimizer_on="device", ' if on_device else ""
     if why:
         raise ValueError(
             f'optimizer_overlap="{asked}" cannot be used: {why}. '
-            f'{better or "Use"} SuperpipelineStrategy(optimizer_overlap="{"off" if never else "forward"}"'
-            f"{ON_DEVICE if on_device else ''})."
+            f'{better or "Use"} SuperpipelineStrategy({there}optimizer_overlap="{"off" if never else "forward"}").'
         )
     return asked, ""
 
@@ -282,12 +279,12 @@ def against_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> st
     name = type(others[0]).__name__ if others else ""
     base, kind = base_of(plugin, Precision), type(plugin)
     own = kind.clip_grad_by_norm is not base.clip_grad_by_norm
+    together = any(map(is_torchs, others[:1]))
     return _first(
+        (together, f"{name} steps all parameters together"),
         (
             others,
-            f"{name} steps all parameters together"
-            if others and is_torchs(others[0])
-            else f"{name} is not known to step each parameter by itself. If it does, say so in its class: "
+            f"{name} is not known to step each parameter by itself. If it does, say so in its class: "
             f"{name}.{DECLARES} = True",
         ),
         (
