@@ -10,7 +10,7 @@ from sp_lightning.cli.answer import Answer, Row, stepped_on_device
 from sp_lightning.cli.arguments import MODES, PRECISIONS, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
 from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
-from sp_lightning.kernels import update as kernels
+from sp_lightning.kernels.jit import is_installed
 from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import in_gib
@@ -249,7 +249,7 @@ def _assumed(estimate: Estimate) -> str:
         f"{question.pcie / 1e9:g} GB/s each way, {question.dram / 1e9:g} GB/s of host memory "
         "(--tflops --device-bandwidth --pcie --dram)"
     )
-    if step is not None and not step.on_device and step.seconds is None and not kernels.available():
+    if step is not None and not step.on_device and step.seconds is None and not is_installed():
         line += '; updates in one pass, which pip install "sp_lightning[kernels]" makes (without, 1.6 times as long)'
     if question.devices > 1:
         line += f"; {question.links / 1e9:g} GB/s lead from each device to the others (--links)"
@@ -307,10 +307,8 @@ def _faster(answer: Answer) -> str:
         seconds, more = there
         if now - seconds >= LEAST_WAITING * now:
             needs, limit = row.device_bytes + more, answer.question.gpu_memory
-            why += (
-                f" --optimizer-on device takes {seconds:.3g} s, and {in_gib(needs)} of device memory with this window"
-            )
-            why += f", {in_gib(needs - limit)} more than there are." if limit is not None and needs > limit else "."
+            over = f", {in_gib(needs - limit)} more than there are" if limit is not None and needs > limit else ""
+            why += f" --optimizer-on device takes {seconds:.3g} s, and {in_gib(needs)} of device memory{over}."
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ class Compiled:
         """Calls the kernel for all of ``count`` items, at least ``least`` in a thread, without the interpreter's lock."""
         failed = self._parallel_for(0, count, least, self._address, ctypes.addressof(arguments))
         assert not failed, "a kernel raises nothing"
+
+
+def is_installed() -> bool:
+    """Whether llvmlite is there. Whether it works here shows once a kernel is compiled."""
+    return find_spec("llvmlite") is not None
 
 
 def compile_or_none(text: str) -> Compiled | None:

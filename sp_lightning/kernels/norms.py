@@ -18,11 +18,8 @@ from sp_lightning.kernels.ir import BLOCK, RECIPES, Elements, Function, Recipe, 
 from sp_lightning.kernels.jit import Compiled, compile_or_none
 
 _AHEAD = 2048  # elements that are fetched from memory before they are read
-
-
-_WIDENED = Variant(
-    "sgd", torch.bfloat16, None, 0, False, False
-)  # of which gradients are widened, and nothing else is done
+# Of an update gradients are widened alike.
+_UPDATE = Variant("sgd", torch.bfloat16, None, 0, maximize=False, decays=False)
 
 
 class _Arguments(ctypes.Structure):
@@ -145,5 +142,5 @@ class _Text:
     def _squared(self, index: str, lanes: int, kind: str, to: str) -> tuple[str, str, str]:
         """A sum, which LLVM keeps in a register, the squares of some elements, and those."""
         value = self._function.value
-        wide = Elements(self._function, _WIDENED, RECIPES[0], lanes, index).gradient()
+        wide = Elements(self._function, _UPDATE, RECIPES[0], lanes, index).gradient()
         return value(f"load {kind}, ptr {to}"), value(f"fmul {kind} {wide}, {wide}"), wide

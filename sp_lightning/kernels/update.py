@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ LEAST = 1 << 14
 _CAST_ALIGNMENT = 32  # bytes, of stores past the caches
 _LEAST_BETA = 1e-6  # below it the sign of a zero in Adam's average is another one
 _HALVES = (torch.bfloat16, torch.float16)
-_tried = threading.RLock()
 Settings = Mapping[str, Any]
 """The keyword arguments of a fused operator."""
 
@@ -52,7 +50,7 @@ class Operands:
     cast: Tensor | None
     state: Sequence[Tensor | None]
 
-    @property
+    @cached_property
     def moments(self) -> list[Tensor]:
         """The state that is as large as the weight."""
         return [each for each in self.state if each is not None and each.shape == self.weight.shape]
@@ -161,21 +159,15 @@ def _decay(lr: float, decay: float) -> float:
 # ---------------------------------------------------------------------- whether a kernel has torch's bits
 
 
-def available() -> bool:
-    """Whether AdamW's kernel can be compiled and has torch's bits here."""
-    return _checked(Variant("adamw", torch.bfloat16, torch.bfloat16, 0, False, True, near=True)) is not None
-
-
 @cache
 def _checked(variant: Variant) -> tuple[Compiled, Recipe] | None:
     """A kernel that has torch's bits, with its recipe; None if there is none."""
-    with _tried:
-        for recipe in RECIPES:
-            kernel = compile_or_none(update_text(variant, recipe))
-            if kernel is None:
-                return None
-            if _agrees(kernel, recipe, variant):
-                return kernel, recipe
+    for recipe in RECIPES:
+        kernel = compile_or_none(update_text(variant, recipe))
+        if kernel is None:
+            return None
+        if _agrees(kernel, recipe, variant):
+            return kernel, recipe
     LOG.debug("Superpipeline: kernels for %s differ from torch's operators, which are used.", variant)
     return None
 

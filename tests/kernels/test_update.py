@@ -19,7 +19,7 @@ from sp_lightning.device.torch_private import FUSED_STEPS
 from sp_lightning.kernels import ir, jit, update
 from sp_lightning.kernels.ir import Variant, update_text
 from sp_lightning.kernels.norms import norms_of
-from sp_lightning.kernels.update import Operands, available, update_in_one_pass
+from sp_lightning.kernels.update import Operands, update_in_one_pass
 from sp_lightning.optim import pieces
 from tests.support.mixed import scaled
 from tests.support.models import Module
@@ -52,6 +52,14 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     update._checked.cache_clear()
     yield
     update._checked.cache_clear()
+
+
+ADAMW = Variant("adamw", torch.bfloat16, torch.bfloat16, 0, maximize=False, decays=True, near=True)
+
+
+def available() -> bool:
+    """Whether AdamW's kernel can be compiled and has torch's bits."""
+    return update._checked(ADAMW) is not None
 
 
 # ---------------------------------------------------------------------- bits
@@ -192,8 +200,7 @@ def test_a_kernel_that_differs_is_not_used(
 @pytest.mark.parametrize("recipe", ir.RECIPES[1:])
 def test_other_recipes_are_other_bits_here(recipe: ir.Recipe) -> None:
     """Otherwise nothing shows that the right one was chosen."""
-    variant = Variant("adamw", torch.bfloat16, torch.bfloat16, 0, maximize=False, decays=True, near=True)
-    found = update._checked(variant)
+    variant, found = ADAMW, update._checked(ADAMW)
     assert found is not None
     if found[1] == ir.RECIPES[0]:
         assert not update._agrees(jit.Compiled(update_text(variant, recipe)), recipe, variant)
@@ -204,9 +211,8 @@ import ctypes, sys
 libc = ctypes.CDLL(None)
 if libc.prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE: what was written is never executable, and oneDNN makes no bfloat16 kernels
     sys.exit(7)
-from sp_lightning.kernels.update import available
 import tests.kernels.test_update as here
-print(available())
+print(here.available())
 with here.simulated():
     ours = here.run(here.superpipeline(k=1, optimizer_overlap="forward"), gradient_clip_val=0.01)
 here.assert_same(ours, here.run("auto", gradient_clip_val=0.01))
