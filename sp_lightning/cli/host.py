@@ -14,13 +14,12 @@ from sp_lightning.cli.arguments import Question
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.fused import has_fused_step
 from sp_lightning.plan.host_memory import kept_for_processes
-from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger
+from sp_lightning.plan.ledger import ON_DEVICE, Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
 from sp_lightning.tune.step_place import EIGHT_BITS_SECONDS, muon_flops
 
 _NOTHING = OnDisk()
-Overlap = Literal["off", "forward", "backward"]
 _PASSING = "memory for what passes to the disk"
 _MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
 
@@ -68,8 +67,8 @@ def on_device(step: HostStep, question: Question) -> HostStep:
     seconds, why = question.step_seconds, step.why if question.step_seconds else ""
     if seconds is None and step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
-    # In the background other tensors would get the model's default dtype.
-    overlap: Overlap = "off" if question.precision == "bf16-true" else question.overlap
+    # In the background what an optimizer makes would get the model's dtype.
+    overlap = "off" if question.precision == "bf16-true" else question.overlap
     return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
 
 
@@ -87,7 +86,7 @@ def update_rates(
     if not step.on_device:
         return {"update": gradients / (step.seconds or max(traffic, 1) / question.dram)}
     state = (ledger.state or 0) / gradients
-    (moved,) = (each for each in ledger.passes if each.what == "steps on the device")
+    (moved,) = (each for each in ledger.passes if each.what == ON_DEVICE)
     update = gradients / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
     return {"update": update, "come": moved.read / gradients, "leave": moved.written / gradients}
 

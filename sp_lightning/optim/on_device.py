@@ -85,7 +85,9 @@ class StepsOnDevice:
         """
         groups, state = part_of.param_groups, state_of(part_of)
         # What steps, and no other: else the state of a part that has no gradient would be taken for that of one of its shapes.
-        going = [{**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups]
+        going = [
+            {**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups
+        ]
         stepped = [p for group in going for p in group["params"]]
         if not stepped:
             return

@@ -33,7 +33,9 @@ class Pass:
     written: int
 
 
-_TRANSFERS = ("fetch", "gradients", "steps on the device")
+ON_DEVICE = "steps on the device"
+"""The pass of what steps there bring and take, in place of that of updates."""
+_TRANSFERS = ("fetch", "gradients", ON_DEVICE)
 _OF_BATCHES = ("casts", "accumulation")
 
 
@@ -212,7 +214,7 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     there = 0  # casts that come from the device
     if steps.on_device:
         there = sum(cast.nbytes for layer in plan.trained for cast in layer.casts if layer.gradient_bytes)
-        update = Pass("steps on the device", gradients + kept + state, gradients + state + there)
+        update = Pass(ON_DEVICE, gradients + kept + state, gradients + state + there)
     return [
         Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), accumulate * casts - there),
         Pass("fetch", 2 * accumulate * (together + plan.ranks * whole), 0),

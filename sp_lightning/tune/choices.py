@@ -112,11 +112,10 @@ class Window:
             )
         smallest = _WITHOUT_LIMIT if self.room is None else (1, 1)
         plan = self._plan(*smallest)
-        too_large = self.room is not None and self._least(plan) > self.room
-        if self._open and (device.computes_on_host or too_large):
+        if self._open and (device.computes_on_host or self._is_too_large(plan)):
             self.steps_on_device = False
             plan = self._plan(*smallest)
-        if self.room is not None and self._least(plan) > self.room:
+        if self.room is not None and self._is_too_large(plan):
             raise ValueError(self._too_large(plan, self.room, device, find))
         return plan
 
@@ -202,6 +201,9 @@ class Window:
     def _least(self, plan: Plan) -> int:
         """Bytes of device memory that a plan takes at least: those of gradients count in training."""
         return plan.taken(training=self._training)[0]
+
+    def _is_too_large(self, plan: Plan) -> bool:
+        return self.room is not None and self._least(plan) > self.room
 
     def _too_large(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> str:
         """The error message for a plan that does not fit: what is needed, what there is, and what would help."""

@@ -214,9 +214,8 @@ class Gradients(GradientSink[_Drain]):
 
         No thread waits for another one that does so: that one may be in a hook, whose own backward may need this thread.
         """
-        stays = (
-            bool(self._landed) and not self._landed[-1][0][1]
-        )  # nothing is to land, and the device's memory is needed
+        # What has stayed has nothing to land, and its memory on the device is needed.
+        stays = bool(self._landed) and not self._landed[-1][0][1]
         if not (everything or stays or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
             return
         try:
