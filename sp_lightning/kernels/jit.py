@@ -81,8 +81,7 @@ def _refuse_if_hardened() -> None:
     memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     libc, begin = ctypes.CDLL(None, use_errno=True), ctypes.c_char.from_buffer(memory)
     address = ctypes.c_void_p(ctypes.addressof(begin))
-    failed = libc.mprotect(address, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC)
-    if failed:
+    if libc.mprotect(address, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC):
         raise OSError(ctypes.get_errno(), "memory cannot be made executable")
 
 

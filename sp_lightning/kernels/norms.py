@@ -1,4 +1,4 @@
-"""Norms of gradients in bfloat16, as torch has them of the widened gradients: read once, and several side by side.
+"""Norms of gradients in 16 bits, as torch has them of the widened gradients: read once, and several side by side.
 
 torch adds squares up in one chain, from the first element to the last: in the lanes of a vector, then lane by lane, then what is
 left. So one thread has all of a gradient. Squares of 16-bit numbers are exact but for those of numbers below 1e-19.
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.kernels.ir import BLOCK, RECIPES, Elements, Function, Recipe, Variant, declarations
+from sp_lightning.kernels.ir import RECIPES, Elements, Function, Recipe, Variant, declarations
 from sp_lightning.kernels.jit import Compiled, compile_or_none
 
 _AHEAD = 2048  # elements that are fetched from memory before they are read
-# Of an update gradients are widened alike.
-_UPDATE = Variant("sgd", torch.bfloat16, None, 0, maximize=False, decays=False)
+_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class _Arguments(ctypes.Structure):
@@ -35,9 +34,12 @@ def norms_of(gradients: Sequence[Tensor]) -> dict[int, Tensor]:
     Returns:
         A float32 tensor without dimensions, by the ``id`` of the gradient, for each that a kernel can read.
     """
-    dense = [each for each in gradients if each.dtype is torch.bfloat16 and each.is_contiguous() and each.numel() > 1]
-    kernel = _checked() if dense else None
-    return {} if kernel is None else dict(zip(map(id, dense), _run(kernel, dense), strict=True))
+    found = dict[int, Tensor]()
+    for dtype in _DTYPES:
+        dense = [each for each in gradients if each.dtype is dtype and each.is_contiguous() and each.numel() > 1]
+        if dense and (kernel := _checked(dtype)) is not None:
+            found |= zip(map(id, dense), _run(kernel, dense), strict=True)
+    return found
 
 
 def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -48,23 +50,23 @@ def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 @cache
-def _checked() -> Compiled | None:
+def _checked(dtype: torch.dtype) -> Compiled | None:
     """The kernel that has torch's bits; None if there is none."""
     for recipe in RECIPES:
-        kernel = compile_or_none(_Text(recipe).whole())
+        kernel = compile_or_none(_Text(recipe, dtype).whole())
         if kernel is None:
             return None
-        if _agrees(kernel):
+        if _agrees(kernel, dtype):
             return kernel
     return None
 
 
-def _agrees(kernel: Compiled) -> bool:
+def _agrees(kernel: Compiled, dtype: torch.dtype) -> bool:
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
         generator, gradients = torch.Generator("cpu").manual_seed(0), list[Tensor]()
         for count in (4099, 100_000, *range(2, 40)):  # users may have set another default dtype or device
             drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
-            gradients += [(drawn * scale).bfloat16() for scale in (1.0, 1e-21, 1e-23, 1e15)]
+            gradients += [(drawn * scale).to(dtype) for scale in (1.0, 1e-21, 1e-23, 1e15)]
         theirs = [torch.linalg.vector_norm(each.to(torch.float32)) for each in gradients]
         return all(map(torch.equal, _run(kernel, gradients), theirs))
 
@@ -74,13 +76,16 @@ class _Text:
 
     Args:
         recipe: how torch's compiler has made its own.
+        dtype: of the gradients.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
         self._function = Function()
         self._width = recipe.width
         self._fused = recipe.fused
         self._vector = f"<{recipe.width} x float>"
+        # An update widens gradients in the same way.
+        self._update = Variant("sgd", dtype, None, 0, maximize=False, decays=False)
 
     def whole(self) -> str:
         """All of it."""
@@ -100,12 +105,10 @@ class _Text:
         for name, kind in (("gradients", "ptr"), ("counts", "i64")):
             function.add(f"  %of.{name} = getelementptr {kind}, ptr %{name}, i64 {index}")
         function.add("  %gradient = load ptr, ptr %of.gradients", "  %count = load i64, ptr %of.counts")
-        for name, size in (("blocks", BLOCK), ("vectors", width), ("fours", 4)):
+        for name, size in (("vectors", width), ("fours", 4)):
             function.add(f"  %left.{name} = srem i64 %count, {size}", f"  %in.{name} = sub i64 %count, %left.{name}")
-        function.add(f"  store {vector} zeroinitializer, ptr %sums", "  br label %block.test")
-        function.loop("block", "0", "each", "%in.blocks", BLOCK, "blocks.done", self._block)
-        function.add("blocks.done:", "  br label %vector.test")
-        function.loop("vector", "%block.index", "blocks.done", "%in.vectors", width, "vectors.done", self._add_vector)
+        function.add(f"  store {vector} zeroinitializer, ptr %sums", "  br label %vector.test")
+        function.loop("vector", "0", "each", "%in.vectors", width, "vectors.done", self._add_vector)
         function.add("vectors.done:", f"  %lanes = load {vector}, ptr %sums")
         lanes = [function.value(f"extractelement {vector} %lanes, i64 {lane}") for lane in range(width)]
         total = reduce(lambda total, lane: function.value(f"fadd float {total}, {lane}"), lanes)
@@ -116,14 +119,10 @@ class _Text:
         place = function.value(f"getelementptr float, ptr %norms, i64 {index}")
         function.add(f"  store float {root}, ptr {place}")
 
-    def _block(self, index: str) -> None:
-        value = self._function.value
-        place = value(f"getelementptr i16, ptr %gradient, i64 {value(f'add i64 {index}, {_AHEAD}')}")
-        self._function.add(f"  call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
-        for more in range(0, BLOCK, self._width):
-            self._add_vector(value(f"add i64 {index}, {more}"))
-
     def _add_vector(self, index: str) -> None:
+        place = self._function.value(f"getelementptr i16, ptr %gradient, i64 {index}")
+        ahead = self._function.value(f"getelementptr i16, ptr {place}, i64 {_AHEAD}")
+        self._function.add(f"  call void @llvm.prefetch.p0(ptr {ahead}, i32 0, i32 3, i32 1)")
         before, square, _ = self._squared(index, self._width, self._vector, "%sums")
         after = self._function.value(f"fadd {self._vector} {before}, {square}")
         self._function.add(f"  store {self._vector} {after}, ptr %sums")
@@ -142,5 +141,5 @@ class _Text:
     def _squared(self, index: str, lanes: int, kind: str, to: str) -> tuple[str, str, str]:
         """A sum, which LLVM keeps in a register, the squares of some elements, and those."""
         value = self._function.value
-        wide = Elements(self._function, _UPDATE, RECIPES[0], lanes, index).gradient()
+        wide = Elements(self._function, self._update, RECIPES[0], lanes, index).gradient()
         return value(f"load {kind}, ptr {to}"), value(f"fmul {kind} {wide}, {wide}"), wide

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.torch_private import scaler_device
+from sp_lightning.kernels.norms import norms_of
 from sp_lightning.weights.narrow_gradient import Factor, as_it_came, change, is_narrow, stored, widen_if_changed
 
 Found = dict[torch.device, Tensor]
@@ -58,7 +59,7 @@ class HostGradScaler(torch.amp.GradScaler):
         if narrow:
             infinite = found.setdefault(torch.device("cpu"), found_inf)
             # torch, too, looks at gradients before it multiplies them.
-            if not all(_is_finite(as_it_came(stored(parameter))) for parameter in narrow):
+            if not _are_finite([as_it_came(stored(parameter)) for parameter in narrow]):
                 infinite.fill_(1.0)
             for parameter in narrow:
                 if not change(parameter, unscale) and parameter.grad is not None:
@@ -66,6 +67,9 @@ class HostGradScaler(torch.amp.GradScaler):
         return found
 
 
-def _is_finite(gradient: Tensor) -> bool:
-    """Whether a gradient has neither infinities nor NaN. ``aminmax`` reads it once and writes nothing, and keeps NaN."""
-    return gradient.numel() == 0 or all(bool(extreme.isfinite()) for extreme in gradient.aminmax())
+def _are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether gradients have neither infinities nor NaN. Each is read once, and nothing is written."""
+    # Squares of other dtypes may be infinite, where a norm tells nothing.
+    norms = norms_of([each for each in gradients if each.dtype is torch.float16])
+    found = ([norms[id(each)]] if id(each) in norms else each.aminmax() for each in gradients if each.numel())
+    return all(bool(number.isfinite()) for numbers in found for number in numbers)  # aminmax keeps NaN

@@ -10,6 +10,7 @@ would not do: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -193,6 +194,18 @@ def _widen(gradient: Any) -> None:
         del gradient.made_of, gradient.looked_at, gradient.computed
 
 
+def _scale(came: Tensor, changes: Sequence[Change]) -> float:
+    """What a norm is to be multiplied by instead of the gradient, for the same bits; 0 if there is no such number.
+
+    A scaler's is a power of two. Products with that are exact, and so are squares of float16 numbers that were multiplied by it.
+    """
+    numbers = [each.number if isinstance(each, Factor) else 0.0 for each in changes]
+    exact = came.dtype is torch.float16 and all(
+        2.0**-38 < each < 2.0 and math.frexp(each)[0] == 0.5 for each in numbers
+    )
+    return math.prod(numbers) if exact or not changes else 0.0
+
+
 class Norms:
     """Computes norms of gradients, in the same memory if it needs any: to allocate it takes longer than the norm."""
 
@@ -206,10 +219,14 @@ class Norms:
         """
         made = [made_of(gradient) for gradient in gradients]
         known = norms_of(
-            [came for (came, changes), g in zip(made, gradients, strict=True) if came is not g and not changes]
+            [
+                came
+                for (came, changes), g in zip(made, gradients, strict=True)
+                if came is not g and _scale(came, changes)
+            ]
         )
         return [
-            known[id(came)] if id(came) in known else self._of_one(gradient, came, changes)
+            known[id(came)].mul_(_scale(came, changes)) if id(came) in known else self._of_one(gradient, came, changes)
             for gradient, (came, changes) in zip(gradients, made, strict=True)
         ]
 

@@ -490,7 +490,7 @@ def test_a_thread_that_reads_gradients_in_the_middle_of_a_step_changes_nothing(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a logger of the user's may, at any moment: what it has widened is unscaled and clipped once."""
-    is_finite, submit = scaler._is_finite, BackgroundUpdates.submit
+    are_finite, submit = scaler._are_finite, BackgroundUpdates.submit
     parameters: list[nn.Parameter] = []
     read: list[str] = []
 
@@ -499,9 +499,9 @@ def test_a_thread_that_reads_gradients_in_the_middle_of_a_step_changes_nothing(
             read.extend(kind(parameter) for parameter in parameters)
             assert all(parameter.grad is not None for parameter in parameters)
 
-    def looked_through(gradient: Tensor) -> bool:
+    def looked_through(gradients: list[Tensor]) -> bool:
         look("looked through")
-        return is_finite(gradient)
+        return are_finite(gradients)
 
     def submitted(self: BackgroundUpdates, *args: Any) -> None:
         look("submitted")
@@ -518,7 +518,7 @@ def test_a_thread_that_reads_gradients_in_the_middle_of_a_step_changes_nothing(
 
     torch.manual_seed(0)
     plain = run("auto")
-    monkeypatch.setattr(scaler, "_is_finite", looked_through)
+    monkeypatch.setattr(scaler, "_are_finite", looked_through)
     monkeypatch.setattr(BackgroundUpdates, "submit", submitted)
     torch.manual_seed(0)
     assert_equal(run(overlapping("forward")), plain, "weights and state")
