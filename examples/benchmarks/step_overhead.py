@@ -1,7 +1,7 @@
-"""What steps on the device take beside their copies: an optimizer's step by this path, by the host's, and by plain Lightning.
+"""What a step takes where the update is most of it, beside plain Lightning, on the CPU: all of it, and the optimizer's part.
 
-All on the CPU, where copies are synchronous and the arithmetic is the same: the difference is copies and Python. The three take
-turns in one process. From the root of the repository::
+On the CPU copies are synchronous and the arithmetic is the same everywhere: the difference is copies, threads and Python. The ways
+take turns in one process. From the root of the repository::
 
     python -m examples.benchmarks.step_overhead
 """
@@ -11,6 +11,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,23 +21,72 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.kernels import update
 
-SHAPES = {"8 layers of 2048 × 2048": (8, 2048, 6), "32 layers of 16 × 16": (32, 16, 60)}
-"""For each: how many linear layers, how wide they are, and how many batches are trained."""
 ROUNDS = 5
-STRATEGIES: dict[str, Any] = {
-    "plain": lambda: "auto",
-    "host": lambda: SuperpipelineStrategy(k=2, optimizer_overlap="off"),
-    "device": lambda: SuperpipelineStrategy(k=2, optimizer_on="device", optimizer_overlap="off"),
+
+
+@dataclass
+class Way:
+    """Arguments of the strategy; None for plain Lightning."""
+
+    options: dict[str, Any] | None
+    kernels: bool = True
+
+    def strategy(self) -> Any:
+        """Makes it."""
+        return "auto" if self.options is None else SuperpipelineStrategy(k=2, **self.options)
+
+
+@dataclass
+class Workload:
+    """Linear layers that are trained with one row a batch.
+
+    Attributes:
+        layers, width, batches: how many layers, how wide they are, and how many batches are trained.
+        precision: the Trainer's.
+        whole: whether all of a step is timed; otherwise what follows backward.
+    """
+
+    layers: int
+    width: int
+    batches: int
+    precision: Any
+    whole: bool
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers of {self.width} × {self.width}, {self.precision}"
+
+
+STEPS = {
+    "plain": Way(None),
+    "host": Way({"optimizer_overlap": "off"}),
+    "device": Way({"optimizer_on": "device", "optimizer_overlap": "off"}),
 }
+WHOLE = {
+    "plain": Way(None),
+    "forward": Way({"optimizer_overlap": "forward"}),
+    "forward, in pieces": Way({"optimizer_overlap": "forward"}, kernels=False),
+    "backward": Way({"optimizer_overlap": "backward"}),
+    "backward, in pieces": Way({"optimizer_overlap": "backward"}, kernels=False),
+    "off": Way({"optimizer_overlap": "off"}),
+}
+TABLES = {
+    "The optimizer's step": (
+        STEPS, [Workload(8, 2048, 6, "32-true", whole=False), Workload(32, 16, 60, "32-true", whole=False)],
+    ),
+    "A whole step": (WHOLE, [Workload(8, 3072, 8, "bf16-mixed", whole=True)]),
+}  # fmt: skip
 
 
 class Timed(pl.LightningModule):
-    """Linear layers. It notes how long each step of its optimizer takes, without the closure."""
+    """Linear layers. It notes when each step begins and ends."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, workload: Workload) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        width = workload.width
+        self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(workload.layers)))
+        self.whole = workload.whole
         self.seconds: list[float] = []
         self.begun = 0.0
 
@@ -42,39 +94,60 @@ class Timed(pl.LightningModule):
         loss: Tensor = self.net(batch).square().mean()
         return loss
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        now = time.perf_counter()
+        if self.whole and self.begun:  # what the last step has left to be done counts
+            self.seconds.append(now - self.begun)
+        self.begun = now
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.begun = time.perf_counter()
+        if not self.whole:
+            self.begun = time.perf_counter()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.begun)
+        if not self.whole:
+            self.seconds.append(time.perf_counter() - self.begun)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
-def seconds(strategy: str, layers: int, width: int, batches: int) -> float:
+@contextmanager
+def kernels(used: bool) -> Iterator[None]:
+    """A context in which our own kernels update, or torch's operators do."""
+    before = update.LEAST
+    if not used:
+        update.LEAST = 1 << 62
+    try:
+        yield
+    finally:
+        update.LEAST = before
+
+
+def seconds(way: Way, workload: Workload) -> float:
     """The median of a run's steps but the first two, in which memory is made."""
-    module = Timed(layers, width)
+    module = Timed(workload)
     trainer = pl.Trainer(
-        strategy=STRATEGIES[strategy](), accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        strategy=way.strategy(), accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, precision=workload.precision,
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(batches, width), batch_size=1))  # type: ignore[arg-type]
+    batches = torch.randn(workload.batches, workload.width)
+    with kernels(way.kernels):
+        trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=1))  # type: ignore[arg-type]
     return statistics.median(module.seconds[2:])
 
 
 def main() -> None:
-    """Prints a row for each shape."""
-    print(f"| AdamW, fused, {torch.get_num_threads()} threads | {' | '.join(STRATEGIES)} | more per layer |")
-    print(f"|{'---|' * (len(STRATEGIES) + 2)}")
-    for name, (layers, width, batches) in SHAPES.items():
-        found = defaultdict[str, list[float]](list)
-        for _ in range(ROUNDS):
-            for strategy in STRATEGIES:
-                found[strategy].append(seconds(strategy, layers, width, batches))
-        least = {strategy: min(times) for strategy, times in found.items()}
-        more = (least["device"] - least["host"]) / layers
-        print(f"| {name} | {' | '.join(f'{1e3 * each:.3g} ms' for each in least.values())} | {1e3 * more:.3g} ms |")
+    """Prints the tables."""
+    for name, (ways, workloads) in TABLES.items():
+        print(f"\n{name}, AdamW, fused, {torch.get_num_threads()} threads, milliseconds:\n")
+        print(f"| | {' | '.join(ways)} |\n|{'---|' * (len(ways) + 1)}")
+        for workload in workloads:
+            found = defaultdict[str, list[float]](list)
+            for _ in range(ROUNDS):
+                for title, way in ways.items():
+                    found[title].append(seconds(way, workload))
+            print(f"| {workload} | {' | '.join(f'{1e3 * min(each):.3g}' for each in found.values())} |")
 
 
 if __name__ == "__main__":
