@@ -1,7 +1,7 @@
 """What a step takes where the update is most of it, beside plain Lightning, on the CPU: all of it, and the optimizer's part.
 
-On the CPU copies are synchronous and the arithmetic is the same everywhere: the difference is copies, threads and Python. The ways
-take turns in one process. From the root of the repository::
+On the CPU copies are synchronous and the arithmetic is the same everywhere: the difference is copies, threads and Python. The
+ways take turns in one process. From the root of the repository::
 
     python -m examples.benchmarks.step_overhead
 """

@@ -42,15 +42,23 @@ class Recipe:
 
     Attributes:
         width: elements of a vector.
-        fused: whether products are added with one rounding.
+        fused: whether products are added with one rounding, in vectors at least where torch's source says so.
+        contracted: which product the compiler fuses in vectors of itself, if it has a choice; None: it fuses none there.
     """
 
     width: int
     fused: bool
+    contracted: Literal["first", "second"] | None
 
 
-RECIPES = (Recipe(8, True), Recipe(8, False), Recipe(4, True))
-"""Those of AVX2, which processors with AVX-512 use, too; of x86-64 without; and of NEON. They are tried in this order."""
+RECIPES = (
+    Recipe(8, fused=True, contracted="second"),
+    Recipe(8, fused=False, contracted=None),
+    Recipe(4, fused=True, contracted="first"),
+    Recipe(8, fused=True, contracted=None),
+)
+"""Those of AVX2, which processors with AVX-512 use, too; of x86-64 without; of NEON; and of SVE with 256 bits. They are tried in
+this order."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,7 @@ class Elements:
         self._add = function.add
         self._variant = variant
         self._fused = recipe.fused
+        self._contracted = recipe.contracted
         self._width = width
         self._index = index
         self._last = width == 1
@@ -170,6 +179,12 @@ class Elements:
         of = ", ".join(f"{self._float} {each}" for each in (a, b, c))
         return self._value(f"call {self._float} @llvm.fma.{self._intrinsic}({of})")
 
+    def _plus(self, a: str, b: str, c: str) -> str:
+        """a · b + c where torch's source does not say that it is fused."""
+        if self._last or self._contracted:
+            return self._fma(a, b, c)
+        return self._do("fadd", self._do("fmul", a, b), c)
+
     def _root(self, value: str) -> str:
         return self._value(f"call {self._float} @llvm.sqrt.{self._intrinsic}({self._float} {value})")
 
@@ -177,13 +192,18 @@ class Elements:
         kind = kind or self._float
         return self._value(f"select {self._bool} {condition}, {kind} {value}, {kind} {other}")
 
-    def _mixed(self, average: str, rate: str, new: str, share: str, by: str = "") -> str:
-        """average · rate + new · share · by. In a vector torch's compiler fuses the second product, at the end the first."""
-        scaled = self._do("fmul", share, new) if by else new
-        share, by = (scaled, by) if by else (share, new)
+    def _mixed(self, average: str, rate: str, new: str, share: str) -> str:
+        """average · rate + new · share. In a vector torch fuses the second product, at the end its compiler the first."""
         if self._last:
-            return self._fma(average, rate, self._do("fmul", share, by))
-        return self._fma(by, share, self._do("fmul", average, rate))
+            return self._fma(average, rate, self._do("fmul", share, new))
+        return self._fma(new, share, self._do("fmul", average, rate))
+
+    def _mixed_squares(self, average: str, rate: str, new: str, share: str) -> str:
+        """average · rate + new · share · new. In a vector it is up to torch's compiler, too, what is fused."""
+        scaled = self._do("fmul", share, new)
+        if not self._last and self._contracted == "second":
+            return self._fma(new, scaled, self._do("fmul", average, rate))
+        return self._plus(average, rate, self._do("fmul", scaled, new))
 
     def gradient(self) -> str:
         """The gradient in float32."""
@@ -225,7 +245,8 @@ class Elements:
         if variant.decays and variant.kind == "adamw":
             weight = self._do("fmul", weight, self._number("decay"))
         elif variant.decays:
-            gradient = self._fma(weight, self._number("decay"), gradient)
+            add = self._fma if variant.kind == "sgd" else self._plus
+            gradient = add(weight, self._number("decay"), gradient)
         step = {"adam": self._adam, "adamw": self._adam, "sgd": self._sgd, "adagrad": self._adagrad}[variant.kind]
         weight = step(weight, gradient)
         self._store("weight", weight)
@@ -238,7 +259,7 @@ class Elements:
             average = self._fma(way, self._number("rate1"), average)
         else:
             average = self._fma(way, self._number("beyond1"), gradient)
-        squares = self._mixed(squares, self._number("beta2"), gradient, self._number("rate2"), gradient)
+        squares = self._mixed_squares(squares, self._number("beta2"), gradient, self._number("rate2"))
         self._store("s0", average)
         self._store("s1", squares)
         if self._variant.amsgrad:
@@ -264,10 +285,10 @@ class Elements:
                 momentum = self._mixed(before, self._number("momentum"), gradient, self._number("damping"))
             self._store("s0", momentum)
             gradient = self._fma(momentum, self._number("momentum"), gradient) if self._variant.nesterov else momentum
-        return self._fma(gradient, self._number("step"), weight)
+        return self._plus(gradient, self._number("step"), weight)
 
     def _adagrad(self, weight: str, gradient: str) -> str:
-        squares = self._fma(gradient, gradient, self._load("s0"))
+        squares = self._plus(gradient, gradient, self._load("s0"))
         self._store("s0", squares)
         below = self._do("fadd", self._root(squares), self._number("eps"))
         return self._do("fadd", weight, self._do("fdiv", self._do("fmul", gradient, self._number("step")), below))

@@ -8,17 +8,37 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, reduce
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.kernels.ir import RECIPES, Elements, Function, Recipe, Variant, declarations
+from sp_lightning.kernels.ir import RECIPES, Elements, Function, Variant, declarations
 from sp_lightning.kernels.jit import Compiled, compile_or_none
 
 _AHEAD = 2048  # elements that are fetched from memory before they are read
 _DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How torch's compiler adds squares: in vectors of ``width`` elements, and what is left, with one rounding or with two.
+
+    Attributes:
+        vectors: whether in a vector there is one.
+        last: of what is left, which squares are added with one: those that are no whole four, all, or none.
+    """
+
+    width: int
+    vectors: bool
+    last: Literal["rest", "all", "none"]
+
+
+# Those of AVX2; of x86-64 without, and of SVE with 256 bits; of NEON; and of SVE with 128 bits.
+_RECIPES = (_Recipe(8, False, "rest"), _Recipe(8, False, "none"), _Recipe(4, True, "all"), _Recipe(4, True, "none"))
 
 
 class _Arguments(ctypes.Structure):
@@ -52,7 +72,7 @@ def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
 @cache
 def _checked(dtype: torch.dtype) -> Compiled | None:
     """The kernel that has torch's bits; None if there is none."""
-    for recipe in RECIPES:
+    for recipe in _RECIPES:
         kernel = compile_or_none(_Text(recipe, dtype).whole())
         if kernel is None:
             return None
@@ -79,10 +99,10 @@ class _Text:
         dtype: of the gradients.
     """
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
+    def __init__(self, recipe: _Recipe, dtype: torch.dtype) -> None:
         self._function = Function()
+        self._recipe = recipe
         self._width = recipe.width
-        self._fused = recipe.fused
         self._vector = f"<{recipe.width} x float>"
         # An update widens gradients in the same way.
         self._update = Variant("sgd", dtype, None, 0, maximize=False, decays=False)
@@ -123,18 +143,21 @@ class _Text:
         place = self._function.value(f"getelementptr i16, ptr %gradient, i64 {index}")
         ahead = self._function.value(f"getelementptr i16, ptr {place}, i64 {_AHEAD}")
         self._function.add(f"  call void @llvm.prefetch.p0(ptr {ahead}, i32 0, i32 3, i32 1)")
-        before, square, _ = self._squared(index, self._width, self._vector, "%sums")
+        before, square, wide = self._squared(index, self._width, self._vector, "%sums")
         after = self._function.value(f"fadd {self._vector} {before}, {square}")
+        if self._recipe.vectors:
+            of = ", ".join(f"{self._vector} {each}" for each in (wide, wide, before))
+            after = self._function.value(f"call {self._vector} @llvm.fma.v{self._width}f32({of})")
         self._function.add(f"  store {self._vector} {after}, ptr %sums")
 
     def _add_one(self, index: str) -> None:
-        """Of what is left torch's compiler squares four at a time, and adds the last ones' squares with one rounding."""
+        """What is left. For AVX2 torch's compiler squares four at a time, and adds those of the rest otherwise."""
         value = self._function.value
         before, square, wide = self._squared(index, 1, "float", "%sum")
         after = value(f"fadd float {before}, {square}")
-        if self._fused:
+        if self._recipe.last != "none":
             fused = value(f"call float @llvm.fma.f32(float {wide}, float {wide}, float {before})")
-            of_four = value(f"icmp slt i64 {index}, %in.fours")
+            of_four = value(f"icmp slt i64 {index}, %in.fours") if self._recipe.last == "rest" else "false"
             after = value(f"select i1 {of_four}, float {after}, float {fused}")
         self._function.add(f"  store float {after}, ptr %sum")
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sp_lightning.kernels import norms
+from sp_lightning.kernels.jit import Compiled
 from sp_lightning.kernels.norms import norms_of
 from sp_lightning.optim.scaler import _are_finite
 from sp_lightning.weights import narrow_gradient
@@ -62,6 +63,15 @@ def test_a_kernel_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, anew
     gradient = torch.randn(1000).bfloat16()
     assert norms_of([gradient]) == {}
     assert torch.equal(Norms().of([gradient])[0], torch.linalg.vector_norm(gradient))
+
+
+def test_other_recipes_are_other_bits_here() -> None:
+    """But for float16, whose squares are exact: with one rounding or two."""
+    agree = [
+        norms._agrees(Compiled(norms._Text(recipe, torch.bfloat16).whole()), torch.bfloat16)
+        for recipe in norms._RECIPES
+    ]
+    assert agree.count(True) == 1
 
 
 @pytest.mark.parametrize(

@@ -197,10 +197,24 @@ def test_a_kernel_that_differs_is_not_used(
     assert_same(ours, run("auto", precision="bf16-mixed"))
 
 
-@pytest.mark.parametrize("recipe", ir.RECIPES[1:])
-def test_other_recipes_are_other_bits_here(recipe: ir.Recipe) -> None:
+SGD = Variant("sgd", torch.bfloat16, None, 1, maximize=False, decays=True, momentum=True)
+ADAGRAD = Variant("adagrad", torch.bfloat16, None, 1, maximize=False, decays=True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "recipe"),
+    [
+        *((ADAMW, recipe) for recipe in ir.RECIPES[1:]),
+        *((SGD, recipe) for recipe in ir.RECIPES[1:]),
+        *(
+            (ADAGRAD, recipe) for recipe in ir.RECIPES[1:] if not recipe.contracted
+        ),  # NEON adds its squares as AVX2 does
+    ],
+    ids=lambda each: each.kind if isinstance(each, Variant) else f"{each.width}-{each.fused}-{each.contracted}",
+)
+def test_other_recipes_are_other_bits_here(variant: Variant, recipe: ir.Recipe) -> None:
     """Otherwise nothing shows that the right one was chosen."""
-    variant, found = ADAMW, update._checked(ADAMW)
+    found = update._checked(variant)
     assert found is not None
     if found[1] == ir.RECIPES[0]:
         assert not update._agrees(jit.Compiled(update_text(variant, recipe)), recipe, variant)
