@@ -141,8 +141,12 @@ objects. There is no public way to ask."""
 null_storage: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
 """A storage at an address, 0 for none, on a device, of a number of bytes. No public way makes one without memory."""
 
-refuse_access: Callable[[int, str], None] = torch._C._set_storage_data_ptr_access_error_msg
-"""Takes its memory from a storage, given by its :data:`storage_id`. Who asks for it then gets a RuntimeError that says this."""
+refuse_access: Callable[[int, str], None] = getattr(
+    torch._C, "_set_storage_data_ptr_access_error_msg", lambda storage, why: None
+)
+"""Takes its memory from a storage, given by its :data:`storage_id`. Who asks for it then gets a RuntimeError that says this.
+
+Before 2.14 builds for the CPU alone have no such function: who reads memory that is not there ends the process."""
 
 exchange_memory: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
 """Exchanges all that two tensors are but the Python objects and their attributes, also between devices, which ``p.data = other``
