@@ -369,16 +369,22 @@ def test_steps_of_other_optimizers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "precision", "said"),
+    ("make", "asked", "options", "said", "other"),
     [
-        (lambda: Stepped(made(decays_all)), "32-true", "Declared may draw random numbers"),
-        (Stepped, "bf16-true", "with HalfPrecision"),
+        (lambda: Stepped(made(decays_all)), "forward", {}, "Declared may draw random numbers", "off"),
+        (Stepped, "forward", {"precision": "bf16-true"}, "with HalfPrecision", "off"),
+        (Stepped, "backward", {"gradient_clip_val": 1.0}, r"clipping \(gradient_clip_val=1.0\)", "forward"),
     ],
-    ids=["declared", "bf16-true"],
+    ids=["declared", "bf16-true", "clipped"],
 )
-def test_what_cannot_step_in_the_background(make: Callable[[], Stepped], precision: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        trainer_for(on_device(optimizer_overlap="forward"), precision=precision).fit(make(), loader(vectors()))
+def test_what_cannot_step_in_the_background(
+    make: Callable[[], Stepped], asked: str, options: dict[str, Any], said: str, other: str
+) -> None:
+    """The remedy keeps the place, and works."""
+    remedy = rf'Use SuperpipelineStrategy\(optimizer_on="device", optimizer_overlap="{other}"\)\.'
+    with pytest.raises(ValueError, match=rf'optimizer_overlap="{asked}" cannot be used: {said}.*{remedy}'):
+        trainer_for(on_device(optimizer_overlap=asked), **options).fit(make(), loader(vectors()))
+    trainer_for(on_device(optimizer_overlap=other), **options).fit(make(), loader(vectors()))
 
 
 # ---------------------------------------------------------------------- torch's own
