@@ -17,7 +17,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Wait
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, alternating
-from tests.support.on_disk import away, everything_below, fails, on_disk, without_room
+from tests.support.on_disk import assert_whole, away, everything_below, fails, on_disk, without_room
 from tests.support.runs import Outcome, assert_same, fit, loader, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -101,9 +101,7 @@ def test_a_disk_that_fails_ends_the_step_with_one_error(
             trainer.fit(module, loader(vectors()))
         with pytest.raises(RuntimeError, match="not those of any whole step"):
             trainer.save_checkpoint(tmp_path / "after.ckpt")
-    assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
-    assert all(parameter.isfinite().all() for parameter in module.parameters())
-    assert list(tmp_path.iterdir()) == []
+    assert_whole(module, tmp_path)
 
 
 @pytest.mark.parametrize("second", first(["plain", "host", "device", "disk"], "host", "device", why="as with the disk"))
