@@ -10,7 +10,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -98,6 +98,94 @@ def test_muon_is_plains() -> None:
         return fit(make, vectors(), strategy, recorded="losses")
 
     assert_same(run(on_device()), run("auto"))
+
+
+class Lowers(Stepped):
+    """A scheduler writes its learning rate, which is a tensor, while updates may still be under way."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class HooksSteps(Stepped):
+    """Hooks around a step read all state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self.look)
+        optimizer.register_step_post_hook(self.look)
+        return optimizer
+
+    def look(self, optimizer: Optimizer, *_: Any) -> None:
+        self.seen.append([deepcopy(dict(values)) for values in optimizer.state.values()])
+
+
+@pytest.mark.parametrize("make", [Lowers, HooksSteps])
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_what_user_code_does_around_a_step_is_plains(make: Callable[[], Stepped], overlap: str) -> None:
+    def run(strategy: Any) -> Outcome:
+        outcome = fit(make, vectors(), strategy, recorded="losses")
+        outcome.extra["seen"] = getattr(outcome.module, "seen", [])
+        return outcome
+
+    plain = run("auto")
+    with simulated():
+        ours = run(on_device(optimizer_overlap=overlap))
+    assert_same(ours, plain)
+    assert_equal(ours.extra, plain.extra, "what hooks have seen")
+
+
+class LooksAtMemory(Optimizer):
+    """Notes how what it steps lies in memory, as kernels ask for it."""
+
+    steps_each_parameter_alone = True
+    seen: ClassVar[list[Any]] = []
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+            self.seen.append([(each.stride(), each.data_ptr() % 16) for each in (p, p.grad, moment)])
+            p.sub_(moment.mul_(0.9).add_(p.grad), alpha=1e-2)
+        return loss
+
+
+class Images(Stepped):
+    """Its weights lie with channels last, and have odd sizes."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__(make)
+        blocks = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)]
+        self.net = nn.Sequential(*blocks).to(memory_format=torch.channels_last)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch[:3, :3, None, None].expand(3, 3, 5, 5))
+
+
+@pytest.mark.parametrize("make", [LooksAtMemory, lambda ps: torch.optim.AdamW(ps, fused=True)], ids=["own", "fused"])
+def test_what_is_stepped_lies_as_on_plain(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LooksAtMemory, "seen", [])
+    plain = fit(lambda: Images(make), vectors(), "auto", recorded="losses")
+    expected, LooksAtMemory.seen = LooksAtMemory.seen, []
+    with simulated():
+        assert_same(fit(lambda: Images(make), vectors(), on_device(), recorded="losses"), plain)
+    assert [[stride for stride, _ in each] for each in LooksAtMemory.seen] == [
+        [stride for stride, _ in each] for each in expected
+    ]
+    assert not any(rest for each in LooksAtMemory.seen for _, rest in each), "kernels read 16 bytes at a time"
 
 
 # ---------------------------------------------------------------------- state is on the host, and in plain's files
