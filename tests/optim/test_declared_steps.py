@@ -206,6 +206,40 @@ def test_a_step_sees_the_class_and_the_attributes_of_parameters() -> None:
     assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
 
 
+class Images(Stepped):
+    """Its weights lie with channels last, and have odd sizes."""
+
+    def __init__(self, make: Callable[[Any], Optimizer]) -> None:
+        super().__init__(make)
+        blocks = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)]
+        self.net = nn.Sequential(*blocks).to(memory_format=torch.channels_last)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch[:3, :3, None, None].expand(3, 3, 5, 5))
+
+
+def test_what_is_stepped_lies_in_memory_as_kernels_ask_for_it() -> None:
+    seen: list[Any] = []
+
+    def looks(self: Any, group: dict[str, Any], p: Tensor) -> None:
+        assert p.grad is not None
+        moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+        seen.append([(each.stride(), each.data_ptr() % 16) for each in (p, p.grad, moment)])
+        p.sub_(moment.mul_(0.9).add_(p.grad), alpha=1e-2)
+
+    def run(make: Any, strategy: Any) -> Outcome:
+        seen.clear()
+        return fit(lambda: Images(make), vectors(), strategy, recorded="losses")
+
+    for make in (made(looks), lambda ps: torch.optim.AdamW(ps, fused=True)):
+        plain = run(make, "auto")
+        strides = [[stride for stride, _ in each] for each in seen]
+        with simulated():
+            assert_same(run(make, on_device(optimizer_overlap="off")), plain)
+        assert [[stride for stride, _ in each] for each in seen] == strides
+        assert not any(rest for each in seen for _, rest in each), "16 bytes at a time"
+
+
 def of_guide() -> type[Optimizer]:
     """The class that a guide shows."""
     text = Path(__file__).parents[2].joinpath("examples", "guide", "updates.md").read_text()
