@@ -172,8 +172,9 @@ def contradictions(question: Question) -> Iterator[str]:
         yield "--overlap backward updates layers before all gradients are there, and --clip needs them. Leave one out."
     if question.optimizer_on == "device" and question.devices * question.nodes > 1:
         yield "--optimizer-on device is for one device. Leave it out, or --devices and --nodes."
-    if question.optimizer_on == "device" and question.precision == "bf16-true" and question.overlap == "backward":
-        yield "--optimizer-on device steps in optimizer.step() with --precision bf16-true; leave --overlap backward out."
+    of_half, precision = PRECISIONS[question.precision][0].itemsize == 2, question.precision
+    if question.optimizer_on == "device" and of_half and question.overlap == "backward":
+        yield f"--optimizer-on device steps in optimizer.step() with --precision {precision}; leave --overlap backward out."
     if question.disk is not None and question.predict and question.devices * question.nodes > 1:
         yield "--disk with --predict is for one device: with several, all weights are in memory. Leave out one."
     if question.activations == "auto" and (question.gpu_memory is None or question.predict):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.cli.arguments import Question
+from sp_lightning.cli.arguments import PRECISIONS, Question
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.fused import has_fused_step
 from sp_lightning.plan.host_memory import kept_for_processes
@@ -68,7 +68,7 @@ def on_device(step: HostStep, question: Question) -> HostStep:
     if seconds is None and step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
     # In the background what an optimizer makes would get the model's dtype.
-    overlap = "off" if question.precision == "bf16-true" else question.overlap
+    overlap = "off" if PRECISIONS[question.precision][0].itemsize == 2 else question.overlap
     return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
 
 

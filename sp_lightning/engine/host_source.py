@@ -66,7 +66,6 @@ class HostSource(BlockSource):
             self._adopt(member)
         outdated = not layer.casts.current
         if outdated:
-            layer.made = ()
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
         for member in layer.family if outdated else (layer,):
             self._use(member.block)
@@ -111,7 +110,6 @@ class HostSource(BlockSource):
         if not displaced:
             return
         self._refuse_tied(block, displaced)
-        layer.owner.made = ()
         self.synchronize()
         layer.leave_slot()
         for index in displaced:

@@ -195,6 +195,14 @@ def test_updates_are_shared_by_accumulated_batches(capsys: pytest.CaptureFixture
     ("arguments", "said"),
     [
         (["--clip", "norm", "--overlap", "backward"], "before all gradients are there, and --clip needs them"),
+        *(
+            (
+                ["--precision", half, "--optimizer-on", "device", "--overlap", "backward"],
+                f"--optimizer-on device steps in optimizer.step() with --precision {half}; leave --overlap backward out",
+            )
+            for half in ("bf16-true", "16-true")
+        ),
+        (["--optimizer-on", "device", "--devices", "2"], "--optimizer-on device is for one device"),
         (["--accumulate", "2", "--predict"], "are for training, and nothing is trained here"),
         (["--accumulate", "0"], "no whole number of at least 1"),
     ],
@@ -299,13 +307,36 @@ def test_steps_on_the_device_are_planned(capsys: pytest.CaptureFixture[str]) -> 
     assert early["host_parts"]["gradients"] < device["host_parts"]["gradients"] / 10, "those of layers never leave"
 
 
+@pytest.mark.parametrize("half", ["bf16-true", "16-true"])
+def test_where_weights_have_16_bits_no_step_on_the_device_is_in_the_background(
+    half: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing is said of ``--overlap``, a run chooses "off" by itself."""
+    window = ("resnet18", "--k", "1", "--k-prime", "1", "--optimizer-on", "device", "--precision")
+    chosen, off = (plan(capsys, *window, half, *more) for more in ((), ("--overlap", "off")))
+    wide, wide_off = (plan(capsys, *window, "bf16-mixed", *more) for more in ((), ("--overlap", "off")))
+    seconds = [found["windows"][0]["seconds"] for found in (chosen, off, wide, wide_off)]
+    assert seconds[0] == seconds[1]
+    assert seconds[2] < seconds[3]
+
+
 def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1"])
-    (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
-    seconds, needs = re.findall(r"--optimizer-on device takes (\S+) s, and (\S+ GiB) of device memory", line)[0]
-    found = plan(capsys, "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1", "--optimizer-on", "device")
-    assert f"{found['windows'][0]['seconds']:.3g}" == seconds
-    assert in_gib(found["windows"][0]["device_bytes"]) == needs
+    def faster(*more: str) -> tuple[str, str, str]:
+        main(["plan", "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1", *more])
+        (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        found = re.findall(r"--optimizer-on device takes (\S+) s, and (\S+ GiB) of device memory(.*)\.$", line)
+        return found[0]  # type: ignore[no-any-return]
+
+    host, found = (
+        plan(capsys, "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1", "--optimizer-on", where)
+        for where in ("host", "device")
+    )
+    there, needed = found["windows"][0]["seconds"], found["windows"][0]["device_bytes"]
+    assert faster() == (f"{there:.3g}", in_gib(needed), "")
+    limit = host["windows"][0]["device_bytes"]  # the host's step fits, and the device's slots do not
+    lacking = f", {in_gib(needed - limit)} more than there are"
+    assert faster("--gpu-memory", f"{limit}B") == (f"{there:.3g}", in_gib(needed), lacking)
+    assert faster("--gpu-memory", f"{needed}B") == (f"{there:.3g}", in_gib(needed), "")
 
 
 def test_an_answer_says_that_it_counts_on_kernels(
@@ -317,9 +348,3 @@ def test_an_answer_says_that_it_counts_on_kernels(
         main(["plan", "resnet18", "--k", "1", "--k-prime", "1"])
         said[there] = 'pip install "sp_lightning[kernels]"' in capsys.readouterr().out
     assert said == {True: False, False: True}
-
-
-def test_steps_on_the_device_are_for_one_device(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", "resnet18", "--optimizer-on", "device", "--devices", "2"])
-    assert "--optimizer-on device is for one device" in capsys.readouterr().err

@@ -130,6 +130,14 @@ def test_a_defect_of_the_strategy_is_no_refusal() -> None:
     assert "TypeError" in findings(report)["the run itself"]
 
 
+def test_steps_on_the_device_are_compared_with_plains_there() -> None:
+    report = check(lambda: Module(Stack()), vectors, optimizer_on="device", optimizer_overlap="backward")
+    assert report.status == 0, str(report)
+    assert "fused on the host" not in report.reference
+    with pytest.raises(ValueError, match=r'A check is of one place: give optimizer_on="host" or "device"'):
+        check(lambda: Module(Stack()), vectors, optimizer_on="auto")
+
+
 def test_kernels_are_chosen_as_before() -> None:
     assert check(lambda: Module(Stack()), vectors, trainer={"accelerator": "cpu", "deterministic": True}).status == 0
     assert not torch.are_deterministic_algorithms_enabled()

@@ -163,29 +163,16 @@ def test_what_a_step_makes_of_gradients_is_there_after_it() -> None:
     assert_equal(ours.extra, plain.extra, "gradients")
 
 
-class ByName(Optimizer):
-    """Was made of named parameters, and looks at their names."""
-
-    steps_each_parameter_alone = True
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for name, p in zip(group["param_names"], group["params"], strict=True):
-                if p.grad is not None:
-                    p.sub_((2 if name.endswith("bias") else 1) * group["lr"] * p.grad)
-        return loss
+def by_name(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    (name,) = (name for name, each in zip(group["param_names"], group["params"], strict=True) if each is p)
+    p.mul_(1 - len(name) / 100)
 
 
 def test_a_step_sees_the_names_of_parameters() -> None:
     def run(strategy: Any) -> Outcome:
         def make() -> Stepped:
             module = Stepped()
-            module.make = lambda _: ByName(module.named_parameters())
+            module.make = lambda _: made(by_name)(module.named_parameters())
             return module
 
         return fit(make, vectors(), strategy, recorded="losses")
@@ -217,6 +204,40 @@ def test_a_step_sees_the_class_and_the_attributes_of_parameters() -> None:
         return fit(OfKinds, vectors(), strategy, recorded="losses")
 
     assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
+
+
+class Images(Stepped):
+    """Its weights lie with channels last, and have odd sizes."""
+
+    def __init__(self, make: Callable[[Any], Optimizer]) -> None:
+        super().__init__(make)
+        blocks = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)]
+        self.net = nn.Sequential(*blocks).to(memory_format=torch.channels_last)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch[:3, :3, None, None].expand(3, 3, 5, 5))
+
+
+def test_what_is_stepped_lies_in_memory_as_kernels_ask_for_it() -> None:
+    seen: list[Any] = []
+
+    def looks(self: Any, group: dict[str, Any], p: Tensor) -> None:
+        assert p.grad is not None
+        moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+        seen.append([(each.stride(), each.data_ptr() % 16) for each in (p, p.grad, moment)])
+        p.sub_(moment.mul_(0.9).add_(p.grad), alpha=1e-2)
+
+    def run(make: Any, strategy: Any) -> Outcome:
+        seen.clear()
+        return fit(lambda: Images(make), vectors(), strategy, recorded="losses")
+
+    for make in (made(looks), lambda ps: torch.optim.AdamW(ps, fused=True)):
+        plain = run(make, "auto")
+        strides = [[stride for stride, _ in each] for each in seen]
+        with simulated():
+            assert_same(run(make, on_device(optimizer_overlap="off")), plain)
+        assert [[stride for stride, _ in each] for each in seen] == strides
+        assert not any(rest for each in seen for _, rest in each), "16 bytes at a time"
 
 
 def of_guide() -> type[Optimizer]:
@@ -369,16 +390,22 @@ def test_steps_of_other_optimizers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "precision", "said"),
+    ("make", "asked", "options", "said", "other"),
     [
-        (lambda: Stepped(made(decays_all)), "32-true", "Declared may draw random numbers"),
-        (Stepped, "bf16-true", "with HalfPrecision"),
+        (lambda: Stepped(made(decays_all)), "forward", {}, "Declared may draw random numbers", "off"),
+        (Stepped, "forward", {"precision": "bf16-true"}, "with HalfPrecision", "off"),
+        (Stepped, "backward", {"gradient_clip_val": 1.0}, r"clipping \(gradient_clip_val=1.0\)", "forward"),
     ],
-    ids=["declared", "bf16-true"],
+    ids=["declared", "bf16-true", "clipped"],
 )
-def test_what_cannot_step_in_the_background(make: Callable[[], Stepped], precision: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        trainer_for(on_device(optimizer_overlap="forward"), precision=precision).fit(make(), loader(vectors()))
+def test_what_cannot_step_in_the_background(
+    make: Callable[[], Stepped], asked: str, options: dict[str, Any], said: str, other: str
+) -> None:
+    """The remedy keeps the place, and works."""
+    remedy = rf'Use SuperpipelineStrategy\(optimizer_on="device", optimizer_overlap="{other}"\)\.'
+    with pytest.raises(ValueError, match=rf'optimizer_overlap="{asked}" cannot be used: {said}.*{remedy}'):
+        trainer_for(on_device(optimizer_overlap=asked), **options).fit(make(), loader(vectors()))
+    trainer_for(on_device(optimizer_overlap=other), **options).fit(make(), loader(vectors()))
 
 
 # ---------------------------------------------------------------------- torch's own

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
@@ -98,6 +99,50 @@ def test_muon_is_plains() -> None:
         return fit(make, vectors(), strategy, recorded="losses")
 
     assert_same(run(on_device()), run("auto"))
+
+
+class Lowers(Stepped):
+    """A scheduler writes its learning rate, which is a tensor, while updates may still be under way."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class HooksSteps(Stepped):
+    """Hooks around a step read all state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self.look)
+        optimizer.register_step_post_hook(self.look)
+        return optimizer
+
+    def look(self, optimizer: Optimizer, *_: Any) -> None:
+        self.seen.append([deepcopy(dict(values)) for values in optimizer.state.values()])
+
+
+@pytest.mark.parametrize("make", [Lowers, HooksSteps])
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_what_user_code_does_around_a_step_is_plains(make: Callable[[], Stepped], overlap: str) -> None:
+    def run(strategy: Any) -> Outcome:
+        outcome = fit(make, vectors(), strategy, recorded="losses")
+        outcome.extra["seen"] = getattr(outcome.module, "seen", [])
+        return outcome
+
+    plain = run("auto")
+    with simulated():
+        ours = run(on_device(optimizer_overlap=overlap))
+    assert_same(ours, plain)
+    assert_equal(ours.extra, plain.extra, "what hooks have seen")
 
 
 # ---------------------------------------------------------------------- state is on the host, and in plain's files
@@ -315,6 +360,48 @@ def test_an_error_in_the_middle_leaves_each_layer_whole(monkeypatch: pytest.Monk
     with pytest.raises(ZeroDivisionError, match="in the middle"), simulated() as made:
         trainer.fit(Catches(Own), loader(vectors()))
     assert_equal(whole(trainer), notes.before, "weights and state")
+
+
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
+def test_an_error_between_layers_leaves_each_old_or_new(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth layer of the third step has been stepped on the device when it fails."""
+    step, calls = StepsOnDevice.step, count(1)
+
+    def failing(self: StepsOnDevice, key: Any, part_of: Any, own: Callable[[], Any], *, declared: bool) -> None:
+        def then() -> None:
+            own()
+            if next(calls) == 2 * 7 + 4:
+                raise ZeroDivisionError("in the middle")
+
+        step(self, key, part_of, then, declared=declared)
+
+    def by_layer(trainer: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, p in trainer.lightning_module.named_parameters():
+            layer = ".".join(name.split(".")[: 3 if "blocks" in name else 2])
+            found.setdefault(layer, []).append(deepcopy((p.detach(), trainer.optimizers[0].state[p])))
+        return found
+
+    monkeypatch.setattr(StepsOnDevice, "step", failing)
+    trainer = trainer_for(on_device(optimizer_overlap=overlap))
+    seed_everything(7, verbose=False)
+    module = Stepped()
+    with pytest.raises(ZeroDivisionError, match="in the middle"), simulated():
+        trainer.fit(module, loader(vectors()))
+    old, new = (by_layer(fit(Stepped, vectors(), recorded="losses", limit_train_batches=n).trainer) for n in (2, 3))
+    whole = [
+        next(at for at, each in enumerate((old, new)) if is_equal(found, each[layer]))
+        for layer, found in by_layer(trainer).items()
+    ]
+    assert sorted(whole) == [0, 0, 0, 0, 1, 1, 1], "none is half of each"
+
+
+def is_equal(ours: Any, plain: Any) -> bool:
+    try:
+        assert_equal(ours, plain, "")
+    except AssertionError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------- memory

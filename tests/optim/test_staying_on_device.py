@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -13,10 +15,13 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Wait
 from sp_lightning.engine.host_source import HostSource
+from sp_lightning.optim.on_device import FRESH
+from sp_lightning.optim.twins import for_fetch
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import Slot, StreamedLayer
 from sp_lightning.weights.slots import Slots
 from tests.support.models import vectors
+from tests.support.normed import NormedStack
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit
 from tests.support.simdevice import simulated
@@ -188,7 +193,17 @@ def fetched(module: Callable[[], Stepped], **options: Any) -> tuple[Outcome, int
     return ours, strategy.stats().fetched_bytes
 
 
-def test_what_a_step_has_cast_need_not_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_step_has_cast_need_not_be_fetched(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps are ahead of the forward, few layers' casts wait for it on the device, and the others' are fetched."""
+    wait = HostSource.wait
+
+    def wait_for_all(self: HostSource, _: StreamedLayer) -> None:
+        for layer in self._layers:
+            wait(self, layer)
+
+    if ahead:
+        monkeypatch.setattr(HostSource, "wait", wait_for_all)
     ours, fewer = fetched(Stepped)
     assert_same(ours, fit(Stepped, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
     monkeypatch.setattr("sp_lightning.optim.on_device.for_fetch", lambda *_: [])
@@ -196,22 +211,58 @@ def test_what_a_step_has_cast_need_not_be_fetched(monkeypatch: pytest.MonkeyPatc
     assert_same(ours, without)
     # Each layer once for each step but the last: its first fetch after it.
     layers = [layer.nbytes for layer in ours.trainer.strategy.plan.layers]
-    assert all_of_it - fewer == sum(layers) * (len(vectors()) - 1)
+    assert all_of_it - fewer == sum(layers[-FRESH:] if ahead else layers) * (len(vectors()) - 1)
 
 
-def test_what_a_fetch_reads_on_the_device_is_alive_until_compute_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go, seen = Slots._let_go, list[tuple[int, Wait]]()
+class Wanders(nn.Module):
+    """Leaves out some of its blocks, others in each call, so that layers are fetched in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for at, block in enumerate(self.blocks):
+            if (at + self.calls) % 3:
+                x = x + torch.tanh(block(x))
+        return x
+
+
+def wandering() -> Stepped:
+    module = Stepped()
+    module.net = Wanders()
+    return module
+
+
+@pytest.mark.parametrize("make", [Stepped, wandering])
+def test_what_a_fetch_reads_on_the_device_is_alive_until_compute_has_waited(
+    make: Callable[[], Stepped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is fetched last and in vain is there until the run ends, and then the host waits."""
+    let_go, fetch, free = Slots._let_go, Slots.fetch, Slots._free
+    seen, read, at_end = list[tuple[int, Wait]](), list[int](), list[int]()
 
     def noting(self: Slots, slot: Slot) -> None:
         alive = len(slot.alive)
         let_go(self, slot)
         seen.append((alive, self._device.waits[-1]))
 
+    def counting(self: Slots, transfer: Any) -> None:
+        read.extend(len(layer.made) for layer, _, _ in transfer if layer.made)
+        fetch(self, transfer)
+
+    def ending(self: Slots) -> None:
+        at_end.extend(len(slot.alive) for slot in self.all)
+        free(self)
+
     monkeypatch.setattr(Slots, "_let_go", noting)
-    fetched(Stepped)
-    assert len(seen) == 7 * (len(vectors()) - 1)
+    monkeypatch.setattr(Slots, "fetch", counting)
+    monkeypatch.setattr(Slots, "_free", ending)
+    fetched(make)
+    assert sum(alive for alive, _ in seen) + sum(at_end) == sum(read) > 0
     assert {wait for _, wait in seen} == {Wait.USE_AFTER_FETCH}
-    assert all(alive for alive, _ in seen)
 
 
 class Writes(Stepped):
@@ -225,6 +276,28 @@ class Writes(Stepped):
 def test_weights_that_users_write_after_a_step_are_fetched() -> None:
     ours, _ = fetched(Writes)
     assert_same(ours, fit(Writes, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
+
+
+class WritesInForward(Stepped):
+    """Writes a weight that has no cast, through the optimizer, before its layer is fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = NormedStack("", frozen=False)
+
+    def configure_optimizers(self) -> Any:
+        self.norm = [self.net.blocks[3].norm.weight]
+        return super().configure_optimizers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.norm[0].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_weight_that_users_write_in_a_forward_is_fetched() -> None:
+    ours, _ = fetched(WritesInForward)
+    assert_same(ours, fit(WritesInForward, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
 
 
 class Freezes(Stepped):
@@ -276,3 +349,19 @@ def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pyt
         fit(Catches, vectors(), strategy, recorded="nothing", precision="bf16-mixed")
     assert left
     assert not any(left)
+
+
+def test_what_steps_have_made_is_gone_after_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layers' casts wait for a forward that does not come."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    def noting(*args: Any) -> Any:
+        found = for_fetch(*args)
+        alive.extend(weakref.ref(each) for _, each in found)
+        return found
+
+    monkeypatch.setattr("sp_lightning.optim.on_device.for_fetch", noting)
+    ours, _ = fetched(Stepped)
+    gc.collect()
+    assert len(alive) == len(vectors()) * len(ours.state)
+    assert [each for each in alive if each() is not None] == []

@@ -36,6 +36,11 @@ class SmallDevice(Device):
             2**20, {"memory_budget": "10KiB"},
             r"need 20480 bytes .* with k=1 .*, and with memory_budget=10240 there are 10240 bytes \(10\.0 KiB\)\. The",
         ),
+        (
+            40960, {"k": 1, "k_prime": 1, "optimizer_on": "device"},
+            r"need \d+ bytes .*The two slots in which layers are stepped take \d+ bytes \(.*\) of that: leave "
+            'optimizer_on="device" out, or give it as much memory',
+        ),
         (None, {"memory_budget": 0.5}, r"memory_budget=0\.5 is a share of the device's free memory, and cpu has no"),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim import state_on_disk
@@ -110,6 +111,13 @@ def fails(call: Callable[..., int], at: int, error: Any) -> Callable[..., int]:
         return 0
 
     return called
+
+
+def assert_whole(module: nn.Module, folder: Path) -> None:
+    """After an error the module has ordinary parameters with values, and nothing is left on the disk."""
+    assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    assert list(folder.iterdir()) == []
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.store.direct_file import ScratchFile
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
-from tests.support.on_disk import fails, on_disk, without_room
+from tests.support.on_disk import assert_whole, fails, on_disk, without_room
 from tests.support.runs import assert_same, fit, fused, loader, trainer_for
 from tests.support.tiers import first, some
 
@@ -65,9 +64,7 @@ def test_a_fault_ends_the_step_with_one_error(
             trainer.fit(module, loader(vectors()))
         with pytest.raises(RuntimeError, match="not those of any whole step"):
             trainer.save_checkpoint(tmp_path / "after.ckpt")
-    assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
-    assert all(parameter.isfinite().all() for parameter in module.parameters())
-    assert list(scratch_folder.iterdir()) == []
+    assert_whole(module, scratch_folder)
     last = checkpoints / "last.ckpt"
     again = on_disk(scratch_folder, optimizer_overlap=overlap)
     ours = fit(make, vectors(), again, recorded="losses", ckpt_path=last, max_epochs=2)
@@ -95,9 +92,7 @@ def test_a_disk_that_fails_at_any_moment(
                 trainer.fit(module, loader(vectors()))
             except OSError as error:
                 errors.append(error.errno)
-        assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
-        assert all(parameter.isfinite().all() for parameter in module.parameters())
-        assert list(tmp_path.iterdir()) == []
+        assert_whole(module, tmp_path)
     assert set(errors) == {errno.ENOSPC}
     assert len(errors) >= least
     # It logs what its threads have raised.

@@ -98,12 +98,52 @@ def test_the_host_steps_where_the_device_cannot(make: Any, options: dict[str, An
     assert f'Optimizers step on the host (optimizer_on="auto": {why}' in strategy.remarks()[-1]
 
 
-def test_the_device_steps_where_the_host_cannot() -> None:
-    strategy = auto(optimizer_overlap="backward")
+def of_eight_bits(parameters: Any) -> Optimizer:
+    optim: Any = pytest.importorskip("bitsandbytes.optim")
+    return optim.AdamW8bit(parameters, lr=1e-2)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "overlap", "why"),
+    [
+        (muon, "backward", 'the host cannot update Muon with optimizer_overlap="backward"'),
+        (of_eight_bits, "auto", "bitsandbytes' kernels are for devices"),
+    ],
+    ids=["in backward", "bitsandbytes"],
+)
+def test_the_device_steps_where_the_host_cannot(make: Any, overlap: str, why: str) -> None:
+    strategy = auto(optimizer_overlap=overlap)
     with on(SLOW_LINKS):
-        fit(lambda: Stepped(muon), vectors(), strategy, recorded="losses")
+        fit(lambda: Stepped(make), vectors(), strategy, recorded="losses")
     assert place_of(strategy) == "device"
-    assert 'the host cannot update Muon with optimizer_overlap="backward"' in strategy.remarks()[-1]
+    assert f'Optimizers step on the device (optimizer_on="auto": {why})' in strategy.remarks()[-1]
+
+
+def test_what_no_place_can_do_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r"clipping \(gradient_clip_val=1.0\) needs all gradients at once"),
+        on(SLOW_LINKS),
+    ):
+        fit(Stepped, vectors(), auto(optimizer_overlap="backward"), gradient_clip_val=1.0)
+
+
+def test_a_device_that_is_too_full_to_be_measured_does_not_step() -> None:
+    def full(device: Any) -> Machine:
+        raise torch.OutOfMemoryError
+
+    found: list[str] = []
+
+    class Asks(Stepped):
+        def on_train_end(self) -> None:
+            found.append(self.trainer.strategy.better_place())
+
+    strategy = auto()
+    with pytest.MonkeyPatch.context() as patch, simulated():
+        patch.setattr(step_place, "measure", full)
+        fit(Asks, vectors(), strategy, recorded="losses")
+    assert place_of(strategy) == "host"
+    assert "or the device has no room to be measured" in strategy.remarks()[-1]
+    assert found == [""]
 
 
 def test_on_a_cpu_there_is_one_place() -> None:
