@@ -146,7 +146,7 @@ refuse_access: Callable[[int, str], None] = getattr(
 )
 """Takes its memory from a storage, given by its :data:`storage_id`. Who asks for it then gets a RuntimeError that says this.
 
-Before 2.14 builds for the CPU alone have no such function: who reads such memory gets an error of torch's, or ends the process."""
+Before 2.14 builds for the CPU alone have no such function: reading such memory is an error of torch's, or ends the process."""
 
 exchange_memory: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
 """Exchanges all that two tensors are but the Python objects and their attributes, also between devices, which ``p.data = other``
