@@ -21,7 +21,7 @@ from sp_lightning.engine.placement import Placement
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.sharing.common import Common, SharedUploads, TrialBlock
-from sp_lightning.sharing.turns import Turn, Turns
+from sp_lightning.sharing.turns import TrialTurns, Turn
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.uploads import Uploads
 
@@ -67,7 +67,7 @@ class SharedBase:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is {value!r}; it has to be a number of at least 1.")
         self._common = Common(layers)
-        self._turns = Turns(self._common.there, max_trials)
+        self._turns = TrialTurns(self._common.there, max_trials)
         self._modules = WeakSet[nn.Module]()
 
     @property

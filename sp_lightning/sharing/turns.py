@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 
+from sp_lightning.device.accelerator import generator_states, set_generator_states
+
 PATIENCE = 64
 """After so many turns of others a trial that waits comes next, whatever layer it needs."""
 
@@ -51,16 +53,13 @@ class ProcessState:
     """What torch, NumPy, Python and Lightning keep once for a process, as it is now."""
 
     def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._torch = generator_states()
         self._numpy, self._python = np.random.get_state(), random.getstate()
         self._settings = {name: read() for name, (read, _) in _SETTINGS.items()}
 
     def restore(self) -> None:
         """Makes it the process's again."""
-        torch.set_rng_state(self._torch)
-        for index, state in enumerate(self._devices):
-            torch.cuda.set_rng_state(state, index)
+        set_generator_states(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
         for name, (read, write) in _SETTINGS.items():
@@ -85,7 +84,7 @@ class Turn:
         self.cancelled = False
 
 
-class Turns:
+class TrialTurns:
     """The trials that are under way, each in a thread of its own.
 
     Args:

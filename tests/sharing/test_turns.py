@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_lightning.sharing.turns import PATIENCE, ProcessState, Turns
+from sp_lightning.sharing.turns import PATIENCE, ProcessState, TrialTurns
 
 PROGRAMS = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=30), min_size=1, max_size=6)
 
@@ -23,7 +23,7 @@ class Machine:
     def __init__(self, room: int, most: int | None = None) -> None:
         self.there: list[int] = []
         self.room = room
-        self.turns = Turns(self.there.__contains__, most)
+        self.turns = TrialTurns(self.there.__contains__, most)
         self.inside = 0
         self.done: list[tuple[int, int | None]] = []
         self.brought = 0
@@ -95,7 +95,7 @@ def test_who_has_waited_long_comes_before_who_finds_its_layers() -> None:
 
 def test_each_finds_the_process_as_it_left_it() -> None:
     before = ProcessState()
-    turns = Turns(lambda layer: True, None)
+    turns = TrialTurns(lambda layer: True, None)
 
     def run(seed: int) -> list[object]:
         turn = turns.begin()
@@ -128,7 +128,7 @@ def test_each_finds_the_process_as_it_left_it() -> None:
 
 
 def test_trials_that_are_cancelled_end_at_their_next_layer() -> None:
-    turns = Turns(lambda layer: True, None)
+    turns = TrialTurns(lambda layer: True, None)
     turn = turns.begin()
     turns.cancel()
     with pytest.raises(CancelledError, match="interrupted"):
