@@ -54,17 +54,15 @@ class Trials:
         common = sum(min(frozen[layer], nbytes) for layer, nbytes in layers)
         if common < total / 10:  # a table, say, beside layers that are trained, or travel as casts
             return None
-        share = common / total
-        # A resource other than the wire works for each trial.
-        each = {
-            what: seconds * (1 - share + share / count) if what == "fetch" else seconds
-            for what, seconds in prediction.busy.items()
-        }
-        binds = max(each, key=each.__getitem__)
+        spared = common * (1 - 1 / count)  # of each trial's bytes, which others bring
+        share, busy = common / total, dict(prediction.busy)
+        busy["fetch"] *= 1 - spared / total
+        busy["host memory"] -= spared / estimate.rates.host_memory
+        binds = max(busy, key=busy.__getitem__)
         compute, wire = prediction.busy["compute"], prediction.busy["fetch"]
         left = compute - (1 - share) * wire
         return cls(
-            row, count, prediction.seconds, min(each[binds], prediction.seconds), binds, total * (1 - share + share / count), total,
+            row, count, prediction.seconds, min(busy[binds], prediction.seconds), binds, total - spared, total,
             math.ceil(share * wire / left) if left > 0 else None, count * row.device_bytes + ON_DEVICE * max(frozen),
         )  # fmt: skip
 
