@@ -181,8 +181,8 @@ class Accelerator(Device):
 
 
 def generator_states() -> list[Tensor]:
-    """The states of torch's random generators: the CPU's and, where they are in use, those of all GPUs of this process."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+    """The states of torch's random generators: the CPU's, and those of all GPUs, which have none before they are initialised."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
 
 
 def set_generator_states(states: Sequence[Tensor]) -> None:

@@ -105,8 +105,9 @@ class TrialBlock(HostBlock):
                 if not shared.filled:
                     common.copy_(value)
                 if torch.equal(value, common):
-                    into = None
                     self.common_bytes += 0 if parameter.requires_grad else common.nbytes
+                if torch.equal(value, self.present(index)):  # a page that is this trial's own may have another value
+                    into = None
         super()._take(index, into)
 
 
@@ -115,16 +116,23 @@ class _OnDevice:
     """Device memory that has a common layer.
 
     Attributes:
-        memory: of the largest layer's size.
+        memory: of the size of the largest layer that was there when it was made.
+        device: which copies to it.
         layer: the layer; None at first.
         filled: the event after which it is there.
         read: the events after which those trials are done that have copied it.
     """
 
     memory: Tensor
+    device: Device
     layer: CommonLayer | None = None
     filled: Any = None
     read: list[Any] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Waits until no copy reads or writes the memory any more."""
+        for event in (self.filled, *self.read):
+            self.device.synchronize(event, Wait.CLOSE_AFTER_FETCH)
 
 
 class Common:
@@ -159,21 +167,24 @@ class Common:
         for each in self._device:
             if each.layer is layer:
                 return each
-        if len(self._device) < self._layers:
-            memory = _OnDevice(device.empty(max(each.bytes.nbytes for each in self._host.values())))
-        else:
-            memory = self._device.pop(0)
-        for event in memory.read:
+        there = self._device.pop(0) if len(self._device) == self._layers else None
+        if there is not None and there.memory.nbytes < layer.bytes.nbytes:  # a trial has come since with larger layers
+            there.close()
+            there = None
+        if there is None:
+            there = _OnDevice(device.empty(max(each.bytes.nbytes for each in self._host.values())), device)
+        for event in there.read:
             device.wait(Stream.UPLOAD, event, Wait.BRING_AFTER_SHARE)
-        device.copy([memory.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)
-        memory.layer, memory.filled, memory.read = layer, device.record(Stream.UPLOAD), []
+        device.copy([there.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)
+        there.layer, there.filled, there.read = layer, device.record(Stream.UPLOAD), []
         self.fetched_bytes += layer.bytes.nbytes
-        self._device.append(memory)
-        return memory
+        self._device.append(there)
+        return there
 
     def free(self) -> None:
         """Frees the device's memory: no trial is under way."""
-        self._device.clear()
+        while self._device:
+            self._device.pop().close()
 
 
 class SharedUploads(Uploads):

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch.utils.data import DataLoader
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.patched import scope
 from sp_lightning.device.shared_memory import supported
-from sp_lightning.engine.host_source import HostSource
+from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.placement import Placement
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.sharing.common import Common, SharedUploads, TrialBlock
-from sp_lightning.sharing.turns import TrialTurns, Turn
+from sp_lightning.sharing.turns import TURNS, ProcessState, Turn
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.uploads import Uploads
 
@@ -52,9 +54,9 @@ class SharedBase:
 
         base = SharedBase()
 
-        def run(lr):
+        def run(lr):  # it makes all that it uses
             trainer = Trainer(strategy="superpipeline", max_epochs=1)
-            trainer.fit(Module(lr), data)
+            trainer.fit(Module(lr), Data())
             return trainer.callback_metrics["loss"]
 
         losses = base.map(run, [1e-4, 3e-4, 1e-3, 3e-3])
@@ -63,38 +65,68 @@ class SharedBase:
     def __init__(self, max_trials: int | None = None, *, layers: int = 2) -> None:
         if why := supported():
             raise RuntimeError(f"SharedBase cannot be used here: {why}. Run the trials one after the other.")
-        for name, value in (("max_trials", max_trials), ("layers", layers)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is {value!r}; it has to be a number of at least 1.")
-        self._common = Common(layers)
-        self._turns = TrialTurns(self._common.there, max_trials)
-        self._modules = WeakSet[nn.Module]()
+        _check_counts(max_trials=max_trials, layers=layers)
+        self.max_trials = max_trials
+        self.common = Common(layers)
+        self._first = ProcessState()
+        self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
+        self._under_way = set[Trial]()
 
     @property
     def fetched_bytes(self) -> int:
         """Bytes of the base that were copied to the device for several trials together."""
-        return self._common.fetched_bytes
+        return self.common.fetched_bytes
+
+    @property
+    def alone(self) -> bool:
+        """Whether one trial is under way."""
+        return len(self._under_way) == 1
+
+    def refuse_taken(self, trial: Trial, things: Iterable[Any]) -> None:
+        """Refuses what another trial has: a RuntimeError."""
+        for thing in things:
+            if any(thing in other.taken for other in self._under_way if other is not trial):
+                raise RuntimeError(
+                    f"A {type(thing).__name__} is in two trials of a SharedBase at once. Make it in the trial: modules, data "
+                    "modules, callbacks, loggers, and loaders with workers that persist or a generator, are each trial's own. Frozen "
+                    "weights are found, and shared."
+                )
+            trial.taken.add(thing)
 
     def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Makes a function a trial, for threads of others: ``study.optimize(base.wrap(objective), n_jobs=4)``."""
+        """Makes a function a trial, for threads of others: ``study.optimize(base.wrap(objective), n_jobs=4)``.
+
+        Raises:
+            TypeError: it is a generator or a coroutine, whose code would run when it is not its turn.
+        """
+        return self._wrapped(function, self.max_trials)
+
+    def _wrapped(self, function: Callable[P, R], at_once: int | None) -> Callable[P, R]:
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(f"{function.__name__} is a generator or a coroutine. A trial is a function that returns.")
 
         @wraps(function)
-        def trial(*args: P.args, **kwargs: P.kwargs) -> R:
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
             _refuse_inside()
-            turn = self._turns.begin()
-            token, _here.trial = scope.set(turn), Trial(self, turn)
-            try:
-                # On an accelerator one thread of autograd's would run the backwards of all trials, and so could not change turns.
-                with torch.autograd.set_multithreading_enabled(False):
-                    return function(*args, **kwargs)
-            finally:
-                _here.trial = None
-                scope.reset(token)
-                if self._turns.count == 1:
-                    self._common.free()
-                self._turns.end(turn)
+            with self._places:
+                trial = Trial(self, Turn(self._first, self.common.there), at_once)
+                TURNS.begin(trial.turn)
+                self._under_way.add(trial)
+                token, _here.trial = scope.set(trial), trial
+                try:
+                    # On an accelerator one thread of autograd's would run the backwards of all trials, and change no turns.
+                    with torch.autograd.set_multithreading_enabled(False):
+                        return function(*args, **kwargs)
+                finally:
+                    trial.close()
+                    _here.trial = None
+                    scope.reset(token)
+                    self._under_way.remove(trial)
+                    if not self._under_way:
+                        self.common.free()
+                    TURNS.end(trial.turn)
 
-        return trial
+        return run
 
     def map(
         self,
@@ -114,25 +146,32 @@ class SharedBase:
 
         Returns:
             The results, in the order of the arguments.
+
+        Raises:
+            ValueError: ``max_trials`` is no number of at least 1, or the iterables differ in length.
         """
         _refuse_inside()
+        _check_counts(max_trials=max_trials)
         calls = list(zip(*arguments, strict=True))
-        before, most = self._turns.most, min(max_trials or len(calls), self._turns.most or len(calls))
-        self._turns.most = most
-        try:
-            with ThreadPoolExecutor(max(most, 1), "superpipeline-trial") as pool:
-                futures = [pool.submit(self.wrap(function), *call) for call in calls]
-                try:
-                    errors = [each.exception() for each in futures]
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    self._turns.cancel()
-                    raise
-        finally:
-            self._turns.most = before
+        at_once = max(1, min(each for each in (max_trials, self.max_trials, len(calls)) if each is not None))
+        with ThreadPoolExecutor(at_once, "superpipeline-trial") as pool:
+            futures = [pool.submit(self._wrapped(function, at_once), *call) for call in calls]
+            try:
+                errors = [each.exception() for each in futures]
+            except BaseException:  # Ctrl-C: each trial ends at its next layer
+                pool.shutdown(wait=False, cancel_futures=True)
+                for trial in list(self._under_way):
+                    trial.turn.cancelled = True
+                raise
         if not return_exceptions:
             return [each.result() for each in futures]
         return [error or each.result() for error, each in zip(errors, futures, strict=True)]
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} is {value!r}; it has to be a number of at least 1.")
 
 
 _APART = "Leave one of them out: run the trials one after the other, without base.map or base.wrap."
@@ -150,90 +189,89 @@ def _refuse_inside() -> None:
 
 
 class Trial(Placement):
-    """The engine's parts of one trial. It may have several runs, one after the other."""
+    """The engine's parts of one trial. It may have several runs, one after the other.
 
-    def __init__(self, base: SharedBase, turn: Turn) -> None:
+    Args:
+        base: whose trial it is.
+        turn: its turn.
+        at_once: how many trials may be under way at once; None if that is not known.
+
+    Attributes:
+        taken: what is this trial's own: modules, data modules, callbacks, loggers.
+    """
+
+    def __init__(self, base: SharedBase, turn: Turn, at_once: int | None) -> None:
+        self.turn = turn
+        self.taken = WeakSet[Any]()
         self._base = base
-        self._turn = turn
-        self._module: nn.Module | None = None
+        self._at_once = at_once
+        self._runs = WeakSet[Any]()
         self._blocks: list[TrialBlock] = []
+        self._shares = False
 
-    def begin(
-        self, module: nn.Module, budget: int | float | None, *, limited: bool, on_disk: bool
-    ) -> int | float | None:
-        """Begins a run, or builds its engine anew.
+    def begin(self, run: Any, things: Iterable[Any], *, on_disk: bool) -> None:
+        """Begins a run.
 
         Args:
-            module: the root.
-            budget: the user's.
-            limited: whether the device's memory is.
+            run: closed at the end of the trial, if it is not by then.
+            things: that no other trial may have.
             on_disk: whether weights may be on a disk.
 
-        Returns:
-            The run's budget: its share of the device's memory, if the user has given none.
-
         Raises:
-            RuntimeError: another trial has the module.
-            ValueError: no share can be told, or weights may be on a disk.
+            RuntimeError: another trial has one of the things.
+            ValueError: weights may be on a disk.
         """
         if on_disk:
             raise ValueError(f"disk= keeps weights where a SharedBase does not look for them. {_APART}")
-        others = self._base._modules
-        if self._module is not module:
-            if module in others:
-                raise RuntimeError(
-                    f"This {type(module).__name__} is in another trial of the SharedBase. Make one in each trial: they share the "
-                    "memory of frozen weights."
-                )
-            others.add(module)
-            self._module = module
-        most = self._base._turns.most
-        if budget is not None or not limited:
-            return budget
-        if most is None:
+        self._base.refuse_taken(self, things)
+        self._runs.add(run)
+
+    def loop_begins(self, loaders: Any) -> None:
+        """Refuses data loaders that another trial has, too, and that have a state: a RuntimeError."""
+        found = [each for each in tree_leaves(loaders) if isinstance(each, DataLoader)]
+        self._base.refuse_taken(self, [each for each in found if each.persistent_workers or each.generator is not None])
+
+    def share(self) -> float:
+        """This trial's share of the device's memory.
+
+        Raises:
+            ValueError: none can be told.
+        """
+        if self._at_once is None:
             raise ValueError(
                 "Trials share the device's memory, and it is not known how many there will be. Say how many run at once, "
                 'SharedBase(max_trials=4), or give each a part: SuperpipelineStrategy(memory_budget="8GiB").'
             )
-        return 1 / (1 + most)  # the base's layers take a part, too
+        return 1 / (1 + self._at_once)  # the base's layers take a part, too
+
+    def step(self) -> None:
+        """A step begins: others have their turns, even if all layers of this trial stay on the device."""
+        TURNS.pass_on(self.turn)
+
+    def close(self) -> None:
+        """Closes runs that an error has left open."""
+        for run in list(self._runs):
+            if getattr(run, "streamer", None) is not None:
+                run.close()
 
     def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
         if all(parameter.requires_grad for _, parameter in layer.parameters):
             return super().block(layer, planned, *args, **options)
-        shared = self._base._common.layer(planned, args[0], pin=options["pin"] and not options.get("fetched_seldom"))
+        shared = self._base.common.layer(planned, args[0], pin=options["pin"] and not options.get("fetched_seldom"))
         self._blocks.append(TrialBlock(shared, layer, planned, *args, **options))
         return self._blocks[-1]
 
     def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
         blocks, self._blocks = self._blocks, []
-        if not any(block.common_bytes for block in blocks):
-            what = (
-                "its frozen weights are others than those of the trial before it"
-                if blocks
-                else "it has no frozen weights"
-            )
+        self._shares = self._shares or any(block.common_bytes for block in blocks)  # all may be unfrozen later
+        if not self._shares:
+            what = "its frozen weights are others than those of the trial before it" if blocks else "it has none"
             raise ValueError(
-                f"This trial has nothing in common with others: {what}. Freeze the base (requires_grad_(False)) and load the "
-                "same one in each trial, or run it outside of the SharedBase."
+                f"This trial has no frozen weights in common with others: {what}. Freeze the base (requires_grad_(False)) and "
+                "load the same one in each trial, or run it outside of the SharedBase."
             )
-        turns = self._base._turns
-        return SharedUploads(device, self._base._common, partial(turns.pass_on, self._turn), lambda: turns.count == 1)
-
-    @property
-    def source(self) -> Callable[..., HostSource]:
-        return partial(_TrialSource, partial(self._base._turns.pass_on, self._turn))
-
-
-class _TrialSource(HostSource):
-    """The host store of a trial whose layers may all be on the device: its turn ends with a step, too."""
-
-    def __init__(self, pass_on: Callable[[], None], *args: Any) -> None:
-        super().__init__(*args)
-        self._pass_on = pass_on
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        self._pass_on()
+        base = self._base
+        return SharedUploads(device, base.common, partial(TURNS.pass_on, self.turn), lambda: base.alone)
 
 
 _here = threading.local()

@@ -7,9 +7,12 @@ databases have several queries share one scan.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError
 from typing import Any
@@ -19,6 +22,9 @@ import torch
 
 from sp_lightning.device.accelerator import generator_states, set_generator_states
 
+LOG = logging.getLogger("lightning.pytorch.superpipeline")
+LONG = 60.0
+"""Seconds without another turn after which a log says what the trial does whose turn it is."""
 PATIENCE = 64
 """After so many turns of others a trial that waits comes next, whatever layer it needs."""
 
@@ -38,14 +44,23 @@ def _environment(name: str) -> Access:
     return lambda: os.environ.get(name), write
 
 
-_SETTINGS: dict[str, Access] = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "cudnn.benchmark": _attribute(torch.backends.cudnn, "benchmark"),
-    "cudnn.deterministic": _attribute(torch.backends.cudnn, "deterministic"),
-    **{name: _environment(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")},  # of Lightning's seed_everything
-}
+_anomalies: Access = (
+    lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+    lambda value: torch.set_anomaly_enabled(*value),
+)
+_SETTINGS: tuple[Access, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _anomalies,
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
+)
 """What a process has once, and how it is read and written. Grad mode, autocast and modes of dispatch are each thread's own."""
 
 
@@ -55,20 +70,24 @@ class ProcessState:
     def __init__(self) -> None:
         self._torch = generator_states()
         self._numpy, self._python = np.random.get_state(), random.getstate()
-        self._settings = {name: read() for name, (read, _) in _SETTINGS.items()}
+        self._settings = [read() for read, _ in _SETTINGS]
 
     def restore(self) -> None:
         """Makes it the process's again."""
         set_generator_states(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
-        for name, (read, write) in _SETTINGS.items():
-            if read() != self._settings[name]:
-                write(self._settings[name])
+        for (read, write), value in zip(_SETTINGS, self._settings, strict=True):
+            if read() != value:
+                write(value)
 
 
 class Turn:
     """A trial, as turns see it.
+
+    Args:
+        state: the process's, with which it begins.
+        there: says whether a layer that it wants is on the device.
 
     Attributes:
         state: the process's, as this trial has left it.
@@ -77,50 +96,46 @@ class Turn:
         cancelled: whether its next turn is its last.
     """
 
-    def __init__(self, state: ProcessState) -> None:
+    def __init__(self, state: ProcessState, there: Callable[[Hashable], bool]) -> None:
         self.state = state
         self.wants: Hashable = None
         self.waited = 0
         self.cancelled = False
+        self._there = there
+
+    @property
+    def ready(self) -> bool:
+        """Whether what it wants is there."""
+        return self.wants is None or self._there(self.wants)
 
 
 class TrialTurns:
-    """The trials that are under way, each in a thread of its own.
+    """The trials of this process that are under way, each in a thread of its own."""
 
-    Args:
-        there: says whether a layer is on the device.
-        most: how many trials may be under way at once; None for no limit.
-    """
-
-    def __init__(self, there: Callable[[Hashable], bool], most: int | None) -> None:
-        self._there = there
-        self.most = most
-        self._first = ProcessState()
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[Turn] = []  # the one that came first is first
         self._running: Turn | None = None
+        self._thread = 0  # of the one that runs
+        self._given = 0  # how often a turn has begun
         self._outside: ProcessState
 
-    @property
-    def count(self) -> int:
-        """How many trials are under way."""
-        return len(self._waiting) + (self._running is not None)
-
-    def begin(self) -> Turn:
-        """Begins a trial, with the process's state of when this object was made. Returns once it is its turn."""
-        turn = Turn(self._first)
+    def begin(self, turn: Turn) -> None:
+        """Begins a trial. Returns once it is its turn."""
         with self._changed:
-            self._changed.wait_for(lambda: self.most is None or self.count < self.most)
-            if not self.count:
+            if not self._waiting and self._running is None:
                 self._outside = ProcessState()
             self._waiting.append(turn)
-            if self._running is None:
-                self._give()
-            self._await(turn)
-        return turn
+            try:
+                if self._running is None:
+                    self._give()
+                self._await(turn)
+            except BaseException:
+                self.end(turn)
+                raise
 
     def pass_on(self, turn: Turn, wants: Hashable = None) -> None:
-        """The trial whose turn it is needs a layer, or has come to the end of a step. Returns once it is its turn again.
+        """The trial whose turn it is needs a layer, or begins a step. Returns once it is its turn again.
 
         Raises:
             CancelledError: the trials are to end. It is raised once in each.
@@ -140,33 +155,49 @@ class TrialTurns:
             raise CancelledError("The trials are ended, because the thread that waits for them was interrupted.")
 
     def end(self, turn: Turn) -> None:
-        """Ends a trial. After the last one the process has the state that it had before the first."""
+        """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""
         with self._changed:
             self._running = None
             if self._waiting:
                 self._give()
             else:
                 self._outside.restore()
-            self._changed.notify_all()
-
-    def cancel(self) -> None:
-        """Has all trials that are under way end with their next turn."""
-        with self._changed:
-            for turn in (*self._waiting, *([] if self._running is None else [self._running])):
-                turn.cancelled = True
 
     def _chosen(self) -> Turn:
         patient = next((each for each in self._waiting if each.waited >= PATIENCE), None)
-        ready = (each for each in self._waiting if each.wants is None or self._there(each.wants))
-        return patient or next(ready, self._waiting[0])
+        return patient or next((each for each in self._waiting if each.ready), self._waiting[0])
 
     def _give(self) -> None:
         self._running = chosen = self._chosen()
         self._waiting.remove(chosen)
+        self._given += 1
         for each in self._waiting:
             each.waited += 1
         self._changed.notify_all()
 
     def _await(self, turn: Turn) -> None:
-        self._changed.wait_for(lambda: self._running is turn)
+        interrupt, given = None, self._given
+        while self._running is not turn:
+            try:
+                in_time = self._changed.wait(LONG)
+            except BaseException as error:  # Ctrl-C, in the main thread: it ends in its turn, since others compute now
+                interrupt, in_time = error, True
+            if not in_time and given == self._given:
+                self._say_who_runs()
+            given = self._given
+        self._thread = threading.get_ident()
         turn.state.restore()
+        if interrupt is not None:
+            raise interrupt
+
+    def _say_who_runs(self) -> None:
+        frame = sys._current_frames().get(self._thread)
+        stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
+        LOG.warning(
+            "Superpipeline: trials of a SharedBase have waited %g s for one that does not come to a layer. If it waits for "
+            "another trial (a lock, a queue), both wait for ever: leave that out. It is here:\n%s", LONG, stack,
+        )  # fmt: skip
+
+
+TURNS = TrialTurns()
+"""Those of this process, because random state and the like are the process's."""

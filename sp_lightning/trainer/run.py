@@ -116,8 +116,11 @@ class Run:
         self._trial = current()
         k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
         if self._trial is not None:
-            limited, on_disk = device.type != "cpu", options.disk is not None
-            budget = self._trial.begin(module, budget, limited=limited, on_disk=on_disk)
+            trainer: Any = module.trainer
+            things = (module, getattr(trainer, "datamodule", None), *trainer.callbacks, *trainer.loggers)
+            self._trial.begin(self, filter(None, things), on_disk=options.disk is not None)
+            if budget is None and device.type != "cpu":
+                budget = self._trial.share()
         there = options.optimizer_on
         self._window = Window(
             *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there
@@ -326,8 +329,15 @@ class Run:
         if self.ranks is not None:
             self.ranks.broadcast([buffer for buffer in self.module.buffers() if buffer.numel()])
 
+    def loop_begins(self, loaders: Any) -> None:
+        """A loop begins over these loaders."""
+        if self._trial is not None:
+            self._trial.loop_begins(loaders)
+
     def step_begins(self) -> None:
         """A step of a loop begins: buffers are sent when DistributedDataParallel would send them, after a step of training."""
+        if self._trial is not None:
+            self._trial.step()
         if self._buffers_due:
             self.send_buffers()
         # In manual optimization Lightning's ddp has them sent once: its forward ends without a backward that sums.

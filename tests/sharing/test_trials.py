@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import _thread
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.sharing.common import TrialMemory
 from tests.support.models import Module
-from tests.support.runs import Outcome, assert_same, fit, loader, trainer_for
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.tiers import first
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -86,8 +94,7 @@ def assert_each_is_itself(count: int, run: Callable[[float], Outcome] = learn) -
 def test_trials_are_what_they_are_alone(count: int) -> None:
     base = assert_each_is_itself(count)
     assert_same(learn(RATES[0]), learn(RATES[0], plain=True))
-    net = Learner(RATES[0])
-    frozen = sum(p.nbytes for p in net.parameters() if not p.requires_grad)
+    frozen = sum(p.nbytes for p in Learner(RATES[0]).parameters() if not p.requires_grad)
     batch = 2 * base.fetched_bytes / (2 * 4 * frozen)  # in a batch each layer comes for forward and for backward
     assert 0.7 < batch < 2, "the base has come about once for all trials"
 
@@ -247,12 +254,159 @@ def test_no_more_than_max_trials_run_at_once() -> None:
 
     def run(rate: float) -> Outcome:
         outcome = learn(rate)
-        under_way.append(base._turns.count)
+        under_way.append(len(base._under_way))
         return outcome
 
     base.map(run, RATES)
-    assert max(under_way) <= 2
-    assert base._turns.most == 2
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(base.wrap(run), RATES[:4]))
+    SharedBase().map(run, RATES[:3], max_trials=1)
+    assert max(under_way) == 2
+
+
+class Restores(Learner):
+    """One trial writes a frozen weight and puts back what it was, by other memory."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        weight = self.net[2].base.weight  # type: ignore[index, union-attr]
+        if batch_idx == 1 and self.rate == RATES[0]:
+            self.backup = weight.detach().clone()
+            with torch.no_grad():
+                weight.mul_(1.5)
+        if batch_idx == 2 and self.rate == RATES[0]:
+            weight.data = self.backup
+
+
+def test_a_frozen_weight_that_is_put_back_is_what_it_was() -> None:
+    assert_each_is_itself(2, lambda rate: learn(rate, make=Restores))
+
+
+def test_two_bases_at_once() -> None:
+    alone = [learn(rate) for rate in RATES[:4]]
+    with ThreadPoolExecutor(2) as pool:
+        halves = [pool.submit(SharedBase().map, learn, rates) for rates in (RATES[:2], RATES[2:4])]
+        for ours, its in zip([each for half in halves for each in half.result()], alone, strict=True):
+            assert_same(ours, its)
+
+
+def test_checkpoints_in_one_folder_are_each_trials_own(tmp_path: Path) -> None:
+    def run(rate: float) -> tuple[str, dict[str, Any]]:
+        outcome = learn(rate, enable_checkpointing=True, default_root_dir=tmp_path, max_epochs=2)
+        assert outcome.trainer.checkpoint_callback is not None
+        return outcome.trainer.checkpoint_callback.best_model_path, outcome.state  # type: ignore[attr-defined]
+
+    found = SharedBase().map(run, RATES[:3])
+    assert len({path for path, _ in found}) == 3
+    for path, state in found:
+        assert_equal(torch.load(path)["state_dict"], state, path)
+
+
+def test_trials_that_begin_and_end_while_others_step() -> None:
+    depths = dict(zip(RATES, (2, 7, 3), strict=False))
+    options: dict[str, Any] = {"k": 2, "max_epochs": 3, "precision": "bf16-mixed"}
+    assert_each_is_itself(3, lambda rate: learn(rate, make=lambda _: Learner(rate, depth=depths[rate]), **options))
+
+
+class Wide(Learner):
+    """A layer is far larger than all of the others' layers."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        torch.manual_seed(2)
+        self.net.append(nn.Sequential(nn.Linear(WIDTH, 900), nn.Linear(900, WIDTH)).requires_grad_(False))  # type: ignore[operator]
+
+
+def test_larger_layers_come_later() -> None:
+    base, begun = SharedBase(layers=1), threading.Event()
+
+    class Begins(Learner):
+        def on_train_batch_end(self, *_: Any) -> None:
+            begun.set()
+
+    def run(rate: float) -> Outcome:
+        if rate == RATES[2]:
+            begun.wait(20)
+        return base.wrap(learn)(rate, make=Wide if rate == RATES[2] else Begins, max_epochs=6)
+
+    with ThreadPoolExecutor(3) as pool:
+        ours = list(pool.map(run, RATES[:3]))
+    for rate, outcome in zip(RATES, ours, strict=False):
+        assert_same(outcome, learn(rate, make=Wide if rate == RATES[2] else Learner, max_epochs=6))
+
+
+def test_a_trial_has_several_runs_and_may_unfreeze_all_between_them() -> None:
+    def run(rate: float) -> Any:
+        torch.manual_seed(int(1e5 * rate))
+        module, other = Learner(rate), Learner(rate)
+        strategy = {"fused_optimizer": False, "k": 1}
+        trainer_for(SuperpipelineStrategy(**strategy)).fit(module, loader(batches(rate)))
+        trainer_for(SuperpipelineStrategy(**strategy)).fit(other, loader(batches(rate)))
+        module.requires_grad_(True)
+        trainer_for(SuperpipelineStrategy(**strategy)).fit(module, loader(batches(rate)))
+        found = trainer_for(SuperpipelineStrategy(**strategy)).predict(module, loader(batches(rate)))
+        return [found, dict(module.state_dict()), dict(other.state_dict())]
+
+    alone = [run(rate) for rate in RATES[:3]]
+    base = SharedBase()
+    assert_equal(base.map(run, RATES[:3]), alone, "several runs")
+    assert_equal(base.map(run, RATES[:3]), alone, "and anew")
+
+
+class StepsInAThread(Learner):
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+        return loss
+
+
+def test_a_thread_of_a_trials_own() -> None:
+    assert_each_is_itself(3, lambda rate: learn(rate, make=StepsInAThread))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_nothing_is_left_of_trials(error: type[BaseException]) -> None:
+    class Ends(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 2 and self.rate == RATES[1]:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    def left() -> tuple[int, int, int]:
+        gc.collect()
+        maps = sum("superpipeline-base" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return maps, len(torch_optimizer._global_optimizer_pre_hooks), threading.active_count()
+
+    before = left()
+    found = SharedBase().map(lambda rate: learn(rate, make=Ends), RATES[:3], return_exceptions=True)
+    assert [isinstance(each, Outcome) for each in found] == [True, False, True]
+    del found
+    assert left() == before
+
+
+def test_an_interrupt_ends_all_trials() -> None:
+    """Ctrl-C reaches the main thread, which waits for them."""
+    begun = list[float]()
+
+    class Interrupts(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            begun.append(self.rate)
+            if len(begun) == 7:
+                _thread.interrupt_main()
+                time.sleep(0.3)
+
+    with pytest.raises(KeyboardInterrupt):
+        SharedBase().map(lambda rate: learn(rate, make=Interrupts, max_epochs=100), RATES[:3])
+    assert len(begun) < 30
 
 
 # ---------------------------------------------------------------------- bad input
@@ -296,12 +450,44 @@ def test_what_cannot_share_is_told_before_work() -> None:
     for wrong in (0, -1, 1.5, True, "2"):
         with pytest.raises(ValueError, match="has to be a number of at least 1"):
             SharedBase(max_trials=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="has to be a number of at least 1"):
+            base.map(learn, RATES, max_trials=wrong)  # type: ignore[arg-type]
+
+    def generator(rate: float) -> Iterator[float]:
+        yield rate
+
+    async def coroutine() -> None: ...
+
+    for no_function in (generator, coroutine):
+        with pytest.raises(TypeError, match="is a generator or a coroutine"):
+            base.wrap(no_function)
 
 
-def test_a_module_is_in_one_trial() -> None:
-    module = Learner(1e-3)
-    strategies = [SuperpipelineStrategy(k=1) for _ in range(2)]
-    found = SharedBase().map(
-        lambda strategy: fit(lambda: module, batches(1e-3), strategy), strategies, return_exceptions=True
-    )
-    assert [isinstance(each, RuntimeError) and "is in another trial" in str(each) for each in found].count(True) == 1
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader(batches(1e-3))
+
+
+THINGS: dict[str, Callable[[], Any]] = {
+    "Learner": lambda: Learner(1e-3),
+    "Data": Data,
+    "EarlyStopping": lambda: EarlyStopping("loss"),
+    "DataLoader": lambda: DataLoader(batches(1e-3), batch_size=None, generator=torch.Generator()),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", THINGS)
+def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
+    thing = THINGS[kind]()
+
+    def run(_: int) -> None:
+        callbacks = [thing] if kind == "EarlyStopping" else []
+        trainer = trainer_for(SuperpipelineStrategy(k=1), callbacks=callbacks, max_epochs=2)
+        module = thing if kind == "Learner" else Learner(1e-3)
+        data = thing if kind in ("Data", "DataLoader") else loader(batches(1e-3))
+        trainer.fit(module, data)
+
+    base = SharedBase()
+    found = base.map(run, range(2), return_exceptions=True)
+    assert sum(isinstance(each, RuntimeError) and f"A {kind} is in two trials" in str(each) for each in found) == 1
+    assert base.map(run, range(2), max_trials=1) == [None, None]
