@@ -88,8 +88,8 @@ class SharedBase:
             if any(thing in other.taken for other in self._under_way if other is not trial):
                 raise RuntimeError(
                     f"A {type(thing).__name__} is in two trials of a SharedBase at once. Make it in the trial: modules, data "
-                    "modules, callbacks, loggers, and loaders with workers that persist or a generator, are each trial's own. Frozen "
-                    "weights are found, and shared."
+                    "modules, callbacks, loggers, and loaders with a generator or workers that persist are each trial's own. "
+                    "Frozen weights are found, and shared."
                 )
             trial.taken.add(thing)
 

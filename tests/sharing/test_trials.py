@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import gc
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -401,7 +401,7 @@ def test_an_interrupt_ends_all_trials() -> None:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             begun.append(self.rate)
             if len(begun) == 7:
-                _thread.interrupt_main()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 time.sleep(0.3)
 
     with pytest.raises(KeyboardInterrupt):
@@ -417,8 +417,6 @@ def test_what_cannot_share_is_told_before_work() -> None:
         learn(1e-3, make=lambda rate: Learner(rate).requires_grad_(True))  # type: ignore[return-value]
 
     def another_base() -> None:
-        learn(1e-3)
-
         def made(rate: float) -> Learner:
             module = Learner(rate)
             for p in module.parameters():
@@ -437,14 +435,15 @@ def test_what_cannot_share_is_told_before_work() -> None:
         base.map(lambda _: None, [1])
 
     for bad, message in (
-        (nothing_frozen, "it has no frozen weights"),
+        (nothing_frozen, "in common with others: it has none"),
         (another_base, "others than those of the trial before"),
         (on_disk, "disk= keeps weights where"),
         (two_devices, "this trainer has several"),
     ):
+        base = SharedBase()
+        base.map(learn, [1e-3])
         with pytest.raises(ValueError, match=message):
-            SharedBase().wrap(bad)()
-    base = SharedBase()
+            base.wrap(bad)()
     with pytest.raises(RuntimeError, match="cannot begin inside of another"):
         base.wrap(inside)()
     for wrong in (0, -1, 1.5, True, "2"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -176,7 +176,7 @@ def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> N
         while ours not in machine.turns._waiting:
             time.sleep(1e-3)
         with machine.turns._changed:  # which is free once ours waits
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         go_on.wait(10)
         order.append("the other ends")
         machine.turns.end(turn)
