@@ -390,7 +390,7 @@ def test_nothing_is_left_of_trials(error: type[BaseException]) -> None:
     found = SharedBase().map(lambda rate: learn(rate, make=Ends), RATES[:3], return_exceptions=True)
     assert [isinstance(each, Outcome) for each in found] == [True, False, True]
     del found
-    assert left() == before
+    assert all(now <= then for now, then in zip(left(), before, strict=True))  # of other tests more may be gone
 
 
 def test_an_interrupt_ends_all_trials() -> None:
