@@ -51,6 +51,7 @@ _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStra
 _LORA = (
     'adapters of this rank, which alone are trained: PEFT\'s LoraConfig(r=N, target_modules="all-linear"), not merged'
 )
+_TRIALS = "trainings at once that share the frozen weights by sp_lightning.SharedBase (%(default)s)"
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (
     "exit status: 0 if it fits as asked, with plain Lightning or here; 1 if it does not, even if a change would help; 2 if there "
@@ -118,6 +119,7 @@ class Question(argparse.Namespace):
     clip: Annotated[str | None, _option("as Trainer(gradient_clip_algorithm=…)", choices=("norm", "value"))]
     loss_tokens: Annotated[int | None, _option(_LOSS_TOKENS, type=_count, metavar="N")]
     lora: Annotated[int | None, _option(_LORA, type=_count, metavar="N")]
+    trials: Annotated[int, _option(_TRIALS, type=_count, default=1, metavar="N")]
     keep_logits: Annotated[bool, _option("with --loss-tokens: chunk_loss(…, keep_logits=True)", action="store_true")]
     # The options of the strategy.
     activations: Annotated[
@@ -175,6 +177,8 @@ def contradictions(question: Question) -> Iterator[str]:
     of_half, precision = PRECISIONS[question.precision][0].itemsize == 2, question.precision
     if question.optimizer_on == "device" and of_half and question.overlap == "backward":
         yield f"--optimizer-on device steps in optimizer.step() with --precision {precision}; leave --overlap backward out."
+    if question.trials > 1 and (question.devices * question.nodes > 1 or question.disk is not None):
+        yield "--trials share what comes from the memory of the host to one device. Leave out --devices, --nodes and --disk."
     if question.disk is not None and question.predict and question.devices * question.nodes > 1:
         yield "--disk with --predict is for one device: with several, all weights are in memory. Leave out one."
     if question.activations == "auto" and (question.gpu_memory is None or question.predict):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from sp_lightning.cli.answer import Answer, Row, stepped_on_device
 from sp_lightning.cli.arguments import MODES, PRECISIONS, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
+from sp_lightning.cli.trials import best_trials, trials
 from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
 from sp_lightning.kernels.jit import is_installed
 from sp_lightning.observe.stats import remedy
@@ -76,6 +77,7 @@ def _reasons(answer: Answer) -> list[str]:
         *_disk(answer),
         *_step(estimate),
         *_nodes(estimate, row),
+        *trials(answer),
         *(f"note: {note}" for note in _notes(estimate, row)),
     ]
 
@@ -381,9 +383,15 @@ def _fields(answer: Answer) -> dict[str, object]:
         "assumed": {"tflops": question.tflops}
         | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},
         "windows": [_window(row) for row in answer.rows],
+        "trials": _trials(answer),
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},
         "verdict": verdict(answer),
     }  # fmt: skip
+
+
+def _trials(answer: Answer) -> dict[str, object] | None:
+    found = best_trials(answer)
+    return None if found is None else {**vars(found), "row": _window(found.row)}
 
 
 def _window(row: Row) -> dict[str, object]:

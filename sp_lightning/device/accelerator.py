@@ -180,6 +180,18 @@ class Accelerator(Device):
         self._waits = still_open
 
 
+def generator_states() -> list[Tensor]:
+    """The states of torch's random generators: the CPU's, and those of all GPUs, which have none before they are initialised."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+
+
+def set_generator_states(states: Sequence[Tensor]) -> None:
+    """Sets what :func:`generator_states` has returned."""
+    torch.set_rng_state(states[0])
+    for index, state in enumerate(states[1:]):
+        torch.cuda.set_rng_state(state, index)
+
+
 def device_for(device: torch.device) -> Device:
     """Returns the :class:`Device` or :class:`Accelerator` for a device of torch's.
 

@@ -38,6 +38,7 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode, resolve, summary
 from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
+from sp_lightning.sharing.shared_base import current
 from sp_lightning.trainer.compat import note_device
 from sp_lightning.trainer.disk_tier import place
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
@@ -112,7 +113,14 @@ class Run:
         self.ranks = ranks
         self._log = log
         self._count, nodes = (1, 1) if ranks is None else (ranks.size, ranks.nodes)
+        self._trial = current()
         k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
+        if self._trial is not None:
+            trainer: Any = module.trainer
+            things = (module, getattr(trainer, "datamodule", None), *trainer.callbacks, *trainer.loggers)
+            self._trial.begin(self, filter(None, things), on_disk=options.disk is not None)
+            if budget is None and device.type != "cpu":
+                budget = self._trial.share()
         there = options.optimizer_on
         self._window = Window(
             *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there
@@ -246,6 +254,8 @@ class Run:
         sliced = takes_slices(self._options.transfer, device, self.ranks, self._log, trains=self.trains)
         if self.ranks is not None:
             return OnRanks(self.ranks, sliced=sliced)
+        if self._trial is not None:
+            return self._trial
         return place(found, plan, self._options, self._device, accumulate=accumulate)
 
     @property
@@ -319,8 +329,15 @@ class Run:
         if self.ranks is not None:
             self.ranks.broadcast([buffer for buffer in self.module.buffers() if buffer.numel()])
 
+    def loop_begins(self, loaders: Any) -> None:
+        """A loop begins over these loaders."""
+        if self._trial is not None:
+            self._trial.loop_begins(loaders)
+
     def step_begins(self) -> None:
         """A step of a loop begins: buffers are sent when DistributedDataParallel would send them, after a step of training."""
+        if self._trial is not None:
+            self._trial.step()
         if self._buffers_due:
             self.send_buffers()
         # In manual optimization Lightning's ddp has them sent once: its forward ends without a backward that sums.

@@ -13,7 +13,7 @@ from sp_lightning.device.device import Stream, Wait
 from tests.support.delays import CYCLES, NOT_SEEN, SEEN, Delayed, Slow
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Race, simulated
-from tests.support.wait_scenarios import OF_RANKS, SCENARIOS, ahead, left_out
+from tests.support.wait_scenarios import OF_RANKS, OF_TRIALS, SCENARIOS, ahead, left_out
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def test_the_host_runs_ahead_of_a_step_and_must_wait_there() -> None:
 
 
 def test_every_wait_is_tried_on_a_gpu_or_has_its_reason_not_to_be() -> None:
-    assert {*SCENARIOS, *OF_RANKS} == set(Wait)
+    assert {*SCENARIOS, *OF_RANKS, *OF_TRIALS} == set(Wait)
     assert all(NOT_SEEN.values())
     assert len(NOT_SEEN) == 5
     assert set(SEEN) <= set(SCENARIOS), "eight waits of several ranks were among them, without a scenario"

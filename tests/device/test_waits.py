@@ -24,6 +24,7 @@ where a device waits for more than the simulation: the two that are not are list
 | CLOSE_AFTER_STORE | a last forward without a backward |
 | DROP_AFTER_DRAIN | a hook that raises while gradients are applied |
 | UNPIN_AFTER_COPY | residents alone, in a prediction whose results nobody reads |
+| SHARE_AFTER_BRING, BRING_AFTER_SHARE | trials that share a base: sharing/test_waits.py |
 | REDUCE_AFTER_GRADIENT, DRAIN_AFTER_REDUCE | several devices: test_rank_waits.py |
 """
 
@@ -45,7 +46,7 @@ from sp_lightning.weights.gradients import Gradients
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
 from tests.support.tiers import first
-from tests.support.wait_scenarios import IMPLIED, OF_RANKS, SCENARIOS, left_out
+from tests.support.wait_scenarios import IMPLIED, OF_RANKS, OF_TRIALS, SCENARIOS, left_out
 
 
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
@@ -54,7 +55,7 @@ from tests.support.wait_scenarios import IMPLIED, OF_RANKS, SCENARIOS, left_out
 @pytest.mark.parametrize(
     "wait",
     first(
-        [wait for wait in Wait if wait not in OF_RANKS],
+        [wait for wait in Wait if wait not in OF_RANKS + OF_TRIALS],
         *(Wait.USE_AFTER_FETCH, Wait.FETCH_AFTER_USE, Wait.DRAIN_AFTER_GRADIENT, Wait.READ_AFTER_UPDATE),
         why="each is left out once; four show that races are seen",
     ),

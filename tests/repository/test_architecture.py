@@ -28,11 +28,11 @@ FILES = {
 }
 # From the ground up: a wing may import from those before it only.
 WINGS = (
-    "_version", "device", "model", "plan", "observe", "store", "activations", "kernels", "weights", "optim", "engine", "tune",
-    "trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
+    "_version", "device", "model", "plan", "observe", "store", "activations", "kernels", "weights", "optim", "engine", "sharing",
+    "tune", "trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__"}
-BUDGET = {"lines of code": 20_720, "files": 164, "classes": 250}
+BUDGET = {"lines of code": 21_280, "files": 169, "classes": 262}
 """What the whole package may have: what it had when this was last lowered. A feature that needs more says here why: ``plan``
 gives a verdict first, tries remedies, compares models in a table, counts images and adapters (530 lines, 3 files), takes a
 waiting time apart, reads the module's own optimizer, sees a table that is read whole, says prices of remedies (60 lines),
@@ -42,7 +42,8 @@ to loggers, too (80 lines, 2 classes); layers are stepped on the device (750 lin
 bitsandbytes' (110 lines, 1 class), where they step is measured (170 lines, 2 files, 2
 classes), and a forward finds new casts there (60 lines, 1 file);
 a dry run's mode remembers operators, which halves its time (80 lines, 1 class); kernels update a
-layer in one walk, as torch's compilers for two kinds of processors round (580 lines, 5 files, 11 classes)."""
+layer in one walk, as torch's compilers for two kinds of processors round (580 lines, 5 files, 11 classes); trainings
+share a base (470 lines, 4 files, 12 classes), and ``plan`` counts them (80 lines, 1 file)."""
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = {}
 """What is longer than that, by name, with the reason why it is not cut."""
@@ -217,7 +218,7 @@ MECHANISMS = [
 
 def test_every_class_is_part_of_one_mechanism() -> None:
     listed = [(file, name) for _, names, files in MECHANISMS for file in files for name in names]
-    assert len(MECHANISMS) <= 40
+    assert len(MECHANISMS) <= 41
     assert [file for file in dict(listed) if file not in FILES] == []
     there = {(file, name) for file, source in FILES.items() for name in classes(source)}
     assert there - set(listed) == set(), "a class belongs in a row of CONTRIBUTING's table, with its file"

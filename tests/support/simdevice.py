@@ -110,6 +110,9 @@ class SimDevice(Device):
         self._many_regions = 64  # beyond so many, those whose memory is gone are left out
         self._queues: dict[Stream, deque[tuple[int, Callable[[], None]]]] = {s: deque() for s in Stream}
         self._issued = dict.fromkeys(Stream, 0)
+        self._reads: list[
+            tuple[SimEvent, tuple[int, int]]
+        ] = []  # of copies within the device that may not have run yet
         self._later: deque[tuple[Future[None], Callable[[], None], Clock]] = deque()
         self._done: dict[Future[None], Clock] = {}
 
@@ -176,9 +179,14 @@ class SimDevice(Device):
         self._issue(stream)
         self._check(source, stream, write=False, what="copied from")
         self._check(target, stream, write=True, what="copied to")
+        for event, read in [each for each in self._reads if _overlap(each[1], target)]:
+            self._run(event)  # what reads that memory comes before: otherwise there was a race
+            self._reads.remove((event, read))
         with self.engine():
             poison(target)
         self._queues[stream].append((self._issued[stream], lambda: self._run_copy(target, source)))
+        if _within(source, self.device_ranges) and _within(target, self.device_ranges):
+            self._reads.append((SimEvent(stream, self._issued[stream], {}), _range(source)))
 
     def on_host(self, tensor: Tensor) -> Tensor:
         if not self.has(tensor):
@@ -323,6 +331,11 @@ class SimDevice(Device):
             own.reads.clear()
         else:
             own.reads[agent] = access
+
+
+def _overlap(stretch: tuple[int, int], memory: Tensor) -> bool:
+    start, end = _range(memory)
+    return stretch[0] < end and start < stretch[1]
 
 
 def poison(memory: Tensor) -> None:

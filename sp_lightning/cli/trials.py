@@ -1,0 +1,103 @@
+"""Trainings that share a frozen base (``plan --trials``): seconds and bytes of each, memory of all, and where it stops to pay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sp_lightning.cli.answer import Answer, Row
+from sp_lightning.cli.estimate import Estimate
+from sp_lightning.plan.units import in_gib
+from sp_lightning.tune.choices import SAME
+
+ON_DEVICE = 2
+"""Layers of the base that :class:`~sp_lightning.SharedBase` has on the device beside the trials' windows."""
+
+
+@dataclass(frozen=True)
+class Trials:
+    """So many trials of one row, which come to each layer together.
+
+    Attributes:
+        row: the window of each.
+        count: how many.
+        alone: seconds of a step of one that runs alone.
+        seconds: seconds of a step of each if all run at once: the least that the busiest resource allows.
+        binds: that resource.
+        nbytes: what a step of each brings to the device.
+        alone_bytes: the same of one that runs alone.
+        most: with how many the device computes all of the time, so that further ones save nothing; None if never.
+        device_bytes: device memory of all.
+    """
+
+    row: Row
+    count: int
+    alone: float
+    seconds: float
+    binds: str
+    nbytes: float
+    alone_bytes: int
+    most: int | None
+    device_bytes: int
+
+    @classmethod
+    def of(cls, estimate: Estimate, row: Row, count: int) -> Trials | None:
+        """What trials of a model take; None if nothing of what travels is frozen."""
+        everything, prediction = estimate.question.predict, row.prediction
+        frozen = [
+            sum(p.nbytes for _, p in layer.parameters if everything or not p.requires_grad)
+            for layer in estimate.found.layers
+        ]
+        fetches = [each for each in prediction.intervals if each.kind == "fetch"]
+        total = sum(each.nbytes for each in fetches)
+        layers = [(each.layer, each.nbytes) for each in fetches if each.layer is not None and each.layer < len(frozen)]
+        common = sum(min(frozen[layer], nbytes) for layer, nbytes in layers)
+        if common < total / 10:  # a table, say, beside layers that are trained, or travel as casts
+            return None
+        spared = common * (1 - 1 / count)  # of each trial's bytes, which others bring
+        share, busy = common / total, dict(prediction.busy)
+        busy["fetch"] *= 1 - spared / total
+        busy["host memory"] -= spared / estimate.rates.host_memory
+        binds = max(busy, key=busy.__getitem__)
+        compute, wire = prediction.busy["compute"], prediction.busy["fetch"]
+        left = compute - (1 - share) * wire
+        return cls(
+            row, count, prediction.seconds, min(busy[binds], prediction.seconds), binds, total - spared, total,
+            math.ceil(share * wire / left) if left > 0 else None, count * row.device_bytes + ON_DEVICE * max(frozen),
+        )  # fmt: skip
+
+
+def best_trials(answer: Answer) -> Trials | None:
+    """The fastest window for them whose memory is there, and of equally fast ones the smallest; if none is, the smallest."""
+    estimate, limit = answer.estimate, answer.question.gpu_memory
+    if answer.question.trials == 1 or estimate.why_guessed:
+        return None
+    found = [each for row in answer.rows if (each := Trials.of(estimate, row, answer.question.trials)) is not None]
+    fitting = [each for each in found if limit is None or each.device_bytes <= limit]
+    if not fitting:
+        return min(found, key=lambda each: each.device_bytes, default=None)
+    enough = SAME * min(each.seconds for each in fitting)
+    return min((each for each in fitting if each.seconds <= enough), key=lambda each: each.device_bytes)
+
+
+def trials(answer: Answer) -> list[str]:
+    """A line on the trials that were asked for."""
+    estimate, question, found = answer.estimate, answer.question, best_trials(answer)
+    if question.trials == 1 or estimate.why_guessed:
+        return []
+    if found is None:
+        casts = question.lora is not None or estimate.trained < estimate.parameters
+        why = "frozen weights travel as casts; take --precision bf16-true" if casts else "--lora freezes the base"
+        return [f"trials: they have too little in common of what travels: {why}"]
+    pays = "with any number" if found.most is None else f"and more than {max(found.most, 1)} save nothing"
+    limit, row = question.gpu_memory, found.row
+    room = ""
+    if limit is not None and found.device_bytes > limit:
+        fit = max(0, (limit - found.device_bytes) // row.device_bytes + found.count)
+        room = f" of {in_gib(limit)}, in which {fit} of them fit"
+    return [
+        f"trials: {found.count} at once over one SharedBase, with k = {row.plan.k} and k' = {row.plan.k_prime}, take at least "
+        f"{found.seconds:.3g} s per step each ({found.binds} binds, {pays}), one alone {found.alone:.3g}; "
+        f"{in_gib(int(found.nbytes))} come to the device per step and trial in place of {in_gib(found.alone_bytes)}; device "
+        f"memory {in_gib(found.device_bytes)}{room}"
+    ]

@@ -1,0 +1,282 @@
+"""What users see: :class:`SharedBase`, whose trials share the transfers of the frozen weights that they have in common."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch.utils.data import DataLoader
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.patched import scope
+from sp_lightning.device.shared_memory import supported
+from sp_lightning.device.torch_private import tree_leaves
+from sp_lightning.engine.placement import Placement
+from sp_lightning.model.found import Layer
+from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.sharing.common import Common, SharedUploads, TrialBlock
+from sp_lightning.sharing.turns import TURNS, ProcessState, Turn
+from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.uploads import Uploads
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class SharedBase:
+    """Several trainings over one frozen base share its transfers: learning rates, adapters, seeds, in threads of one process.
+
+    Each of them, a *trial*, is an ordinary function that makes a module and an ordinary Trainer with the strategy
+    ``"superpipeline"``, one device, and fits, validates or predicts. All of it is bitwise what it would be alone: the turn, and
+    with it the process's random state, goes from trial to trial where layers come to the device. A trial begins with the random
+    state that the process had when this object was made; ``seed_everything`` in it is its own.
+
+    What trials have in common is found by comparing bytes: one copy of it is on the host, and it comes to the device once for
+    all. What a trial trains or writes is its own.
+
+    Args:
+        max_trials: how many trials run at once at most; further ones wait until one has ended. None for no limit.
+        layers: how many layers of the base are on the device at once, beside the trials' own windows.
+
+    Raises:
+        RuntimeError: the system cannot share memory so.
+        ValueError: an argument is no number of at least 1.
+
+    Example::
+
+        base = SharedBase()
+
+        def run(lr):  # it makes all that it uses
+            trainer = Trainer(strategy="superpipeline", max_epochs=1)
+            trainer.fit(Module(lr), Data())
+            return trainer.callback_metrics["loss"]
+
+        losses = base.map(run, [1e-4, 3e-4, 1e-3, 3e-3])
+    """
+
+    def __init__(self, max_trials: int | None = None, *, layers: int = 2) -> None:
+        if why := supported():
+            raise RuntimeError(f"SharedBase cannot be used here: {why}. Run the trials one after the other.")
+        _check_counts(max_trials=max_trials, layers=layers)
+        self.max_trials = max_trials
+        self.common = Common(layers)
+        self._first = ProcessState()
+        self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
+        self._under_way = set[Trial]()
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of the base that were copied to the device for several trials together."""
+        return self.common.fetched_bytes
+
+    @property
+    def alone(self) -> bool:
+        """Whether one trial is under way."""
+        return len(self._under_way) == 1
+
+    def refuse_taken(self, trial: Trial, things: Iterable[Any]) -> None:
+        """Refuses what another trial has: a RuntimeError."""
+        for thing in things:
+            if any(thing in other.taken for other in self._under_way if other is not trial):
+                raise RuntimeError(
+                    f"A {type(thing).__name__} is in two trials of a SharedBase at once. Make it in the trial: modules, data "
+                    "modules, callbacks, loggers, and loaders with a generator or workers that persist are each trial's own. "
+                    "Frozen weights are found, and shared."
+                )
+            trial.taken.add(thing)
+
+    def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Makes a function a trial, for threads of others: ``study.optimize(base.wrap(objective), n_jobs=4)``.
+
+        Raises:
+            TypeError: it is a generator or a coroutine, whose code would run when it is not its turn.
+        """
+        return self._wrapped(function, self.max_trials)
+
+    def _wrapped(self, function: Callable[P, R], at_once: int | None) -> Callable[P, R]:
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(f"{function.__name__} is a generator or a coroutine. A trial is a function that returns.")
+
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            _refuse_inside()
+            with self._places:
+                trial = Trial(self, Turn(self._first, self.common.there), at_once)
+                TURNS.begin(trial.turn)
+                self._under_way.add(trial)
+                token, _here.trial = scope.set(trial), trial
+                try:
+                    # On an accelerator one thread of autograd's would run the backwards of all trials, and change no turns.
+                    with torch.autograd.set_multithreading_enabled(False):
+                        return function(*args, **kwargs)
+                finally:
+                    trial.close()
+                    _here.trial = None
+                    scope.reset(token)
+                    self._under_way.remove(trial)
+                    if not self._under_way:
+                        self.common.free()
+                    TURNS.end(trial.turn)
+
+        return run
+
+    def map(
+        self,
+        function: Callable[..., R],
+        *arguments: Iterable[Any],
+        max_trials: int | None = None,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
+        """Calls a function with each of some arguments, as the builtin ``map`` does, in trials that run at once.
+
+        Args:
+            function: a trial.
+            arguments: one iterable for each of its arguments, all of one length.
+            max_trials: how many run at once at most; None for all.
+            return_exceptions: whether what a trial raises takes the place of its result. Otherwise the first such error is
+                raised once all trials have ended.
+
+        Returns:
+            The results, in the order of the arguments.
+
+        Raises:
+            ValueError: ``max_trials`` is no number of at least 1, or the iterables differ in length.
+        """
+        _refuse_inside()
+        _check_counts(max_trials=max_trials)
+        calls = list(zip(*arguments, strict=True))
+        at_once = max(1, min(each for each in (max_trials, self.max_trials, len(calls)) if each is not None))
+        with ThreadPoolExecutor(at_once, "superpipeline-trial") as pool:
+            futures = [pool.submit(self._wrapped(function, at_once), *call) for call in calls]
+            try:
+                errors = [each.exception() for each in futures]
+            except BaseException:  # Ctrl-C: each trial ends at its next layer
+                pool.shutdown(wait=False, cancel_futures=True)
+                for trial in list(self._under_way):
+                    trial.turn.cancelled = True
+                raise
+        if not return_exceptions:
+            return [each.result() for each in futures]
+        return [error or each.result() for error, each in zip(errors, futures, strict=True)]
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} is {value!r}; it has to be a number of at least 1.")
+
+
+_APART = "Leave one of them out: run the trials one after the other, without base.map or base.wrap."
+
+
+def refuse_several_devices() -> None:
+    """Refuses a trainer with several devices within a trial: a ValueError."""
+    if current() is not None:
+        raise ValueError(f"A SharedBase is one device's, and this trainer has several (devices=, num_nodes=). {_APART}")
+
+
+def _refuse_inside() -> None:
+    if current() is not None:
+        raise RuntimeError("A trial of a SharedBase cannot begin inside of another one.")
+
+
+class Trial(Placement):
+    """The engine's parts of one trial. It may have several runs, one after the other.
+
+    Args:
+        base: whose trial it is.
+        turn: its turn.
+        at_once: how many trials may be under way at once; None if that is not known.
+
+    Attributes:
+        taken: what is this trial's own: modules, data modules, callbacks, loggers.
+    """
+
+    def __init__(self, base: SharedBase, turn: Turn, at_once: int | None) -> None:
+        self.turn = turn
+        self.taken = WeakSet[Any]()
+        self._base = base
+        self._at_once = at_once
+        self._runs = WeakSet[Any]()
+        self._blocks: list[TrialBlock] = []
+        self._shares = False
+
+    def begin(self, run: Any, things: Iterable[Any], *, on_disk: bool) -> None:
+        """Begins a run.
+
+        Args:
+            run: closed at the end of the trial, if it is not by then.
+            things: that no other trial may have.
+            on_disk: whether weights may be on a disk.
+
+        Raises:
+            RuntimeError: another trial has one of the things.
+            ValueError: weights may be on a disk.
+        """
+        if on_disk:
+            raise ValueError(f"disk= keeps weights where a SharedBase does not look for them. {_APART}")
+        self._base.refuse_taken(self, things)
+        self._runs.add(run)
+
+    def loop_begins(self, loaders: Any) -> None:
+        """Refuses data loaders that another trial has, too, and that have a state: a RuntimeError."""
+        found = [each for each in tree_leaves(loaders) if isinstance(each, DataLoader)]
+        self._base.refuse_taken(self, [each for each in found if each.persistent_workers or each.generator is not None])
+
+    def share(self) -> float:
+        """This trial's share of the device's memory.
+
+        Raises:
+            ValueError: none can be told.
+        """
+        if self._at_once is None:
+            raise ValueError(
+                "Trials share the device's memory, and it is not known how many there will be. Say how many run at once, "
+                'SharedBase(max_trials=4), or give each a part: SuperpipelineStrategy(memory_budget="8GiB").'
+            )
+        return 1 / (1 + self._at_once)  # the base's layers take a part, too
+
+    def step(self) -> None:
+        """A step begins: others have their turns, even if all layers of this trial stay on the device."""
+        TURNS.pass_on(self.turn)
+
+    def close(self) -> None:
+        """Closes runs that an error has left open."""
+        for run in list(self._runs):
+            if getattr(run, "streamer", None) is not None:
+                run.close()
+
+    def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
+        if all(parameter.requires_grad for _, parameter in layer.parameters):
+            return super().block(layer, planned, *args, **options)
+        shared = self._base.common.layer(planned, args[0], pin=options["pin"] and not options.get("fetched_seldom"))
+        self._blocks.append(TrialBlock(shared, layer, planned, *args, **options))
+        return self._blocks[-1]
+
+    def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
+        blocks, self._blocks = self._blocks, []
+        self._shares = self._shares or any(block.common_bytes for block in blocks)  # all may be unfrozen later
+        if not self._shares:
+            what = "its frozen weights are others than those of the trial before it" if blocks else "it has none"
+            raise ValueError(
+                f"This trial has no frozen weights in common with others: {what}. Freeze the base (requires_grad_(False)) and "
+                "load the same one in each trial, or run it outside of the SharedBase."
+            )
+        base = self._base
+        return SharedUploads(device, base.common, partial(TURNS.pass_on, self.turn), lambda: base.alone)
+
+
+_here = threading.local()
+
+
+def current() -> Trial | None:
+    """The trial that this thread runs; None outside of one."""
+    return getattr(_here, "trial", None)

@@ -1,0 +1,203 @@
+"""Turns: of the trials of one process one computes at a time, with the process's state as it left it.
+
+A turn may end where a layer is about to come to the device. The next one goes to a trial whose next layer is there already; if
+there is none, to the trial that has waited longest. So a layer that has come serves all trials before the next one comes, as
+databases have several queries share one scan.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Hashable
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np  # Lightning needs torchmetrics, which needs NumPy
+import torch
+
+from sp_lightning.device.accelerator import generator_states, set_generator_states
+
+LOG = logging.getLogger("lightning.pytorch.superpipeline")
+LONG = 60.0
+"""Seconds without another turn after which a log says what the trial does whose turn it is."""
+PATIENCE = 64
+"""After so many turns of others a trial that waits comes next, whatever layer it needs."""
+
+Access = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _attribute(owner: Any, name: str) -> Access:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _environment(name: str) -> Access:
+    def write(value: str | None) -> None:
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+    return lambda: os.environ.get(name), write
+
+
+_anomalies: Access = (
+    lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+    lambda value: torch.set_anomaly_enabled(*value),
+)
+_SETTINGS: tuple[Access, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _anomalies,
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
+)
+"""What a process has once, and how it is read and written. Grad mode, autocast and modes of dispatch are each thread's own."""
+
+
+class ProcessState:
+    """What torch, NumPy, Python and Lightning keep once for a process, as it is now."""
+
+    def __init__(self) -> None:
+        self._torch = generator_states()
+        self._numpy, self._python = np.random.get_state(), random.getstate()
+        self._settings = [read() for read, _ in _SETTINGS]
+
+    def restore(self) -> None:
+        """Makes it the process's again."""
+        set_generator_states(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+        for (read, write), value in zip(_SETTINGS, self._settings, strict=True):
+            if read() != value:
+                write(value)
+
+
+class Turn:
+    """A trial, as turns see it.
+
+    Args:
+        state: the process's, with which it begins.
+        there: says whether a layer that it wants is on the device.
+
+    Attributes:
+        state: the process's, as this trial has left it.
+        wants: the layer that it needs next; None if it waits for no layer.
+        waited: how many turns others have had since its own.
+        cancelled: whether its next turn is its last.
+    """
+
+    def __init__(self, state: ProcessState, there: Callable[[Hashable], bool]) -> None:
+        self.state = state
+        self.wants: Hashable = None
+        self.waited = 0
+        self.cancelled = False
+        self._there = there
+
+    @property
+    def ready(self) -> bool:
+        """Whether what it wants is there."""
+        return self.wants is None or self._there(self.wants)
+
+
+class TrialTurns:
+    """The trials of this process that are under way, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[Turn] = []  # the one that came first is first
+        self._running: Turn | None = None
+        self._thread = 0  # of the one that runs
+        self._given = 0  # how often a turn has begun
+        self._outside: ProcessState
+
+    def begin(self, turn: Turn) -> None:
+        """Begins a trial. Returns once it is its turn."""
+        with self._changed:
+            if not self._waiting and self._running is None:
+                self._outside = ProcessState()
+            self._waiting.append(turn)
+            try:
+                if self._running is None:
+                    self._give()
+                self._await(turn)
+            except BaseException:
+                self.end(turn)
+                raise
+
+    def pass_on(self, turn: Turn, wants: Hashable = None) -> None:
+        """The trial whose turn it is needs a layer, or begins a step. Returns once it is its turn again.
+
+        Raises:
+            CancelledError: the trials are to end. It is raised once in each.
+        """
+        if self._waiting:  # who comes in this moment has a turn at the next layer
+            with self._changed:
+                turn.wants, turn.waited = wants, 0
+                self._waiting.append(turn)
+                if self._chosen() is turn:
+                    self._waiting.remove(turn)
+                else:
+                    turn.state = ProcessState()
+                    self._give()
+                    self._await(turn)
+        if turn.cancelled:
+            turn.cancelled = False
+            raise CancelledError("The trials are ended, because the thread that waits for them was interrupted.")
+
+    def end(self, turn: Turn) -> None:
+        """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""
+        with self._changed:
+            self._running = None
+            if self._waiting:
+                self._give()
+            else:
+                self._outside.restore()
+
+    def _chosen(self) -> Turn:
+        patient = next((each for each in self._waiting if each.waited >= PATIENCE), None)
+        return patient or next((each for each in self._waiting if each.ready), self._waiting[0])
+
+    def _give(self) -> None:
+        self._running = chosen = self._chosen()
+        self._waiting.remove(chosen)
+        self._given += 1
+        for each in self._waiting:
+            each.waited += 1
+        self._changed.notify_all()
+
+    def _await(self, turn: Turn) -> None:
+        interrupt, given = None, self._given
+        while self._running is not turn:
+            try:
+                in_time = self._changed.wait(LONG)
+            except BaseException as error:  # Ctrl-C, in the main thread: it ends in its turn, since others compute now
+                interrupt, in_time = error, True
+            if not in_time and given == self._given:
+                self._say_who_runs()
+            given = self._given
+        self._thread = threading.get_ident()
+        turn.state.restore()
+        if interrupt is not None:
+            raise interrupt
+
+    def _say_who_runs(self) -> None:
+        frame = sys._current_frames().get(self._thread)
+        stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
+        LOG.warning(
+            "Superpipeline: trials of a SharedBase have waited %g s for one that does not come to a layer. If it waits for "
+            "another trial (a lock, a queue), both wait for ever: leave that out. It is here:\n%s", LONG, stack,
+        )  # fmt: skip
+
+
+TURNS = TrialTurns()
+"""Those of this process, because random state and the like are the process's."""

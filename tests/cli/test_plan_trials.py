@@ -1,0 +1,66 @@
+"""``plan --trials``: what trainings that share a frozen base take."""
+
+from __future__ import annotations
+
+import pytest
+
+from sp_lightning.__main__ import main
+from tests.support.answers import plan
+
+LORA = (
+    "examples/shapes/llama-3-8b.json",
+    "--precision",
+    "bf16-true",
+    "--lora",
+    "16",
+    "--checkpointing",
+    "--tokens",
+    "512",
+)
+
+
+def test_each_trial_brings_its_share(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = plan(capsys, *LORA, "--k", "1", "--k-prime", "1")
+    assert alone["trials"] is None
+    frozen = 2 * (alone["parameters"] - alone["trained_parameters"])
+    before = alone["windows"][0]["seconds"]
+    for count in (2, 4, 8):
+        found = plan(capsys, *LORA, "--k", "1", "--k-prime", "1", "--trials", str(count))["trials"]
+        assert found["alone"] == before
+        assert found["alone_bytes"] / found["nbytes"] == pytest.approx(count, rel=0.05)  # adapters are each trial's own
+        assert found["device_bytes"] > count * alone["windows"][0]["device_bytes"]
+        assert found["seconds"] <= before
+    busy = alone["windows"][0]["busy_seconds"]
+    assert found["seconds"] == busy["compute"]
+    assert found["most"] == pytest.approx(busy["fetch"] / busy["compute"], abs=1)
+    assert found["alone_bytes"] < 2.1 * frozen
+
+
+def test_it_says_how_many_fit_and_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *LORA, "--gpu-memory", "12GiB", "--trials", "8"])
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("trials: ")]
+    assert "8 at once over one SharedBase, with k = 1 and k' = 1, take at least" in line
+    assert "compute binds, and more than " in line
+    assert " of 12.0 GiB, in which 3 of them fit" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (LORA[:3], "--lora freezes the base"),
+        ((LORA[0], "--lora", "16"), "frozen weights travel as casts; take --precision bf16-true"),
+    ],
+)
+def test_what_has_nothing_in_common_is_said(
+    options: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", *options, "--tokens", "128", "--trials", "2"])
+    assert why in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("other", [("--devices", "2"), ("--nodes", "2"), ("--disk", "7GB/s")])
+def test_several_devices_share_nothing(other: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *LORA, "--trials", "2", *other])
+    assert ended.value.code == 2
+    assert "--trials share what comes from the memory of the host to one device" in capsys.readouterr().err

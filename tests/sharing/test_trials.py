@@ -1,0 +1,492 @@
+"""Each trial of a shared base is bitwise the run that it would have been alone."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader
+
+from sp_lightning import SharedBase, SuperpipelineStrategy
+from sp_lightning.sharing.common import TrialMemory
+from tests.support.models import Module
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
+from tests.support.tiers import first
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+WIDTH = 64  # some pages for each weight
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained adapter, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(self.drop(x)))) + x
+
+
+class Learner(Module):
+    """A frozen base of some layers, the same in all trials, with adapters of one's own."""
+
+    def __init__(self, rate: float, depth: int = 4) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Sequential(*(Adapted() for _ in range(depth))))
+        torch.manual_seed(int(1e5 * rate))
+        for block in self.net:  # type: ignore[union-attr]
+            nn.init.normal_(block.up.weight, std=0.1)
+        self.rate = rate
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=self.rate)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def batches(rate: float, count: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(int(1e6 * rate))
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(count)]
+
+
+def learn(
+    rate: float, *, make: Callable[[float], pl.LightningModule] = Learner, plain: bool = False, **options: Any
+) -> Outcome:
+    """A trial."""
+    ours = {
+        name: options.pop(name) for name in ("k", "activations", "optimizer_overlap", "optimizer_on") if name in options
+    }
+    strategy: Any = "auto" if plain else SuperpipelineStrategy(fused_optimizer=False, **{"k": 1, **ours})
+    return fit(lambda: make(rate), batches(rate), strategy, **options)
+
+
+def assert_each_is_itself(count: int, run: Callable[[float], Outcome] = learn) -> SharedBase:
+    rates = RATES[:count]
+    alone = [run(rate) for rate in rates]
+    base = SharedBase()
+    for ours, its in zip(base.map(run, rates), alone, strict=True):
+        assert_same(ours, its)
+    return base
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_trials_are_what_they_are_alone(count: int) -> None:
+    base = assert_each_is_itself(count)
+    assert_same(learn(RATES[0]), learn(RATES[0], plain=True))
+    frozen = sum(p.nbytes for p in Learner(RATES[0]).parameters() if not p.requires_grad)
+    batch = 2 * base.fetched_bytes / (2 * 4 * frozen)  # in a batch each layer comes for forward and for backward
+    assert 0.7 < batch < 2, "the base has come about once for all trials"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recompute": {"activations": "recompute"},
+    "offload": {"activations": "offload"},
+    "k2": {"k": 2},
+    "device": {"optimizer_on": "device"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "clipped": {"gradient_clip_val": 0.01},
+}
+
+
+@pytest.mark.parametrize(
+    "name", first(list(OPTIONS), "recompute", "bf16-true", "bf16-mixed", why="other paths of the same")
+)
+def test_options(name: str) -> None:
+    assert_each_is_itself(3, lambda rate: learn(rate, **OPTIONS[name]))
+
+
+def test_updates_in_the_background() -> None:
+    def run(rate: float) -> Outcome:
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap="forward")
+        return fit(lambda: Learner(rate), batches(rate), strategy, recorded="losses")
+
+    assert_each_is_itself(3, run)
+
+
+def test_trials_of_different_lengths_depths_and_validations(tmp_path: Path) -> None:
+    """One validates, one saves checkpoints, one is deeper, one ends early, one resumes."""
+    learn(RATES[4], max_epochs=1).trainer.save_checkpoint(tmp_path / "resume.ckpt")
+
+    def run(rate: float) -> Outcome:
+        at = RATES.index(rate)
+        options: list[dict[str, Any]] = [
+            {"val": batches(rate, 2), "max_epochs": 2},
+            {"enable_checkpointing": True, "default_root_dir": tmp_path / f"{rate}", "max_epochs": 2},
+            {"make": lambda rate: Learner(rate, depth=6)},
+            {"max_steps": 2},
+            {"ckpt_path": tmp_path / "resume.ckpt", "max_epochs": 2},
+        ]
+        return learn(rate, **options[at])
+
+    assert_each_is_itself(5, run)
+
+
+class Fails(Learner):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            raise ZeroDivisionError("in the middle")
+        return super().training_step(batch, batch_idx)
+
+
+class FailsInBackward(Learner):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            self.net[1].up.weight.register_hook(lambda _: 1 / 0)  # type: ignore[index, union-attr]
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Fails, FailsInBackward])
+def test_one_that_fails_leaves_the_others_alone(kind: type[Learner]) -> None:
+    def run(rate: float) -> Outcome:
+        return learn(rate, make=kind if rate == RATES[1] else Learner)
+
+    alone = [learn(rate) for rate in RATES[:3]]
+    first, failed, third = SharedBase().map(run, RATES[:3], return_exceptions=True)
+    assert isinstance(failed, ZeroDivisionError)
+    assert_same(first, alone[0])
+    assert_same(third, alone[2])
+    with pytest.raises(ZeroDivisionError):
+        SharedBase().map(run, RATES[:3])
+
+
+class Writes(Learner):
+    """One trial writes a frozen weight, one unfreezes a layer."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        base = self.net[2].base  # type: ignore[index, union-attr]
+        if batch_idx == 1 and self.rate == RATES[0]:
+            with torch.no_grad():
+                base.weight.mul_(1.5)
+        if batch_idx == 1 and self.rate == RATES[1]:
+            base.bias.data = torch.ones(WIDTH)
+
+    def configure_optimizers(self) -> Any:
+        if self.rate == RATES[2]:
+            self.net[1].base.requires_grad_(True)  # type: ignore[index, union-attr]
+        return super().configure_optimizers()
+
+
+def test_a_frozen_weight_that_one_trial_writes_is_its_own() -> None:
+    assert_each_is_itself(4, lambda rate: learn(rate, make=Writes))
+
+
+class Other(Learner):
+    """Of one trial a layer of the base has other values."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        if rate == RATES[1]:
+            nn.init.constant_(self.net[3].base.weight, 0.01)  # type: ignore[index, union-attr]
+
+
+def test_a_layer_that_differs_is_its_own() -> None:
+    assert_each_is_itself(3, lambda rate: learn(rate, make=Other))
+
+
+def test_prediction() -> None:
+    def run(rate: float) -> Any:
+        torch.manual_seed(int(1e5 * rate))
+        return trainer_for(SuperpipelineStrategy(k=1)).predict(Learner(rate), loader(batches(rate)))
+
+    alone = [run(rate) for rate in RATES]
+    base = SharedBase()
+    for ours, its in zip(base.map(run, RATES), alone, strict=True):
+        assert all(map(torch.equal, ours, its))
+    assert base.fetched_bytes > 0
+
+
+def test_a_trial_begins_with_the_random_state_of_before() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    base = SharedBase()
+    torch.manual_seed(4)
+    after = torch.get_rng_state()
+    for drawn in base.map(lambda _: torch.rand(4), range(3)):
+        assert torch.equal(drawn, expected)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_the_base_is_once_in_memory() -> None:
+    """Pages of frozen weights are nobody's own."""
+    own = list[int]()
+
+    class Looks(Learner):
+        def on_train_end(self) -> None:
+            engine = self.trainer.strategy._run.engine  # type: ignore[attr-defined]
+            memories = [layer.block.memory for layer in engine._layers]
+            own.append(sum(end - begin for m in memories if isinstance(m, TrialMemory) for begin, end in m.own()))
+
+    assert_each_is_itself(2, lambda rate: learn(rate, make=Looks))
+    net = Learner(RATES[0])
+    frozen = sum(p.nbytes for p in net.parameters() if not p.requires_grad)
+    assert own[:2] == [0, 0]  # alone there is none
+    assert all(0 < each < frozen / 1.5 for each in own[2:])
+
+
+def test_no_more_than_max_trials_run_at_once() -> None:
+    under_way = list[int]()
+    base = SharedBase(max_trials=2)
+
+    def run(rate: float) -> Outcome:
+        outcome = learn(rate)
+        under_way.append(len(base._under_way))
+        return outcome
+
+    base.map(run, RATES)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(base.wrap(run), RATES[:4]))
+    SharedBase().map(run, RATES[:3], max_trials=1)
+    assert max(under_way) == 2
+
+
+class Restores(Learner):
+    """One trial writes a frozen weight and puts back what it was, by other memory."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        weight = self.net[2].base.weight  # type: ignore[index, union-attr]
+        if batch_idx == 1 and self.rate == RATES[0]:
+            self.backup = weight.detach().clone()
+            with torch.no_grad():
+                weight.mul_(1.5)
+        if batch_idx == 2 and self.rate == RATES[0]:
+            weight.data = self.backup
+
+
+def test_a_frozen_weight_that_is_put_back_is_what_it_was() -> None:
+    assert_each_is_itself(2, lambda rate: learn(rate, make=Restores))
+
+
+def test_two_bases_at_once() -> None:
+    alone = [learn(rate) for rate in RATES[:4]]
+    with ThreadPoolExecutor(2) as pool:
+        halves = [pool.submit(SharedBase().map, learn, rates) for rates in (RATES[:2], RATES[2:4])]
+        for ours, its in zip([each for half in halves for each in half.result()], alone, strict=True):
+            assert_same(ours, its)
+
+
+def test_checkpoints_in_one_folder_are_each_trials_own(tmp_path: Path) -> None:
+    def run(rate: float) -> tuple[str, dict[str, Any]]:
+        outcome = learn(rate, enable_checkpointing=True, default_root_dir=tmp_path, max_epochs=2)
+        assert outcome.trainer.checkpoint_callback is not None
+        return outcome.trainer.checkpoint_callback.best_model_path, outcome.state  # type: ignore[attr-defined]
+
+    found = SharedBase().map(run, RATES[:3])
+    assert len({path for path, _ in found}) == 3
+    for path, state in found:
+        assert_equal(torch.load(path)["state_dict"], state, path)
+
+
+def test_trials_that_begin_and_end_while_others_step() -> None:
+    depths = dict(zip(RATES, (2, 7, 3), strict=False))
+    options: dict[str, Any] = {"k": 2, "max_epochs": 3, "precision": "bf16-mixed"}
+    assert_each_is_itself(3, lambda rate: learn(rate, make=lambda _: Learner(rate, depth=depths[rate]), **options))
+
+
+class Wide(Learner):
+    """A layer is far larger than all of the others' layers."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        torch.manual_seed(2)
+        self.net.append(nn.Sequential(nn.Linear(WIDTH, 900), nn.Linear(900, WIDTH)).requires_grad_(False))  # type: ignore[operator]
+
+
+def test_larger_layers_come_later() -> None:
+    base, begun = SharedBase(layers=1), threading.Event()
+
+    class Begins(Learner):
+        def on_train_batch_end(self, *_: Any) -> None:
+            begun.set()
+
+    def run(rate: float) -> Outcome:
+        if rate == RATES[2]:
+            begun.wait(20)
+        return base.wrap(learn)(rate, make=Wide if rate == RATES[2] else Begins, max_epochs=6)
+
+    with ThreadPoolExecutor(3) as pool:
+        ours = list(pool.map(run, RATES[:3]))
+    for rate, outcome in zip(RATES, ours, strict=False):
+        assert_same(outcome, learn(rate, make=Wide if rate == RATES[2] else Learner, max_epochs=6))
+
+
+def test_a_trial_has_several_runs_and_may_unfreeze_all_between_them() -> None:
+    def run(rate: float) -> Any:
+        torch.manual_seed(int(1e5 * rate))
+        module, other = Learner(rate), Learner(rate)
+        strategy = {"fused_optimizer": False, "k": 1}
+        trainer_for(SuperpipelineStrategy(**strategy)).fit(module, loader(batches(rate)))
+        trainer_for(SuperpipelineStrategy(**strategy)).fit(other, loader(batches(rate)))
+        module.requires_grad_(True)
+        trainer_for(SuperpipelineStrategy(**strategy)).fit(module, loader(batches(rate)))
+        found = trainer_for(SuperpipelineStrategy(**strategy)).predict(module, loader(batches(rate)))
+        return [found, dict(module.state_dict()), dict(other.state_dict())]
+
+    alone = [run(rate) for rate in RATES[:3]]
+    base = SharedBase()
+    assert_equal(base.map(run, RATES[:3]), alone, "several runs")
+    assert_equal(base.map(run, RATES[:3]), alone, "and anew")
+
+
+class StepsInAThread(Learner):
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+        return loss
+
+
+def test_a_thread_of_a_trials_own() -> None:
+    assert_each_is_itself(3, lambda rate: learn(rate, make=StepsInAThread))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_nothing_is_left_of_trials(error: type[BaseException]) -> None:
+    class Ends(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 2 and self.rate == RATES[1]:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    def left() -> tuple[int, int, int]:
+        gc.collect()
+        maps = sum("superpipeline-base" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return maps, len(torch_optimizer._global_optimizer_pre_hooks), threading.active_count()
+
+    before = left()
+    found = SharedBase().map(lambda rate: learn(rate, make=Ends), RATES[:3], return_exceptions=True)
+    assert [isinstance(each, Outcome) for each in found] == [True, False, True]
+    del found
+    assert all(now <= then for now, then in zip(left(), before, strict=True))  # of other tests more may be gone
+
+
+def test_an_interrupt_ends_all_trials() -> None:
+    """Ctrl-C reaches the main thread, which waits for them."""
+    begun = list[float]()
+
+    class Interrupts(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            begun.append(self.rate)
+            if len(begun) == 7:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                time.sleep(0.3)
+
+    with pytest.raises(KeyboardInterrupt):
+        SharedBase().map(lambda rate: learn(rate, make=Interrupts, max_epochs=100), RATES[:3])
+    assert len(begun) < 30
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def test_what_cannot_share_is_told_before_work() -> None:
+    def nothing_frozen() -> None:
+        learn(1e-3, make=lambda rate: Learner(rate).requires_grad_(True))  # type: ignore[return-value]
+
+    def another_base() -> None:
+        def made(rate: float) -> Learner:
+            module = Learner(rate)
+            for p in module.parameters():
+                torch.nn.init.uniform_(p)
+            return module
+
+        learn(1e-3, make=made)
+
+    def on_disk() -> None:
+        fit(lambda: Learner(1e-3), batches(1e-3), SuperpipelineStrategy(disk="/tmp"))
+
+    def two_devices() -> None:
+        trainer_for("superpipeline", devices=2)
+
+    def inside() -> None:
+        base.map(lambda _: None, [1])
+
+    for bad, message in (
+        (nothing_frozen, "in common with others: it has none"),
+        (another_base, "others than those of the trial before"),
+        (on_disk, "disk= keeps weights where"),
+        (two_devices, "this trainer has several"),
+    ):
+        base = SharedBase()
+        base.map(learn, [1e-3])
+        with pytest.raises(ValueError, match=message):
+            base.wrap(bad)()
+    with pytest.raises(RuntimeError, match="cannot begin inside of another"):
+        base.wrap(inside)()
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="has to be a number of at least 1"):
+            SharedBase(max_trials=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="has to be a number of at least 1"):
+            base.map(learn, RATES, max_trials=wrong)  # type: ignore[arg-type]
+
+    def generator(rate: float) -> Iterator[float]:
+        yield rate
+
+    async def coroutine() -> None: ...
+
+    for no_function in (generator, coroutine):
+        with pytest.raises(TypeError, match="is a generator or a coroutine"):
+            base.wrap(no_function)
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader(batches(1e-3))
+
+
+THINGS: dict[str, Callable[[], Any]] = {
+    "Learner": lambda: Learner(1e-3),
+    "Data": Data,
+    "EarlyStopping": lambda: EarlyStopping("loss"),
+    "DataLoader": lambda: DataLoader(batches(1e-3), batch_size=None, generator=torch.Generator()),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", THINGS)
+def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
+    thing = THINGS[kind]()
+
+    def run(_: int) -> None:
+        callbacks = [thing] if kind == "EarlyStopping" else []
+        trainer = trainer_for(SuperpipelineStrategy(k=1), callbacks=callbacks, max_epochs=2)
+        module = thing if kind == "Learner" else Learner(1e-3)
+        data = thing if kind in ("Data", "DataLoader") else loader(batches(1e-3))
+        trainer.fit(module, data)
+
+    base = SharedBase()
+    found = base.map(run, range(2), return_exceptions=True)
+    assert sum(isinstance(each, RuntimeError) and f"A {kind} is in two trials" in str(each) for each in found) == 1
+    assert base.map(run, range(2), max_trials=1) == [None, None]

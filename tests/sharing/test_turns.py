@@ -1,0 +1,216 @@
+"""Turns: one trial at a time, none waits for ever, each finds the process as it left it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sp_lightning.sharing.turns import PATIENCE, ProcessState, TrialTurns, Turn
+
+PROGRAMS = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=30), min_size=1, max_size=6)
+
+
+class Machine:
+    """Trials that need layers, of which a few are there. It notes the order of what they do."""
+
+    def __init__(self, room: int) -> None:
+        self.there: list[int] = []
+        self.room = room
+        self.turns = TrialTurns()
+        self.state = ProcessState()
+        self.inside = 0
+        self.done: list[tuple[int, int | None]] = []
+        self.brought = 0
+        self.longest = 0
+
+    def run(self, trial: int, program: list[int | None]) -> None:
+        turn = self.begin()
+        try:
+            for layer in program:
+                self.turns.pass_on(turn, layer)
+                self.inside += 1
+                assert self.inside == 1
+                self.done.append((trial, layer))
+                self.longest = max(self.longest, *(each.waited for each in self.turns._waiting), 0)
+                if layer is not None and layer not in self.there:
+                    self.brought += 1
+                    self.there[:] = [*self.there, layer][-self.room :]
+                self.inside -= 1
+        finally:
+            self.turns.end(turn)
+
+    def begin(self) -> Turn:
+        turn = Turn(self.state, self.there.__contains__)
+        self.turns.begin(turn)
+        return turn
+
+    @contextmanager
+    def together(self, count: int) -> Iterator[ThreadPoolExecutor]:
+        """What is submitted inside, so many trials, begins at the end, all together."""
+        first = self.begin()
+        with ThreadPoolExecutor(count) as pool:
+            yield pool
+            while len(self.turns._waiting) < count:
+                time.sleep(1e-3)
+            self.turns.end(first)
+
+    def all(self, programs: list[list[int | None]]) -> None:
+        threads = [
+            threading.Thread(target=self.run, args=each, daemon=True) for each in enumerate(programs)
+        ]  # a daemon, should it hang
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a trial waits for ever"
+
+
+@given(PROGRAMS, st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_all_programs_end_in_their_own_order(programs: list[list[int | None]], room: int) -> None:
+    machine = Machine(room)
+    machine.all(programs)
+    for trial, program in enumerate(programs):
+        assert [layer for each, layer in machine.done if each == trial] == program
+    assert machine.longest <= PATIENCE + len(programs)
+
+
+def test_a_layer_serves_all_trials_before_the_next_comes() -> None:
+    machine, layers = Machine(room=2), list[int | None](range(20))
+    with machine.together(4) as pool:
+        for trial in range(4):
+            pool.submit(machine.run, trial, layers)
+    assert machine.brought == 20
+    assert {layer for _, layer in machine.done[:4]} == {0}
+
+
+def test_who_has_waited_long_comes_before_who_finds_its_layers() -> None:
+    """Two trials go round layers that are there, as a validation may; a third needs another one."""
+    machine = Machine(room=2)
+    machine.there[:] = [0, 1]
+    with machine.together(3) as pool:
+        for trial, program in enumerate([[0, 1] * 200, [1, 0] * 200, [5]]):
+            pool.submit(machine.run, trial, list(program))
+    assert machine.done.index((2, 5)) <= PATIENCE + 3
+
+
+def test_each_finds_the_process_as_it_left_it() -> None:
+    before = ProcessState()
+    machine = Machine(room=1)
+    dtypes = (torch.float64, torch.float32)
+
+    def run(seed: int) -> list[object]:
+        turn, found = machine.begin(), list[object]()
+        try:
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            torch.set_default_dtype(dtypes[seed])
+            os.environ["PL_GLOBAL_SEED"] = str(seed)
+            for name in SETTINGS:
+                SETTINGS[name][1](SETTINGS[name][2][seed])
+            for _ in range(50):
+                found += [torch.rand(()).item(), np.random.rand(), random.random(), torch.get_default_dtype()]
+                found += [os.environ["PL_GLOBAL_SEED"], *(read() for read, _, _ in SETTINGS.values())]
+                machine.turns.pass_on(turn)
+        finally:
+            machine.turns.end(turn)
+        return found
+
+    alone = [run(seed) for seed in (0, 1)]
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    with machine.together(2) as pool:
+        futures = [pool.submit(run, seed) for seed in (0, 1)]
+    assert [each.result() for each in futures] == alone
+    assert all(one != other for one, other in zip(*alone, strict=True))
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.equal(torch.get_rng_state(), state)
+    before.restore()
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[Any, Any]]] = {
+    "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, (True, False)),
+    "attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, (False, True)),
+    "threads": (torch.get_num_threads, torch.set_num_threads, (2, 1)),
+    "products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("medium", "highest")),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, (1, 0)),
+}
+"""For each how it is read and written, and what two trials make it."""
+
+
+def test_trials_that_are_cancelled_end_at_their_next_layer() -> None:
+    machine = Machine(room=1)
+    turn = machine.begin()
+    turn.cancelled = True
+    with pytest.raises(CancelledError, match="interrupted"):
+        machine.turns.pass_on(turn, 1)
+    machine.turns.pass_on(turn, 2)  # while it ends it needs layers still
+    machine.turns.end(turn)
+    assert machine.turns._running is None
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["while it begins", "while it waits"])
+def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> None:
+    """Ctrl-C comes while another trial computes. Nobody waits for ever, and no two compute at once."""
+    machine, go_on = Machine(room=1), threading.Event()
+    ours = machine.begin() if begun else Turn(machine.state, machine.there.__contains__)
+    order = list[str]()
+
+    def other() -> None:
+        turn = machine.begin()
+        order.append("the other computes")
+        while ours not in machine.turns._waiting:
+            time.sleep(1e-3)
+        with machine.turns._changed:  # which is free once ours waits
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        go_on.wait(10)
+        order.append("the other ends")
+        machine.turns.end(turn)
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    while begun and not machine.turns._waiting:
+        time.sleep(1e-3)
+    while not begun and machine.turns._running is None:
+        time.sleep(1e-3)
+    threading.Timer(0.3, go_on.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        machine.turns.pass_on(ours, 1) if begun else machine.turns.begin(ours)
+    order.append("ours is told")
+    if begun:
+        machine.turns.end(ours)
+    thread.join(10)
+    assert order == ["the other computes", "the other ends", "ours is told"]
+    machine.all([[1, 2], [2, 1]])
+
+
+def test_a_log_says_who_does_not_come_to_a_layer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sp_lightning.sharing.turns.LONG", 0.05)
+    machine = Machine(room=1)
+    turn = machine.begin()
+
+    def waits_for_another() -> None:
+        time.sleep(0.3)
+
+    with ThreadPoolExecutor(1) as pool, caplog.at_level("WARNING", "lightning.pytorch.superpipeline"):
+        pool.submit(machine.run, 1, [1])
+        waits_for_another()
+        machine.turns.end(turn)
+    assert "does not come to a layer" in caplog.text
+    assert "waits_for_another()" in caplog.text
