@@ -94,7 +94,10 @@ class Turn:
         wants: the layer that it needs next; None if it waits for no layer.
         waited: how many turns others have had since its own.
         cancelled: whether its next turn is its last.
+        comes: tells its thread alone that its turn has come.
     """
+
+    comes: threading.Condition
 
     def __init__(self, state: ProcessState, there: Callable[[Hashable], bool]) -> None:
         self.state = state
@@ -113,7 +116,7 @@ class TrialTurns:
     """The trials of this process that are under way, each in a thread of its own."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._waiting: list[Turn] = []  # the one that came first is first
         self._running: Turn | None = None
         self._thread = 0  # of the one that runs
@@ -122,7 +125,8 @@ class TrialTurns:
 
     def begin(self, turn: Turn) -> None:
         """Begins a trial. Returns once it is its turn."""
-        with self._changed:
+        turn.comes = threading.Condition(self._lock)
+        with self._lock:
             if not self._waiting and self._running is None:
                 self._outside = ProcessState()
             self._waiting.append(turn)
@@ -141,7 +145,7 @@ class TrialTurns:
             CancelledError: the trials are to end. It is raised once in each.
         """
         if self._waiting:  # who comes in this moment has a turn at the next layer
-            with self._changed:
+            with self._lock:
                 turn.wants, turn.waited = wants, 0
                 self._waiting.append(turn)
                 if self._chosen() is turn:
@@ -156,7 +160,7 @@ class TrialTurns:
 
     def end(self, turn: Turn) -> None:
         """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""
-        with self._changed:
+        with self._lock:
             self._running = None
             if self._waiting:
                 self._give()
@@ -173,13 +177,13 @@ class TrialTurns:
         self._given += 1
         for each in self._waiting:
             each.waited += 1
-        self._changed.notify_all()
+        chosen.comes.notify()
 
     def _await(self, turn: Turn) -> None:
         interrupt, given = None, self._given
         while self._running is not turn:
             try:
-                in_time = self._changed.wait(LONG)
+                in_time = turn.comes.wait(LONG)
             except BaseException as error:  # Ctrl-C, in the main thread: it ends in its turn, since others compute now
                 interrupt, in_time = error, True
             if not in_time and given == self._given:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -22,6 +19,7 @@ from sp_lightning.kernels.ir import Variant, update_text
 from sp_lightning.kernels.norms import norms_of
 from sp_lightning.kernels.update import Operands, update_in_one_pass
 from sp_lightning.optim import pieces
+from tests.kernels.agree import variants
 from tests.support.mixed import scaled
 from tests.support.models import Module
 from tests.support.pieces import OPTIMIZERS, Steps
@@ -76,22 +74,6 @@ def test_kernels_get_the_bits_of_torchs_operators(name: str, came: torch.dtype, 
         assert torch.equal(mine, plain), index
     # A clamp is no factor, and a wide gradient that is changed is changed for its user to see.
     assert bool(calls) is (clip == "" or (clip == "norm" and came is not torch.float32))
-
-
-def variants() -> list[Variant]:
-    """All that there are."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    found = []
-    for gradient, cast, factors, maximize, decays in product(
-        dtypes, (None, *dtypes[1:]), (0, 1, 2), (False, True), (False, True)
-    ):
-        make = partial(Variant, gradient=gradient, cast=cast, factors=factors, maximize=maximize, decays=decays)
-        for amsgrad, near in product((False, True), repeat=2):
-            found += [make("adam", amsgrad=amsgrad, near=near), make("adamw", amsgrad=amsgrad, near=near)]
-        for momentum, begun, nesterov in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1)):
-            found.append(make("sgd", momentum=bool(momentum), first=bool(begun), nesterov=bool(nesterov)))
-        found.append(make("adagrad"))
-    return random.Random(7).sample(found, len(found))
 
 
 EVERY, PARTS = variants(), 100

@@ -175,7 +175,7 @@ def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> N
         order.append("the other computes")
         while ours not in machine.turns._waiting:
             time.sleep(1e-3)
-        with machine.turns._changed:  # which is free once ours waits
+        with machine.turns._lock:  # which is free once ours waits
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         go_on.wait(10)
         order.append("the other ends")
