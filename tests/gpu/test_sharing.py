@@ -1,0 +1,59 @@
+"""Trials that share a base on a GPU are what they are alone, to the bit, and fetch the base once. Not run yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sp_lightning import SharedBase, SuperpipelineStrategy
+from tests.sharing.test_trials import RATES, Learner, batches
+from tests.support.runs import Outcome, assert_equal, fit
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.usefixtures("deterministic"),
+]
+
+
+class Drawn(Learner):
+    """Draws random numbers on the device, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + torch.rand((), device=batch.device))
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("options", [{}, {"activations": "recompute"}, {"optimizer_on": "device"}], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_trials_are_what_they_are_alone(precision: Any, options: dict[str, Any], overlap: Any) -> None:
+    def run(rate: float) -> Outcome:
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap, **options)
+        return fit(
+            lambda: Drawn(rate), batches(rate), strategy, recorded="losses", accelerator="gpu", precision=precision
+        )
+
+    alone = [run(rate) for rate in RATES]
+    base = SharedBase(max_trials=len(RATES))
+    for ours, its in zip(base.map(run, RATES), alone, strict=True):
+        for what in ("losses", "state", "optimizers", "rng"):
+            assert_equal(getattr(ours, what), getattr(its, what), what)
+    if precision == "32-true":
+        frozen = sum(p.nbytes for p in Learner(RATES[0]).parameters() if not p.requires_grad)
+        assert base.fetched_bytes < 2.5 * 4 * 2 * frozen  # four batches, forward and backward
+
+
+def test_a_trial_without_a_budget_gets_its_share() -> None:
+    budgets = list[Any]()
+
+    def run(rate: float) -> None:
+        strategy = SuperpipelineStrategy()
+        fit(lambda: Learner(rate), batches(rate), strategy, recorded="losses", accelerator="gpu")
+        budgets.append(strategy.plan)
+
+    SharedBase().map(run, RATES[:3])
+    assert len(budgets) == 3
+    with pytest.raises(ValueError, match="it is not known how many there will be"):
+        SharedBase().wrap(run)(RATES[0])
