@@ -28,12 +28,14 @@ from sp_lightning.comparison.check import check
 from sp_lightning.device.rank_order import rank_order_hook
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.sharing.shared_base import SharedBase
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 __all__ = [
     "Plan",
     "PlannedLayer",
+    "SharedBase",
     "Stats",
     "SuperpipelineCallback",
     "SuperpipelineStrategy",

@@ -48,6 +48,8 @@ class Wait(enum.Enum):
     FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"
     USE_AFTER_FETCH = "a layer is read after its transfer"
     BRING_AFTER_FETCH = "experts that were kept are copied into a slot after the transfer that came there before"
+    SHARE_AFTER_BRING = "a trial copies a layer that it shares after that came to the device"
+    BRING_AFTER_SHARE = "a layer comes to memory of shared ones after the trials that copied the one before"
     CAST_AFTER_FETCH = "casts are made anew after the last transfer that read them"
     WRITE_BACK_AFTER_USE = "the host takes a weight after the kernels that wrote it on the device"
     RESIDENTS_AFTER_USE = "residents are sent again after the last kernel that read them"

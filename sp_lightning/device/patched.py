@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -74,7 +75,17 @@ _OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents
 # accelerator a thread of autograd's own does so, while user code that has caught the error may be in the next forward already.
 
 
-_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_watchers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+scope: ContextVar[Any] = ContextVar("scope", default=None)
+"""Of several runs at once, in threads: whose calls these are. What is hooked is the process's, and is called in all of them."""
+
+
+def elsewhere(its: Any) -> bool:
+    """Whether a call is known to be of another run than one that has begun in this scope. None tells nothing."""
+    here = scope.get()
+    return here is not None and its is not None and here is not its
+
+
 _theirs: Any = getattr(*ENGINE_CALL)
 
 
@@ -85,19 +96,19 @@ def watch(watcher: Any) -> None:
     if getattr(*ENGINE_CALL) is not _watched:
         _theirs = getattr(*ENGINE_CALL)
         setattr(*ENGINE_CALL, _watched)
-    _watchers.add(watcher)
+    _watchers[watcher] = scope.get()
 
 
 def unwatch(watcher: Any) -> None:
     """Ends :func:`watch`. Does nothing if it has ended already."""
-    _watchers.discard(watcher)
+    _watchers.pop(watcher, None)
     if not _watchers and getattr(*ENGINE_CALL) is _watched:
         setattr(*ENGINE_CALL, _theirs)
 
 
 @leave_frame_out
 def _watched(*args: Any, **options: Any) -> Any:
-    before = [(watcher, list(watcher.tasks)) for watcher in list(_watchers)]
+    before = [(watcher, list(watcher.tasks)) for watcher, its in list(_watchers.items()) if not elsewhere(its)]
     try:
         return _theirs(*args, **options)
     except BaseException:

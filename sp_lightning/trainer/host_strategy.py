@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from sp_lightning.device.ranks import Ranks
+from sp_lightning.sharing.shared_base import refuse_several_devices
 from sp_lightning.trainer.agreement import choose_interface, refuse_other_places, refuse_processes_alone
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.trainer.compat import (
@@ -88,6 +89,8 @@ class HostStrategy(_Base):
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
         self._devices = list(devices or [])
+        if self._several:
+            refuse_several_devices()
         if self._devices:
             self._derive_from(self.several_devices if self._several else self.one_device)
 

@@ -38,6 +38,7 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode, resolve, summary
 from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
+from sp_lightning.sharing.shared_base import current
 from sp_lightning.trainer.compat import note_device
 from sp_lightning.trainer.disk_tier import place
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
@@ -112,7 +113,11 @@ class Run:
         self.ranks = ranks
         self._log = log
         self._count, nodes = (1, 1) if ranks is None else (ranks.size, ranks.nodes)
+        self._trial = current()
         k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
+        if self._trial is not None:
+            limited, on_disk = device.type != "cpu", options.disk is not None
+            budget = self._trial.begin(module, budget, limited=limited, on_disk=on_disk)
         there = options.optimizer_on
         self._window = Window(
             *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there
@@ -246,6 +251,8 @@ class Run:
         sliced = takes_slices(self._options.transfer, device, self.ranks, self._log, trains=self.trains)
         if self.ranks is not None:
             return OnRanks(self.ranks, sliced=sliced)
+        if self._trial is not None:
+            return self._trial
         return place(found, plan, self._options, self._device, accumulate=accumulate)
 
     @property

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.device.patched import elsewhere, scope
 from sp_lightning.device.torch_private import run_first_after_step
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.background import updates_here
@@ -52,6 +53,7 @@ class StepHooks:
         self._in_closure: Optimizer | None = None  # whose closure runs, called by torch's step
         self._fused: list[dict[str, Any]] = []  # the groups that are fused here, for which their users have None
         self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
+        self._scope = scope.get()
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def close(self) -> None:
@@ -67,7 +69,7 @@ class StepHooks:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Runs before all other hooks. Returns what the step is called with."""
-        if updates_here():
+        if updates_here() or elsewhere(self._scope):
             return None
         if self._run.engine.updating.on_device is not None:
             self._refuse_beside_device(optimizer, args, kwargs)
@@ -162,7 +164,7 @@ class StepHooks:
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         """Runs after a step, and after the optimizer's own hooks."""
-        if updates_here():
+        if updates_here() or elsewhere(self._scope):
             return
         self._drop_own(optimizer)
         streamer, now = self._run.engine, perf_counter()

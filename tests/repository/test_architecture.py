@@ -28,8 +28,8 @@ FILES = {
 }
 # From the ground up: a wing may import from those before it only.
 WINGS = (
-    "_version", "device", "model", "plan", "observe", "store", "activations", "kernels", "weights", "optim", "engine", "tune",
-    "trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
+    "_version", "device", "model", "plan", "observe", "store", "activations", "kernels", "weights", "optim", "engine", "sharing",
+    "tune", "trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__"}
 BUDGET = {"lines of code": 20_690, "files": 164, "classes": 249}

@@ -1,0 +1,215 @@
+"""What trials have in common: one copy of it on the host, and a few of its layers on the device.
+
+Each trial sees a block of weights through a view of its own, in which a page becomes its own when it is written: with what it
+trains, with what differs from the others', and with whatever its user code writes. All other pages are everybody's. The system
+says which ones they are, so that nothing has to be declared, and nothing can be forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.device.layout import bytes_of, view, whole_pages
+from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.shared_memory import SharedMemory, create
+from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.store.block import HostBlock
+from sp_lightning.store.block_memory import BlockMemory
+from sp_lightning.weights.layer import OnItsWay, StreamedLayer
+from sp_lightning.weights.uploads import Uploads
+
+
+class CommonLayer:
+    """A layer that trials have in common, on the host. Nobody writes it once it is filled.
+
+    Args:
+        device: page-locks it.
+        nbytes: how large it is.
+        pin: whether it is page-locked.
+
+    Attributes:
+        memory: its pages.
+        bytes: the same, flat ``uint8``, of the layer's size.
+        filled: whether the first trial has filled it.
+    """
+
+    def __init__(self, device: Device, nbytes: int, *, pin: bool) -> None:
+        pages = whole_pages(nbytes)
+        self.memory = SharedMemory(create(pages, "superpipeline-base"), pages)
+        self._locked = PinnedMemory(device, memory=self.memory.common, pin=pin)
+        self.bytes = self.memory.common[:nbytes]
+        self.filled = False
+
+
+class TrialMemory(BlockMemory):
+    """The memory of a block, as one trial sees it.
+
+    Args:
+        device: allocates other memory, if user code asks for that.
+        shared: whose pages all are that this trial does not write.
+
+    Attributes:
+        shared: the same; None once the block has other memory.
+    """
+
+    pinned = True  # what is shared is, and nearly all comes from there
+
+    def __init__(self, device: Device, shared: CommonLayer) -> None:
+        self._device, self._nbytes, self._pin = device, shared.bytes.nbytes, False
+        self.shared: CommonLayer | None = shared
+        self._view = shared.memory.view_anew(0, shared.memory.nbytes)
+        self.common = self._view.bytes[: self._nbytes]
+
+    def anew(self) -> None:
+        self.shared = None
+        super().anew()
+
+    def own(self) -> list[tuple[int, int]]:
+        """Where this trial's own pages begin and end, in order."""
+        return [(begin, min(end, self._nbytes)) for begin, end in self._view.written()]
+
+
+class TrialBlock(HostBlock):
+    """A layer's weights of one trial. What all have in common is not written, and the trial's copy of it is freed.
+
+    Args:
+        shared: what all have in common of this layer.
+        arguments, options: those of :class:`~sp_lightning.store.block.HostBlock`.
+
+    Attributes:
+        common_bytes: of weights that were the common ones at first.
+    """
+
+    memory: TrialMemory
+
+    def __init__(self, shared: CommonLayer, *arguments: Any, **options: Any) -> None:
+        self.common_bytes = 0
+        layer, planned, device, staging, _ = arguments
+        super().__init__(layer, planned, device, staging, lambda *_: TrialMemory(device, shared), **options)
+        shared.filled = True
+
+    def _take(self, index: int, into: Tensor | None) -> None:
+        shared, parameter = self.memory.shared, self.parameters[index]
+        if shared is not None:
+            common = bytes_of(shared.bytes, self.planned.spans[index])
+            with no_inference_mode(), torch.no_grad():
+                value = torch.empty(common.nbytes, dtype=torch.uint8, device="cpu")
+                view(value, self._alone[index]).copy_(parameter.data)
+                if not shared.filled:
+                    common.copy_(value)
+                if torch.equal(value, common):
+                    into = None
+                    self.common_bytes += 0 if parameter.requires_grad else common.nbytes
+        super()._take(index, into)
+
+
+@dataclass(eq=False)
+class _OnDevice:
+    """Device memory that has a common layer.
+
+    Attributes:
+        memory: of the largest layer's size.
+        layer: the layer; None at first.
+        filled: the event after which it is there.
+        read: the events after which those trials are done that have copied it.
+    """
+
+    memory: Tensor
+    layer: CommonLayer | None = None
+    filled: Any = None
+    read: list[Any] = field(default_factory=list)
+
+
+class Common:
+    """The layers that trials have in common: all of them on the host, and those that came last on the device.
+
+    Args:
+        layers: how many are on the device at once.
+
+    Attributes:
+        fetched_bytes: bytes that were copied to the device for all trials together.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._host: dict[Hashable, CommonLayer] = {}  # by their places in the modules
+        self._device: list[_OnDevice] = []  # the one that came first is first
+        self.fetched_bytes = 0
+
+    def layer(self, planned: PlannedLayer, device: Device, *, pin: bool) -> CommonLayer:
+        """Returns the layer at a place, which the first trial that has one there fills."""
+        place = planned.name, planned.nbytes, planned.spans
+        if place not in self._host:
+            self._host[place] = CommonLayer(device, planned.nbytes, pin=pin)
+        return self._host[place]
+
+    def there(self, layer: Hashable) -> bool:
+        """Whether a layer is on the device, or on its way."""
+        return any(each.layer is layer for each in self._device)
+
+    def bring(self, layer: CommonLayer, device: Device) -> _OnDevice:
+        """Returns device memory that has a layer, or will have it after :attr:`_OnDevice.filled`."""
+        for each in self._device:
+            if each.layer is layer:
+                return each
+        if len(self._device) < self._layers:
+            memory = _OnDevice(device.empty(max(each.bytes.nbytes for each in self._host.values())))
+        else:
+            memory = self._device.pop(0)
+        for event in memory.read:
+            device.wait(Stream.UPLOAD, event, Wait.BRING_AFTER_SHARE)
+        device.copy([memory.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)
+        memory.layer, memory.filled, memory.read = layer, device.record(Stream.UPLOAD), []
+        self.fetched_bytes += layer.bytes.nbytes
+        self._device.append(memory)
+        return memory
+
+    def free(self) -> None:
+        """Frees the device's memory: no trial is under way."""
+        self._device.clear()
+
+
+class SharedUploads(Uploads):
+    """Fills a trial's slots with what all have in common, once that is on the device, and with what is the trial's own.
+
+    Args:
+        device: copies.
+        common: what all have in common.
+        pass_on: is told of the layer that is needed, before it comes.
+        alone: says whether no other trial is under way, so that nobody else needs what comes.
+    """
+
+    def __init__(
+        self, device: Device, common: Common, pass_on: Callable[[Hashable], None], alone: Callable[[], bool]
+    ) -> None:
+        super().__init__(device)
+        self._common = common
+        self._pass_on = pass_on
+        self._alone = alone
+
+    def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
+        memory = layer.block.memory
+        pages = memory if isinstance(memory, TrialMemory) and memory.shared is not None else None
+        self._pass_on(None if pages is None else pages.shared)
+        if pages is None or pages.shared is None:
+            return super().send(layer, target, source, landed)
+        shared, own = pages.shared, [slice(*run) for run in pages.own()]
+        edges = [0, *(edge for run in own for edge in (run.start, run.stop)), source.nbytes]
+        common = [slice(*run) for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
+        origin, on_device = shared.bytes, None
+        if common and not self._alone():
+            on_device = self._common.bring(shared, self.device)
+            origin = on_device.memory
+            self.device.wait(Stream.UPLOAD, on_device.filled, Wait.SHARE_AFTER_BRING)
+        sources = [*(origin[run] for run in common), *(source[run] for run in own)]
+        self.device.copy([target[run] for run in (*common, *own)], sources, Stream.UPLOAD)
+        if on_device is not None:
+            on_device.read.append(self.device.record(Stream.UPLOAD))
+        return None
