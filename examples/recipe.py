@@ -109,13 +109,14 @@ def make_trainer(
     epochs: int = 1,
     logger: Logger | None = None,
     callbacks: Sequence[Callback] = (),
+    bar: bool = True,
     **more: Any,
 ) -> tuple[pl.Trainer, SuperpipelineStrategy]:
-    """A trainer as ever, but for ``strategy=``; ``more`` are further options of the strategy."""
+    """A trainer as ever, but for ``strategy=``; ``bar`` allows a progress bar, ``more`` are further options of the strategy."""
     activations: Activations = getattr(options, "activations", "keep")
     window: dict[str, Any] = {name: getattr(options, name) for name in ("k", "k_prime") if getattr(options, name)}
     strategy = SuperpipelineStrategy(**window, activations=activations, **more)
-    bar = sys.stdout.isatty()  # ConsoleLogger's lines can be read in a file, too
+    bar = bar and sys.stdout.isatty()  # ConsoleLogger's lines can be read in a file, too
     trainer = pl.Trainer(
         strategy=strategy,  # plain Lightning: strategy="auto"
         accelerator=options.accelerator,

@@ -36,6 +36,7 @@ from examples.benchmarks import (
     predict,
     report,
     rows,
+    shared_base,
     train,
     update,
     workloads,
@@ -501,6 +502,27 @@ def test_a_transfer_rate_is_bytes_over_seconds(monkeypatch: pytest.MonkeyPatch) 
 def test_a_forks_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     forks.main(["--gib", "0.01"])
     assert capsys.readouterr().out.count("ordinary: fork" if not torch.cuda.is_available() else "fork") == 2
+
+
+@pytest.mark.rest("tests/sharing has trials in the first tier")
+def test_trials_at_once_are_measured_beside_the_same_one_after_the_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared_base.main(["--tiny", "--rounds", "1", "--trials", "1", "3"])
+    _, head, _, one, three = (line.split(" | ") for line in capsys.readouterr().out.strip().splitlines()[1:])
+    assert len(head) == len(one) == len(three) == len(shared_base.COLUMNS)
+    assert [one[1], three[1]] == ["1", "3"]
+    assert one[6] == one[7]
+    assert three[6] == three[7]
+    assert all(float(number) > 0 for number in (*one[2:6], *three[2:6]))
+
+    found = shared_base.at_once(trial := shared_base.trial_of(shared_base.TINY), 3)
+    slots = sum(each.slot_bytes for each in found.trained)
+    assert slots / 4 < found.wire_bytes < slots / 2.5, "the base has come about once for three trials"
+
+    monkeypatch.setattr(shared_base, "at_once", lambda *_: shared_base.Figures(1.0, 1.0, 0, [trial(1), trial(0)]))
+    with pytest.raises(RuntimeError, match="2 trials at once have other losses"):
+        shared_base.measure(shared_base.TINY, [2], 1)
 
 
 @pytest.mark.long("three processes that import torch")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, train_vision
+from examples import finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, sweep_lora, train_vision
 from examples.console import ConsoleLogger
 from examples.text import Batches, in_order, load_tokenizer, shuffled
 from tests.support.tiers import first, some
@@ -29,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]
-RECIPES = [finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, train_vision]
+RECIPES = [finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, sweep_lora, train_vision]
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,40 @@ def test_lora_trains_a_base_where_none_is_given(tmp_path: Path) -> None:
     assert result.base_losses is not None
     assert result.merged_difference < 1e-4
     assert AutoTokenizer.from_pretrained(result.merged).eos_token_id is not None
+
+
+@pytest.mark.rest("tests/sharing has trials in the first tier")
+def test_learning_rates_at_once_have_the_losses_of_one_after_the_other(
+    llm: finetune_llm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(llm.model), "--rates", "1e-3", "3e-3", "1e-2", "--steps", "4", "--compare"]
+    result = sweep_lora.main([*arguments, *TEXT, "--output", str(tmp_path)])
+    assert [trial.rate for trial in result.trials] == [1e-3, 3e-3, 1e-2]
+    assert [len(trial.losses) for trial in result.trials] == [4, 4, 4]
+    assert len({trial.val_loss for trial in result.trials}) == 3
+    assert result.alone is not None
+    assert [trial.bits for trial in result.trials] == [trial.bits for trial in result.alone]
+    assert 0 < result.base_bytes < sum(trial.fetched_bytes for trial in result.alone) / 2
+    assert "All losses are bitwise the same." in capsys.readouterr().out
+
+    one = result.alone[1]
+    other = replace(one, losses=[*one.losses[:-1], math.nextafter(one.losses[-1], 0)])
+    with pytest.raises(RuntimeError, match=r"learning rate 0\.003 has other losses than alone, from number 3 on"):
+        sweep_lora.compare(replace(result, alone=[result.alone[0], other, result.alone[2]]))
+
+
+@pytest.mark.rest("a second run of the same recipe")
+def test_learning_rates_share_a_base_of_16_bits_in_mixed_precision(tmp_path: Path) -> None:
+    arguments = ["--rates", "1e-3", "1e-2", "--steps", "2", "--base-steps", "2", "--precision", "bf16-mixed"]
+    result = sweep_lora.main([*arguments, *MODEL, *TEXT, "--output", str(tmp_path)])
+    assert result.base_bytes > 0
+    assert result.alone is None
+
+
+def test_a_loss_that_is_no_number_is_not_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep_lora.say_losses([sweep_lora.Trial(rate, [1.0], 1.0, loss, 0) for rate, loss in ((1.0, math.nan), (0.1, 2.0))])
+    (best,) = [line for line in capsys.readouterr().out.splitlines() if "(best)" in line]
+    assert best.split()[0] == "0.1"
 
 
 @pytest.mark.parametrize(
@@ -253,6 +289,9 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
         (generate_llm, ["--prompts", os.devnull]),
         (generate_llm, ["--top-p", "2"]),
         (generate_llm, ["--hidden", "33"]),
+        (sweep_lora, ["--rates", "1e-3", "0"]),
+        (sweep_lora, ["--max-trials", "0"]),
+        (sweep_lora, ["--model", "/no/such/folder"]),
         (train_vision, ["--model", "no_such_model"]),
         (train_vision, ["--model", "vit_b_16", "--image", "40"]),
         (train_vision, ["--model", "inception_v3"]),
