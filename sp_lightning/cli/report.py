@@ -383,15 +383,10 @@ def _fields(answer: Answer) -> dict[str, object]:
         "assumed": {"tflops": question.tflops}
         | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},
         "windows": [_window(row) for row in answer.rows],
-        "trials": _trials(answer),
+        "trials": None if (found := best_trials(answer)) is None else {**vars(found), "row": _window(found.row)},
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},
         "verdict": verdict(answer),
     }  # fmt: skip
-
-
-def _trials(answer: Answer) -> dict[str, object] | None:
-    found = best_trials(answer)
-    return None if found is None else {**vars(found), "row": _window(found.row)}
 
 
 def _window(row: Row) -> dict[str, object]:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sp_lightning.device.device import Device
+from sp_lightning.device.host_memory import return_free_memory
 from sp_lightning.device.patched import scope
 from sp_lightning.device.shared_memory import supported
 from sp_lightning.device.torch_private import tree_leaves
@@ -209,34 +210,38 @@ class Trial(Placement):
         self._blocks: list[TrialBlock] = []
         self._shares = False
 
-    def begin(self, run: Any, things: Iterable[Any], *, on_disk: bool) -> None:
-        """Begins a run.
+    def begin(self, run: Any, budget: int | float | None, device: torch.device, *, on_disk: bool) -> int | float | None:
+        """Begins a run, whose trainer's bars are off: of several in one terminal none can be read, and Rich raises.
 
         Args:
-            run: closed at the end of the trial, if it is not by then.
-            things: that no other trial may have.
+            run: has the module, and is closed at the end of the trial, if it is not by then.
+            budget: the user's.
+            device: where it computes.
             on_disk: whether weights may be on a disk.
 
+        Returns:
+            The run's budget: its share of the device's memory, if the user has given none.
+
         Raises:
-            RuntimeError: another trial has one of the things.
-            ValueError: weights may be on a disk.
+            RuntimeError: another trial has the module, a data module, a callback or a logger of this one.
+            ValueError: no share can be told, or weights may be on a disk.
         """
         if on_disk:
             raise ValueError(f"disk= keeps weights where a SharedBase does not look for them. {_APART}")
-        self._base.refuse_taken(self, things)
+        trainer = run.module.trainer
+        things = (run.module, getattr(trainer, "datamodule", None), *trainer.callbacks, *trainer.loggers)
+        self._base.refuse_taken(self, filter(None, things))
+        if trainer.progress_bar_callback is not None:
+            trainer.progress_bar_callback.disable()
         self._runs.add(run)
+        return budget if budget is not None or device.type == "cpu" else self._share()
 
     def loop_begins(self, loaders: Any) -> None:
         """Refuses data loaders that another trial has, too, and that have a state: a RuntimeError."""
         found = [each for each in tree_leaves(loaders) if isinstance(each, DataLoader)]
         self._base.refuse_taken(self, [each for each in found if each.persistent_workers or each.generator is not None])
 
-    def share(self) -> float:
-        """This trial's share of the device's memory.
-
-        Raises:
-            ValueError: none can be told.
-        """
+    def _share(self) -> float:
         if self._at_once is None:
             raise ValueError(
                 "Trials share the device's memory, and it is not known how many there will be. Say how many run at once, "
@@ -270,6 +275,7 @@ class Trial(Placement):
                 f"This trial has no frozen weights in common with others: {what}. Freeze the base (requires_grad_(False)) and "
                 "load the same one in each trial, or run it outside of the SharedBase."
             )
+        return_free_memory()  # the copies that are in common now
         base = self._base
         return SharedUploads(device, base.common, partial(TURNS.pass_on, self.turn), lambda: base.alone)
 

@@ -116,11 +116,7 @@ class Run:
         self._trial = current()
         k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
         if self._trial is not None:
-            trainer: Any = module.trainer
-            things = (module, getattr(trainer, "datamodule", None), *trainer.callbacks, *trainer.loggers)
-            self._trial.begin(self, filter(None, things), on_disk=options.disk is not None)
-            if budget is None and device.type != "cpu":
-                budget = self._trial.share()
+            budget = self._trial.begin(self, options.memory_budget, device, on_disk=options.disk is not None)
         there = options.optimizer_on
         self._window = Window(
             *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
-from tests.sharing.test_trials import RATES, Learner, batches
 from tests.support.runs import Outcome, assert_equal, fit
+from tests.support.trials import RATES, Learner, batches
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -21,64 +21,9 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.sharing.common import TrialMemory
-from tests.support.models import Module
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.tiers import first
-
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-WIDTH = 64  # some pages for each weight
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a trained adapter, and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(self.drop(x)))) + x
-
-
-class Learner(Module):
-    """A frozen base of some layers, the same in all trials, with adapters of one's own."""
-
-    def __init__(self, rate: float, depth: int = 4) -> None:
-        torch.manual_seed(1)
-        super().__init__(nn.Sequential(*(Adapted() for _ in range(depth))))
-        torch.manual_seed(int(1e5 * rate))
-        for block in self.net:  # type: ignore[union-attr]
-            nn.init.normal_(block.up.weight, std=0.1)
-        self.rate = rate
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        trained = [p for p in self.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=self.rate)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
-
-
-def batches(rate: float, count: int = 4) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(int(1e6 * rate))
-    return [torch.randn(4, WIDTH, generator=generator) for _ in range(count)]
-
-
-def learn(
-    rate: float, *, make: Callable[[float], pl.LightningModule] = Learner, plain: bool = False, **options: Any
-) -> Outcome:
-    """A trial."""
-    ours = {
-        name: options.pop(name) for name in ("k", "activations", "optimizer_overlap", "optimizer_on") if name in options
-    }
-    strategy: Any = "auto" if plain else SuperpipelineStrategy(fused_optimizer=False, **{"k": 1, **ours})
-    return fit(lambda: make(rate), batches(rate), strategy, **options)
+from tests.support.trials import RATES, WIDTH, Learner, batches, learn
 
 
 def assert_each_is_itself(count: int, run: Callable[[float], Outcome] = learn) -> SharedBase:
@@ -142,6 +87,13 @@ def test_trials_of_different_lengths_depths_and_validations(tmp_path: Path) -> N
         return learn(rate, **options[at])
 
     assert_each_is_itself(5, run)
+
+
+def test_bars_are_off() -> None:
+    """Those of Rich, of which a process can show one."""
+    pytest.importorskip("rich")
+    base = SharedBase()
+    assert len(base.map(lambda rate: learn(rate, enable_progress_bar=True, enable_model_summary=True), RATES[:3])) == 3
 
 
 class Fails(Learner):

@@ -12,9 +12,9 @@ import torch
 
 from sp_lightning import SharedBase
 from sp_lightning.device.device import Stream, Wait
-from tests.sharing.test_trials import RATES, learn
 from tests.support.runs import Outcome, assert_same
 from tests.support.simdevice import Race, SimDevice
+from tests.support.trials import RATES, learn
 from tests.support.wait_scenarios import OF_TRIALS, left_out
 
 UPLOADS = (Stream.UPLOAD, Stream.REDUCE)  # ranks alone have the second one
