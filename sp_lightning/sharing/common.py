@@ -27,23 +27,23 @@ from sp_lightning.weights.uploads import Uploads
 
 
 class CommonLayer:
-    """A layer that trials have in common, on the host. Nobody writes it once it is filled.
+    """What trials have in common of a layer, on the host: its frozen weights, which come first. Once filled, nobody writes it.
 
     Args:
         device: page-locks it.
-        nbytes: how large it is.
+        nbytes: of the frozen weights.
+        most: of all weights of a trial, at most. Pages that nobody writes take no memory.
         pin: whether it is page-locked.
 
     Attributes:
         memory: its pages.
-        bytes: the same, flat ``uint8``, of the layer's size.
+        bytes: the frozen weights, flat ``uint8``.
         filled: whether the first trial has filled it.
     """
 
-    def __init__(self, device: Device, nbytes: int, *, pin: bool) -> None:
-        pages = whole_pages(nbytes)
-        self.memory = SharedMemory(create(pages, "superpipeline-base"), pages)
-        self._locked = PinnedMemory(device, memory=self.memory.common, pin=pin)
+    def __init__(self, device: Device, nbytes: int, most: int, *, pin: bool) -> None:
+        self.memory = SharedMemory(create(whole_pages(most), "superpipeline-base"), whole_pages(most))
+        self._locked = PinnedMemory(device, memory=self.memory.common[: whole_pages(nbytes)], pin=pin)
         self.bytes = self.memory.common[:nbytes]
         self.filled = False
 
@@ -54,6 +54,7 @@ class TrialMemory(BlockMemory):
     Args:
         device: allocates other memory, if user code asks for that.
         shared: whose pages all are that this trial does not write.
+        nbytes: of the block.
 
     Attributes:
         shared: the same; None once the block has other memory.
@@ -61,19 +62,19 @@ class TrialMemory(BlockMemory):
 
     pinned = True  # what is shared is, and nearly all comes from there
 
-    def __init__(self, device: Device, shared: CommonLayer) -> None:
-        self._device, self._nbytes, self._pin = device, shared.bytes.nbytes, False
+    def __init__(self, device: Device, shared: CommonLayer, nbytes: int) -> None:
+        self._device, self._nbytes, self._pin = device, nbytes, False
         self.shared: CommonLayer | None = shared
-        self._view = shared.memory.view_anew(0, shared.memory.nbytes)
+        self._view = shared.memory.view_anew(0, whole_pages(nbytes))
         self.common = self._view.bytes[: self._nbytes]
 
     def anew(self) -> None:
         self.shared = None
         super().anew()
 
-    def own(self) -> list[tuple[int, int]]:
-        """Where this trial's own pages begin and end, in order."""
-        return [(begin, min(end, self._nbytes)) for begin, end in self._view.written()]
+    def own(self, end: int) -> list[tuple[int, int]]:
+        """Where this trial's own pages begin and end before ``end``, in order."""
+        return [(begin, min(last, end)) for begin, last in self._view.written(0, whole_pages(end))]
 
 
 class TrialBlock(HostBlock):
@@ -92,20 +93,21 @@ class TrialBlock(HostBlock):
     def __init__(self, shared: CommonLayer, *arguments: Any, **options: Any) -> None:
         self.common_bytes = 0
         layer, planned, device, staging, _ = arguments
-        super().__init__(layer, planned, device, staging, lambda *_: TrialMemory(device, shared), **options)
+        memory = TrialMemory(device, shared, planned.nbytes)
+        super().__init__(layer, planned, device, staging, lambda *_: memory, **options)
         shared.filled = True
 
     def _take(self, index: int, into: Tensor | None) -> None:
-        shared, parameter = self.memory.shared, self.parameters[index]
-        if shared is not None:
-            common = bytes_of(shared.bytes, self.planned.spans[index])
+        shared, parameter, span = self.memory.shared, self.parameters[index], self.planned.spans[index]
+        if shared is not None and span.offset + span.nbytes <= shared.bytes.nbytes:
+            common = bytes_of(shared.bytes, span)
             with no_inference_mode(), torch.no_grad():
                 value = torch.empty(common.nbytes, dtype=torch.uint8, device="cpu")
                 view(value, self._alone[index]).copy_(parameter.data)
                 if not shared.filled:
                     common.copy_(value)
                 if torch.equal(value, common):
-                    self.common_bytes += 0 if parameter.requires_grad else common.nbytes
+                    self.common_bytes += common.nbytes
                 if torch.equal(value, self.present(index)):  # a page that is this trial's own may have another value
                     into = None
         super()._take(index, into)
@@ -151,12 +153,14 @@ class Common:
         self._device: list[_OnDevice] = []  # the one that came first is first
         self.fetched_bytes = 0
 
-    def layer(self, planned: PlannedLayer, device: Device, *, pin: bool) -> CommonLayer:
-        """Returns the layer at a place, which the first trial that has one there fills."""
-        place = planned.name, planned.nbytes, planned.spans
-        if place not in self._host:
-            self._host[place] = CommonLayer(device, planned.nbytes, pin=pin)
-        return self._host[place]
+    def layer(self, planned: PlannedLayer, frozen: int, device: Device, *, pin: bool) -> CommonLayer:
+        """Returns the layer at a place, whose first so many weights are frozen. The first trial that has one there fills it."""
+        spans = planned.spans[:frozen]
+        place, nbytes = (planned.name, spans), max(span.offset + span.nbytes for span in spans)
+        found = self._host.get(place)
+        if found is None or found.memory.nbytes < planned.nbytes:
+            found = self._host[place] = CommonLayer(device, nbytes, 2 * planned.nbytes, pin=pin)
+        return found
 
     def there(self, layer: Hashable) -> bool:
         """Whether a layer is on the device, or on its way."""
@@ -211,16 +215,18 @@ class SharedUploads(Uploads):
         self._pass_on(None if pages is None else pages.shared)
         if pages is None or pages.shared is None:
             return super().send(layer, target, source, landed)
-        shared, own = pages.shared, [slice(*run) for run in pages.own()]
-        edges = [0, *(edge for run in own for edge in (run.start, run.stop)), source.nbytes]
+        shared, end = pages.shared, pages.shared.bytes.nbytes
+        own = pages.own(end)
+        edges = [0, *(edge for run in own for edge in run), end]
         common = [slice(*run) for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
+        its_own = [slice(*run) for run in (*own, (end, source.nbytes)) if run[0] < run[1]]
         origin, on_device = shared.bytes, None
         if common and not self._alone():
             on_device = self._common.bring(shared, self.device)
             origin = on_device.memory
             self.device.wait(Stream.UPLOAD, on_device.filled, Wait.SHARE_AFTER_BRING)
-        sources = [*(origin[run] for run in common), *(source[run] for run in own)]
-        self.device.copy([target[run] for run in (*common, *own)], sources, Stream.UPLOAD)
+        sources = [*(origin[run] for run in common), *(source[run] for run in its_own)]
+        self.device.copy([target[run] for run in (*common, *its_own)], sources, Stream.UPLOAD)
         if on_device is not None:
             on_device.read.append(self.device.record(Stream.UPLOAD))
         return None

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -21,7 +22,7 @@ from sp_lightning.device.patched import scope
 from sp_lightning.device.shared_memory import supported
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.placement import Placement
-from sp_lightning.model.found import Layer
+from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.sharing.common import Common, SharedUploads, TrialBlock
 from sp_lightning.sharing.turns import TURNS, ProcessState, Turn
@@ -259,10 +260,22 @@ class Trial(Placement):
             if getattr(run, "streamer", None) is not None:
                 run.close()
 
+    def finds(self, find: Callable[..., Found]) -> Callable[..., Found]:
+        """Finds layers with their frozen weights first, which lie alike then, whatever adapters a trial has beside them."""
+
+        def found(**how: Any) -> Found:
+            plain = find(**how)
+            layers = tuple(map(_frozen_first, plain.layers))
+            return replace(plain, layers=layers, residents=_frozen_first(plain.residents))
+
+        return found
+
     def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
-        if all(parameter.requires_grad for _, parameter in layer.parameters):
+        frozen = sum(not parameter.requires_grad for _, parameter in layer.parameters)
+        if not frozen:
             return super().block(layer, planned, *args, **options)
-        shared = self._base.common.layer(planned, args[0], pin=options["pin"] and not options.get("fetched_seldom"))
+        pin = options["pin"] and not options.get("fetched_seldom")
+        shared = self._base.common.layer(planned, frozen, args[0], pin=pin)
         self._blocks.append(TrialBlock(shared, layer, planned, *args, **options))
         return self._blocks[-1]
 
@@ -281,6 +294,11 @@ class Trial(Placement):
 
 
 _here = threading.local()
+
+
+def _frozen_first(layer: Layer) -> Layer:
+    first: Any = partial(sorted, key=lambda named: named[1].requires_grad)
+    return replace(layer, parameters=tuple(first(layer.parameters)), lowered=tuple(first(layer.lowered)))
 
 
 def current() -> Trial | None:

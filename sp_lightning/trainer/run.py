@@ -262,7 +262,8 @@ class Run:
     def _lay_out(self, device: Device) -> tuple[Found, Plan, dict[str, Mode]]:
         """Finds the layers, makes the plan, and says what becomes of activations at first."""
         layers = self._options.layers
-        find = partial(find_layers, self.module, resident=self._options.resident, autocast=self._autocast)
+        find: Any = partial(find_layers, self.module, resident=self._options.resident, autocast=self._autocast)
+        find = find if self._trial is None else self._trial.finds(find)
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
         unlimited = self._options.activations == "auto" and not self._balanced

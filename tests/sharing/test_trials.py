@@ -23,7 +23,7 @@ from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.sharing.common import TrialMemory
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.tiers import first
-from tests.support.trials import RATES, WIDTH, Learner, batches, learn
+from tests.support.trials import RATES, WIDTH, Adapted, Learner, batches, learn
 
 
 def assert_each_is_itself(count: int, run: Callable[[float], Outcome] = learn) -> SharedBase:
@@ -190,8 +190,8 @@ def test_the_base_is_once_in_memory() -> None:
     class Looks(Learner):
         def on_train_end(self) -> None:
             engine = self.trainer.strategy._run.engine  # type: ignore[attr-defined]
-            memories = [layer.block.memory for layer in engine._layers]
-            own.append(sum(end - begin for m in memories if isinstance(m, TrialMemory) for begin, end in m.own()))
+            memories = [each.block.memory for each in engine._layers if isinstance(each.block.memory, TrialMemory)]
+            own.append(sum(end - begin for memory in memories for begin, end in memory.own(memory.common.nbytes)))
 
     assert_each_is_itself(2, lambda rate: learn(rate, make=Looks))
     net = Learner(RATES[0])
@@ -231,6 +231,22 @@ class Restores(Learner):
 
 def test_a_frozen_weight_that_is_put_back_is_what_it_was() -> None:
     assert_each_is_itself(2, lambda rate: learn(rate, make=Restores))
+
+
+class Ranked(Learner):
+    """The adapters are larger from trial to trial, and the last trial's are larger than the base."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        for block in self.net:  # type: ignore[union-attr]
+            wider = Adapted(rank=(1, 3, 90)[RATES.index(rate)])
+            block.down, block.up = wider.down, wider.up
+
+
+def test_adapters_of_any_rank_share_the_base() -> None:
+    base = assert_each_is_itself(3, lambda rate: learn(rate, make=Ranked))
+    frozen = sum(p.nbytes for p in Learner(RATES[0]).parameters() if not p.requires_grad)
+    assert base.fetched_bytes < 2 * 4 * 2 * frozen, "three trials have fetched the base less than twice"
 
 
 def test_two_bases_at_once() -> None:

@@ -20,11 +20,11 @@ WIDTH = 64  # some pages for each weight
 class Adapted(nn.Module):
     """A frozen linear layer with a trained adapter, and dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 2) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, rank, bias=False)
+        self.up = nn.Linear(rank, WIDTH, bias=False)
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
