@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import transformers
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
@@ -169,6 +170,37 @@ def test_prediction() -> None:
     for ours, its in zip(base.map(run, RATES), alone, strict=True):
         assert all(map(torch.equal, ours, its))
     assert base.fetched_bytes > 0
+
+
+class Writer(pl.LightningModule):
+    """Writes on from a prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        config = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
+        )
+        self.net = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.net.generate(input_ids=batch, max_new_tokens=6, do_sample=True, pad_token_id=0)
+
+
+def test_generation_brings_the_weights_once_for_a_token_of_each_trial() -> None:
+    fetched = list[int]()
+
+    def run(seed: int) -> Any:
+        torch.manual_seed(seed)
+        strategy = SuperpipelineStrategy(k=1)
+        found = trainer_for(strategy).predict(Writer(), loader([torch.randint(64, (1, 3))]))
+        fetched.append(strategy.stats().fetched_bytes)
+        return found
+
+    alone = [run(seed) for seed in range(3)]
+    base = SharedBase()
+    assert_equal(base.map(run, range(3)), alone, "what was written")
+    assert base.fetched_bytes < 1.4 * fetched[0]
 
 
 def test_a_trial_begins_with_the_random_state_of_before() -> None:
