@@ -80,13 +80,12 @@ TABLES = {
 
 
 class Timed(pl.LightningModule):
-    """Linear layers. It notes when each step begins and ends."""
+    """Linear layers. It notes how long each step takes, with what the one before has left to be done."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         width = workload.width
         self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(workload.layers)))
-        self.whole = workload.whole
         self.seconds: list[float] = []
         self.begun = 0.0
 
@@ -96,20 +95,24 @@ class Timed(pl.LightningModule):
 
     def on_train_batch_start(self, *_: Any) -> None:
         now = time.perf_counter()
-        if self.whole and self.begun:  # what the last step has left to be done counts
+        if self.begun:
             self.seconds.append(now - self.begun)
         self.begun = now
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if not self.whole:
-            self.begun = time.perf_counter()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if not self.whole:
-            self.seconds.append(time.perf_counter() - self.begun)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+class TimedUpdate(Timed):
+    """It notes how long each step of its optimizer takes, without the closure."""
+
+    def on_train_batch_start(self, *_: Any) -> None: ...
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.begun = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.begun)
 
 
 @contextmanager
@@ -126,7 +129,7 @@ def kernels(used: bool) -> Iterator[None]:
 
 def seconds(way: Way, workload: Workload) -> float:
     """The median of a run's steps but the first two, in which memory is made."""
-    module = Timed(workload)
+    module = (Timed if workload.whole else TimedUpdate)(workload)
     trainer = pl.Trainer(
         strategy=way.strategy(), accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, precision=workload.precision,

@@ -20,6 +20,7 @@ from sp_lightning.cli.estimate import estimate_model
 from sp_lightning.cli.model_source import find_config
 from sp_lightning.cli.remedies import remedies
 from sp_lightning.cli.report import as_json, as_table, as_text
+from sp_lightning.cli.trials import lack_room
 from sp_lightning.comparison.check import check
 from sp_lightning.comparison.subject import OPTIONS
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
@@ -47,7 +48,7 @@ def run_plan(questions: Sequence[Question]) -> None:
             Point(row.plan.k, row.plan.k_prime, row.device_bytes, row.prediction.seconds) for row in answers[0].rows
         ]
         draw_windows(points, first.gpu_memory, first.plot, f"{first.model}, {first.precision}")
-    if status := max(each.status for each in answers):
+    if status := max(max(each.status, lack_room(each)) for each in answers):
         raise SystemExit(status)
 
 

@@ -52,7 +52,7 @@ class Trials:
         total = sum(each.nbytes for each in fetches)
         layers = [(each.layer, each.nbytes) for each in fetches if each.layer is not None and each.layer < len(frozen)]
         common = sum(min(frozen[layer], nbytes) for layer, nbytes in layers)
-        if common < total / 10:  # a table, say, beside layers that are trained, or travel as casts
+        if not total or common < total / 10:  # a table, say, beside layers that are trained, or travel as casts
             return None
         spared = common * (1 - 1 / count)  # of each trial's bytes, which others bring
         share, busy = common / total, dict(prediction.busy)
@@ -80,6 +80,12 @@ def best_trials(answer: Answer) -> Trials | None:
     return min((each for each in fitting if each.seconds <= enough), key=lambda each: each.device_bytes)
 
 
+def lack_room(answer: Answer) -> bool:
+    """Whether the trials that were asked for are known not to fit the device."""
+    found, limit = best_trials(answer), answer.question.gpu_memory
+    return found is not None and limit is not None and found.device_bytes > limit
+
+
 def trials(answer: Answer) -> list[str]:
     """A line on the trials that were asked for."""
     estimate, question, found = answer.estimate, answer.question, best_trials(answer)
@@ -87,7 +93,11 @@ def trials(answer: Answer) -> list[str]:
         return []
     if found is None:
         casts = question.lora is not None or estimate.trained < estimate.parameters
-        why = "frozen weights travel as casts; take --precision bf16-true" if casts else "--lora freezes the base"
+        why = (
+            "frozen weights travel as casts; take --precision bf16-true"
+            if casts
+            else "freeze the base (--lora, or a factory)"
+        )
         return [f"trials: they have too little in common of what travels: {why}"]
     pays = "with any number" if found.most is None else f"and more than {max(found.most, 1)} save nothing"
     limit, row = question.gpu_memory, found.row
@@ -96,8 +106,9 @@ def trials(answer: Answer) -> list[str]:
         fit = max(0, (limit - found.device_bytes) // row.device_bytes + found.count)
         room = f" of {in_gib(limit)}, in which {fit} of them fit"
     return [
-        f"trials: {found.count} at once over one SharedBase, with k = {row.plan.k} and k' = {row.plan.k_prime}, take at least "
-        f"{found.seconds:.3g} s per step each ({found.binds} binds, {pays}), one alone {found.alone:.3g}; "
+        f"trials: {found.count} at once over one SharedBase, with k = {row.plan.k} and k' = {row.plan.k_prime}: a step of all "
+        f"takes at least {found.count * found.seconds:.3g} s, {found.seconds:.3g} s for each ({found.binds} binds, {pays}), one "
+        f"of a trial alone with that window {found.alone:.3g} s; "
         f"{in_gib(int(found.nbytes))} come to the device per step and trial in place of {in_gib(found.alone_bytes)}; device "
         f"memory {in_gib(found.device_bytes)}{room}"
     ]

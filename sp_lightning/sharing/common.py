@@ -86,12 +86,13 @@ class TrialBlock(HostBlock):
 
     Attributes:
         common_bytes: of weights that were the common ones at first.
+        travels: whether it is fetched as a whole in each step.
     """
 
     memory: TrialMemory
 
     def __init__(self, shared: CommonLayer, *arguments: Any, **options: Any) -> None:
-        self.common_bytes = 0
+        self.common_bytes, self.travels = 0, not options.get("fetched_seldom")
         layer, planned, device, staging, _ = arguments
         memory = TrialMemory(device, shared, planned.nbytes)
         super().__init__(layer, planned, device, staging, lambda *_: memory, **options)

@@ -25,7 +25,7 @@ from sp_lightning.engine.placement import Placement
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.sharing.common import Common, SharedUploads, TrialBlock
-from sp_lightning.sharing.turns import TURNS, ProcessState, Turn
+from sp_lightning.sharing.turns import LOG, TURNS, ProcessState, Turn
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.uploads import Uploads
 
@@ -69,7 +69,7 @@ class SharedBase:
             raise RuntimeError(f"SharedBase cannot be used here: {why}. Run the trials one after the other.")
         _check_counts(max_trials=max_trials, layers=layers)
         self.max_trials = max_trials
-        self.common = Common(layers)
+        self._common = Common(layers)
         self._first = ProcessState()
         self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
         self._under_way = set[Trial]()
@@ -77,21 +77,21 @@ class SharedBase:
     @property
     def fetched_bytes(self) -> int:
         """Bytes of the base that were copied to the device for several trials together."""
-        return self.common.fetched_bytes
+        return self._common.fetched_bytes
 
     @property
-    def alone(self) -> bool:
+    def _alone(self) -> bool:
         """Whether one trial is under way."""
         return len(self._under_way) == 1
 
-    def refuse_taken(self, trial: Trial, things: Iterable[Any]) -> None:
+    def _refuse_taken(self, trial: Trial, things: Iterable[Any]) -> None:
         """Refuses what another trial has: a RuntimeError."""
         for thing in things:
             if any(thing in other.taken for other in self._under_way if other is not trial):
                 raise RuntimeError(
-                    f"A {type(thing).__name__} is in two trials of a SharedBase at once. Make it in the trial: modules, data "
-                    "modules, callbacks, loggers, and loaders with a generator or workers that persist are each trial's own. "
-                    "Frozen weights are found, and shared."
+                    f"A {type(thing).__name__} is in two trials of a SharedBase at once. Make it or copy it (deepcopy) in each: "
+                    "modules with all that is in them, data modules, callbacks, loggers, and loaders with a generator "
+                    "or workers that persist are each trial's own. Equal frozen weights are found, and shared."
                 )
             trial.taken.add(thing)
 
@@ -111,7 +111,7 @@ class SharedBase:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             _refuse_inside()
             with self._places:
-                trial = Trial(self, Turn(self._first, self.common.there), at_once)
+                trial = Trial(self, Turn(self._first, self._common.there), at_once)
                 TURNS.begin(trial.turn)
                 self._under_way.add(trial)
                 token, _here.trial = scope.set(trial), trial
@@ -125,7 +125,7 @@ class SharedBase:
                     scope.reset(token)
                     self._under_way.remove(trial)
                     if not self._under_way:
-                        self.common.free()
+                        self._common.free()
                     TURNS.end(trial.turn)
 
         return run
@@ -142,7 +142,7 @@ class SharedBase:
         Args:
             function: a trial.
             arguments: one iterable for each of its arguments, all of one length.
-            max_trials: how many run at once at most; None for all.
+            max_trials: how many run at once at most, as far as the base allows; None for all.
             return_exceptions: whether what a trial raises takes the place of its result. Otherwise the first such error is
                 raised once all trials have ended.
 
@@ -165,6 +165,9 @@ class SharedBase:
                 for trial in list(self._under_way):
                     trial.turn.cancelled = True
                 raise
+        for error, call in zip(errors, calls, strict=True):
+            if error is not None:
+                error.add_note(f"A trial of a SharedBase has raised this, with {', '.join(map(repr, call))}.")
         if not return_exceptions:
             return [each.result() for each in futures]
         return [error or each.result() for error, each in zip(errors, futures, strict=True)]
@@ -209,7 +212,8 @@ class Trial(Placement):
         self._at_once = at_once
         self._runs = WeakSet[Any]()
         self._blocks: list[TrialBlock] = []
-        self._shares = False
+        self._travels = 0  # bytes of frozen weights, or of their casts
+        self._shares = self._trimmed = False
 
     def begin(self, run: Any, budget: int | float | None, device: torch.device, *, on_disk: bool) -> int | float | None:
         """Begins a run, whose trainer's bars are off: of several in one terminal none can be read, and Rich raises.
@@ -230,8 +234,11 @@ class Trial(Placement):
         if on_disk:
             raise ValueError(f"disk= keeps weights where a SharedBase does not look for them. {_APART}")
         trainer = run.module.trainer
-        things = (run.module, getattr(trainer, "datamodule", None), *trainer.callbacks, *trainer.loggers)
-        self._base.refuse_taken(self, filter(None, things))
+        stateful = (each for each in run.module.modules() if each._parameters or each._buffers)
+        things = (run.module, *stateful, getattr(trainer, "datamodule", None))
+        self._base._refuse_taken(
+            self, (each for each in (*things, *trainer.callbacks, *trainer.loggers) if each is not None)
+        )
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.disable()
         self._runs.add(run)
@@ -240,7 +247,9 @@ class Trial(Placement):
     def loop_begins(self, loaders: Any) -> None:
         """Refuses data loaders that another trial has, too, and that have a state: a RuntimeError."""
         found = [each for each in tree_leaves(loaders) if isinstance(each, DataLoader)]
-        self._base.refuse_taken(self, [each for each in found if each.persistent_workers or each.generator is not None])
+        self._base._refuse_taken(
+            self, [each for each in found if each.persistent_workers or each.generator is not None]
+        )
 
     def _share(self) -> float:
         if self._at_once is None:
@@ -252,6 +261,9 @@ class Trial(Placement):
 
     def step(self) -> None:
         """A step begins: others have their turns, even if all layers of this trial stay on the device."""
+        if not self._trimmed:
+            self._trimmed = True
+            return_free_memory()  # the copies of what is in common now
         TURNS.pass_on(self.turn)
 
     def close(self) -> None:
@@ -272,15 +284,19 @@ class Trial(Placement):
 
     def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
         frozen = sum(not parameter.requires_grad for _, parameter in layer.parameters)
+        if not options.get("fetched_seldom"):
+            named = zip((*planned.spans, *planned.casts), (*layer.parameters, *layer.lowered), strict=False)
+            self._travels += sum(span.nbytes for span, (_, parameter) in named if not parameter.requires_grad)
         if not frozen:
             return super().block(layer, planned, *args, **options)
         pin = options["pin"] and not options.get("fetched_seldom")
-        shared = self._base.common.layer(planned, frozen, args[0], pin=pin)
+        shared = self._base._common.layer(planned, frozen, args[0], pin=pin)
         self._blocks.append(TrialBlock(shared, layer, planned, *args, **options))
         return self._blocks[-1]
 
     def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
         blocks, self._blocks = self._blocks, []
+        travels, self._travels = self._travels, 0
         self._shares = self._shares or any(block.common_bytes for block in blocks)  # all may be unfrozen later
         if not self._shares:
             what = "its frozen weights are others than those of the trial before it" if blocks else "it has none"
@@ -288,9 +304,13 @@ class Trial(Placement):
                 f"This trial has no frozen weights in common with others: {what}. Freeze the base (requires_grad_(False)) and "
                 "load the same one in each trial, or run it outside of the SharedBase."
             )
-        return_free_memory()  # the copies that are in common now
-        base = self._base
-        return SharedUploads(device, base.common, partial(TURNS.pass_on, self.turn), lambda: base.alone)
+        base, common = self._base, sum(block.common_bytes for block in blocks if block.travels)
+        if common < travels / 2:
+            LOG.warning(
+                "Superpipeline: %d %% of the frozen weights that travel in this trial are in common with others'. Equal ones are "
+                "shared, in the dtype in which they travel: under bf16-mixed load the base in bfloat16.", 100 * common // travels,
+            )  # fmt: skip
+        return SharedUploads(device, base._common, partial(TURNS.pass_on, self.turn), lambda: base._alone)
 
 
 _here = threading.local()

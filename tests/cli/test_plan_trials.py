@@ -37,9 +37,11 @@ def test_each_trial_brings_its_share(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_it_says_how_many_fit_and_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", *LORA, "--gpu-memory", "12GiB", "--trials", "8"])
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *LORA, "--gpu-memory", "12GiB", "--trials", "8"])
+    assert ended.value.code == 1
     (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("trials: ")]
-    assert "8 at once over one SharedBase, with k = 1 and k' = 1, take at least" in line
+    assert "8 at once over one SharedBase, with k = 1 and k' = 1: a step of all takes at least" in line
     assert "compute binds, and more than " in line
     assert " of 12.0 GiB, in which 3 of them fit" in line
 
@@ -47,7 +49,7 @@ def test_it_says_how_many_fit_and_what_binds(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (LORA[:3], "--lora freezes the base"),
+        (LORA[:3], "freeze the base (--lora, or a factory)"),
         ((LORA[0], "--lora", "16"), "frozen weights travel as casts; take --precision bf16-true"),
     ],
 )
@@ -56,6 +58,11 @@ def test_what_has_nothing_in_common_is_said(
 ) -> None:
     main(["plan", *options, "--tokens", "128", "--trials", "2"])
     assert why in capsys.readouterr().out
+
+
+def test_what_does_not_travel_is_not_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *LORA, "--trials", "2", "--k", "33", "--predict"])
+    assert "trials: they have too little in common of what travels" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("other", [("--devices", "2"), ("--nodes", "2"), ("--disk", "7GB/s")])

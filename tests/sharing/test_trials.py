@@ -122,8 +122,9 @@ def test_one_that_fails_leaves_the_others_alone(kind: type[Learner]) -> None:
     assert isinstance(failed, ZeroDivisionError)
     assert_same(first, alone[0])
     assert_same(third, alone[2])
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as raised:
         SharedBase().map(run, RATES[:3])
+    assert "with 0.003" in raised.value.__notes__[-1]
 
 
 class Writes(Learner):
@@ -230,6 +231,23 @@ def test_the_base_is_once_in_memory() -> None:
     frozen = sum(p.nbytes for p in net.parameters() if not p.requires_grad)
     assert own[:2] == [0, 0]  # alone there is none
     assert all(0 < each < frozen / 1.5 for each in own[2:])
+
+
+def test_little_in_common_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Others(Learner):
+        def __init__(self, rate: float) -> None:
+            super().__init__(rate)
+            for block in self.net[:3] if rate != RATES[0] else ():  # type: ignore[index, union-attr]
+                nn.init.uniform_(block.base.weight)
+
+    with caplog.at_level("WARNING", "lightning.pytorch.superpipeline"):
+        SharedBase().map(lambda rate: learn(rate, make=Others), RATES[:3], max_trials=1)
+    assert caplog.text.count("26 % of the frozen weights that travel") == 2
+    caplog.clear()
+    with caplog.at_level("WARNING", "lightning.pytorch.superpipeline"):
+        SharedBase().map(lambda rate: learn(rate, precision="bf16-mixed"), RATES[:2])
+        SharedBase().map(learn, RATES[:2])
+    assert caplog.text.count("0 % of the frozen weights that travel") == 2
 
 
 def test_no_more_than_max_trials_run_at_once() -> None:
@@ -469,6 +487,7 @@ class Data(pl.LightningDataModule):
 
 THINGS: dict[str, Callable[[], Any]] = {
     "Learner": lambda: Learner(1e-3),
+    "Linear": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),  # a copy was forgotten
     "Data": Data,
     "EarlyStopping": lambda: EarlyStopping("loss"),
     "DataLoader": lambda: DataLoader(batches(1e-3), batch_size=None, generator=torch.Generator()),  # type: ignore[arg-type]
@@ -483,6 +502,8 @@ def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
         callbacks = [thing] if kind == "EarlyStopping" else []
         trainer = trainer_for(SuperpipelineStrategy(k=1), callbacks=callbacks, max_epochs=2)
         module = thing if kind == "Learner" else Learner(1e-3)
+        if kind == "Linear":
+            module.net[1].base = thing
         data = thing if kind in ("Data", "DataLoader") else loader(batches(1e-3))
         trainer.fit(module, data)
 
