@@ -518,7 +518,8 @@ def test_trials_at_once_are_measured_beside_the_same_one_after_the_other(
 
     found = shared_base.at_once(trial := shared_base.trial_of(shared_base.TINY), 3)
     slots = sum(each.slot_bytes for each in found.trained)
-    assert slots / 4 < found.wire_bytes < slots / 2.5, "the base has come about once for three trials"
+    # Adapters are each trial's own, and not among the base's bytes.
+    assert slots / 6 < found.wire_bytes < slots / 2.5, "the base has come about once for three trials"
 
     monkeypatch.setattr(shared_base, "at_once", lambda *_: shared_base.Figures(1.0, 1.0, 0, [trial(1), trial(0)]))
     with pytest.raises(RuntimeError, match="2 trials at once have other losses"):
