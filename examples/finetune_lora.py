@@ -115,17 +115,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     options = parser.parse_args(argv)
     try:  # all that can be wrong with the input shows here, before any work
         check(options)
-        text = read_sources() if options.text is None else read_text(options.text)
-        tokenizer = load_tokenizer(options.model)
-        windows = cut(tokenizer, text, length=options.length, batch_size=options.batch_size)
-        lora = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=options.rank,
-            lora_alpha=2 * options.rank,
-            lora_dropout=0.05,
-            target_modules="all-linear" if options.targets is None else options.targets,
-        )
-        check_targets(options, lora)
+        text, tokenizer, windows, lora = read_input(options)
         base, checkpoints, adapter, merged = prepare_output(options.output, "base", "checkpoint", "adapter", "merged")
         console = ConsoleLogger(options.steps)
         trainer, strategy = make_trainer(
@@ -304,6 +294,26 @@ def check(options: argparse.Namespace) -> None:
     if options.lr is None:
         options.lr = 5e-3 if options.model is None else 2e-4
     check_positive(options, "lr")
+
+
+def read_input(options: argparse.Namespace) -> tuple[str, Any, Tensor, LoraConfig]:
+    """The text, the tokenizer, windows of text, int64 ``(windows, length)``, and the adapters that the model can have.
+
+    Raises:
+        ValueError, OSError: there is no such text, model or target.
+    """
+    text = read_sources() if options.text is None else read_text(options.text)
+    tokenizer = load_tokenizer(options.model)
+    windows = cut(tokenizer, text, length=options.length, batch_size=options.batch_size)
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=2 * options.rank,
+        lora_dropout=0.05,
+        target_modules="all-linear" if options.targets is None else options.targets,
+    )
+    check_targets(options, lora)
+    return text, tokenizer, windows, lora
 
 
 def check_targets(options: argparse.Namespace, lora: LoraConfig) -> None:

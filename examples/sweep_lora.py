@@ -25,7 +25,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 
 from sp_lightning import SharedBase
 from sp_lightning.plan.units import human_bytes
@@ -34,10 +34,10 @@ if not __package__:  # started as a file: what lies beside it is found from the 
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from examples.console import ConsoleLogger, last_loss, say
-from examples.finetune_lora import check_targets, train_base
+from examples.finetune_lora import read_input, train_base
 from examples.language import HEAD, LAYERS, WIDTH, CausalLM, check_length, check_model, check_shape, load_language_model
 from examples.recipe import add_run_options, check_file, check_least, make_trainer, prepare_output, run
-from examples.text import VALIDATION_BATCHES, cut, in_order, load_tokenizer, read_sources, read_text, shuffled, split
+from examples.text import VALIDATION_BATCHES, in_order, shuffled, split
 
 RATES = [1e-3, 3e-3, 1e-2, 3e-2]
 MODEL_RATES = [5e-5, 1e-4, 2e-4, 4e-4]  # with --model, which has learned more than a minute long
@@ -92,17 +92,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     options = parser.parse_args(argv)
     try:  # all that can be wrong with the input shows here, before any work
         check(options)
-        text = read_sources() if options.text is None else read_text(options.text)
-        tokenizer = load_tokenizer(options.model)
-        windows = cut(tokenizer, text, length=options.length, batch_size=options.batch_size)
-        lora = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=options.rank,
-            lora_alpha=2 * options.rank,
-            lora_dropout=0.05,
-            target_modules="all-linear" if options.targets is None else options.targets,
-        )
-        check_targets(options, lora)
+        _, tokenizer, windows, lora = read_input(options)
         (base_folder,) = prepare_output(options.output, "base")
         make_trainer(options)
     except (ValueError, OSError, MisconfigurationException) as error:

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.estimate import Estimate
 from sp_lightning.plan.units import in_gib
+from sp_lightning.sharing.common import ON_DEVICE
 from sp_lightning.tune.choices import SAME
-
-ON_DEVICE = 2
-"""Layers of the base that :class:`~sp_lightning.SharedBase` has on the device beside the trials' windows."""
 
 
 @dataclass(frozen=True)

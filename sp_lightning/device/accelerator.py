@@ -188,8 +188,7 @@ def generator_states() -> list[Tensor]:
 def set_generator_states(states: Sequence[Tensor]) -> None:
     """Sets what :func:`generator_states` has returned."""
     torch.set_rng_state(states[0])
-    for index, state in enumerate(states[1:]):
-        torch.cuda.set_rng_state(state, index)
+    torch.cuda.set_rng_state_all(states[1:])
 
 
 def device_for(device: torch.device) -> Device:

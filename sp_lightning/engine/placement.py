@@ -92,8 +92,8 @@ class Placement:
         return BackgroundUpdates(layers, device)
 
     @property
-    def source(self) -> Callable[..., HostSource]:
-        """Makes what brings layers' bytes, as the class :class:`~sp_lightning.engine.host_source.HostSource` does."""
+    def source(self) -> type[HostSource]:
+        """The class of what brings layers' bytes."""
         return HostSource
 
     def turns(
@@ -138,7 +138,7 @@ class OnRanks(Placement):
         return SharedUpdates(layers, device, self._ranks, self._gradients)
 
     @property
-    def source(self) -> Callable[..., HostSource]:
+    def source(self) -> type[HostSource]:
         return SharedSource
 
     def turns(
@@ -175,7 +175,7 @@ class OnFiles(Placement):
         return FileBlock(layer, planned, *args, reader=self.reader, places=self.places[planned.name], **options)
 
     @property
-    def source(self) -> Callable[..., HostSource]:
+    def source(self) -> type[HostSource]:
         return FileSource
 
 
@@ -232,7 +232,7 @@ class OnScratch(Placement):
         return block
 
     @property
-    def source(self) -> Callable[..., HostSource]:
+    def source(self) -> type[HostSource]:
         return self._inner.source
 
 

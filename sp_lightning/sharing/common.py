@@ -25,6 +25,9 @@ from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.weights.layer import OnItsWay, StreamedLayer
 from sp_lightning.weights.uploads import Uploads
 
+ON_DEVICE = 2
+"""Layers of what trials have in common that are on the device beside their windows, if their user does not say how many."""
+
 
 class CommonLayer:
     """What trials have in common of a layer, on the host: its frozen weights, which come first. Once filled, nobody writes it.
@@ -38,6 +41,7 @@ class CommonLayer:
     Attributes:
         memory: its pages.
         bytes: the frozen weights, flat ``uint8``.
+        pinned: whether they are page-locked.
         filled: whether the first trial has filled it.
     """
 
@@ -45,11 +49,12 @@ class CommonLayer:
         self.memory = SharedMemory(create(whole_pages(most), "superpipeline-base"), whole_pages(most))
         self._locked = PinnedMemory(device, memory=self.memory.common[: whole_pages(nbytes)], pin=pin)
         self.bytes = self.memory.common[:nbytes]
+        self.pinned = self._locked.pinned
         self.filled = False
 
 
 class TrialMemory(BlockMemory):
-    """The memory of a block, as one trial sees it.
+    """The memory of a block, as one trial sees it. Unlike that of ranks, no optimizer writes what all see.
 
     Args:
         device: allocates other memory, if user code asks for that.
@@ -60,13 +65,12 @@ class TrialMemory(BlockMemory):
         shared: the same; None once the block has other memory.
     """
 
-    pinned = True  # what is shared is, and nearly all comes from there
-
     def __init__(self, device: Device, shared: CommonLayer, nbytes: int) -> None:
         self._device, self._nbytes, self._pin = device, nbytes, False
         self.shared: CommonLayer | None = shared
         self._view = shared.memory.view_anew(0, whole_pages(nbytes))
         self.common = self._view.bytes[: self._nbytes]
+        self.pinned = shared.pinned  # nearly all comes from there
 
     def anew(self) -> None:
         self.shared = None
@@ -211,13 +215,13 @@ class SharedUploads(Uploads):
         self._alone = alone
 
     def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
-        memory = layer.block.memory
-        pages = memory if isinstance(memory, TrialMemory) and memory.shared is not None else None
-        self._pass_on(None if pages is None else pages.shared)
-        if pages is None or pages.shared is None:
+        memory: Any = layer.block.memory
+        shared = memory.shared if isinstance(memory, TrialMemory) else None
+        self._pass_on(shared)
+        if shared is None:
             return super().send(layer, target, source, landed)
-        shared, end = pages.shared, pages.shared.bytes.nbytes
-        own = pages.own(end)
+        end = shared.bytes.nbytes
+        own = memory.own(end)
         edges = [0, *(edge for run in own for edge in run), end]
         common = [slice(*run) for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
         its_own = [slice(*run) for run in (*own, (end, source.nbytes)) if run[0] < run[1]]

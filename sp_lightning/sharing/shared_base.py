@@ -6,7 +6,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
@@ -24,8 +24,8 @@ from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.placement import Placement
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.plan import PlannedLayer
-from sp_lightning.sharing.common import Common, SharedUploads, TrialBlock
-from sp_lightning.sharing.turns import LOG, TURNS, ProcessState, Turn
+from sp_lightning.sharing.common import ON_DEVICE, Common, SharedUploads, TrialBlock
+from sp_lightning.sharing.turns import TURNS, ProcessState, Turn
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.uploads import Uploads
 
@@ -64,7 +64,7 @@ class SharedBase:
         losses = base.map(run, [1e-4, 3e-4, 1e-3, 3e-3])
     """
 
-    def __init__(self, max_trials: int | None = None, *, layers: int = 2) -> None:
+    def __init__(self, max_trials: int | None = None, *, layers: int = ON_DEVICE) -> None:
         if why := supported():
             raise RuntimeError(f"SharedBase cannot be used here: {why}. Run the trials one after the other.")
         _check_counts(max_trials=max_trials, layers=layers)
@@ -73,16 +73,12 @@ class SharedBase:
         self._first = ProcessState()
         self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
         self._under_way = set[Trial]()
+        self._computes_on: torch.device | None = None
 
     @property
     def fetched_bytes(self) -> int:
         """Bytes of the base that were copied to the device for several trials together."""
         return self._common.fetched_bytes
-
-    @property
-    def _alone(self) -> bool:
-        """Whether one trial is under way."""
-        return len(self._under_way) == 1
 
     def _refuse_taken(self, trial: Trial, things: Iterable[Any]) -> None:
         """Refuses what another trial has: a RuntimeError."""
@@ -114,14 +110,13 @@ class SharedBase:
                 trial = Trial(self, Turn(self._first, self._common.there), at_once)
                 TURNS.begin(trial.turn)
                 self._under_way.add(trial)
-                token, _here.trial = scope.set(trial), trial
+                token = scope.set(trial)
                 try:
                     # On an accelerator one thread of autograd's would run the backwards of all trials, and change no turns.
                     with torch.autograd.set_multithreading_enabled(False):
                         return function(*args, **kwargs)
                 finally:
                     trial.close()
-                    _here.trial = None
                     scope.reset(token)
                     self._under_way.remove(trial)
                     if not self._under_way:
@@ -163,7 +158,9 @@ class SharedBase:
             except BaseException:  # Ctrl-C: each trial ends at its next layer
                 pool.shutdown(wait=False, cancel_futures=True)
                 for trial in list(self._under_way):
-                    trial.turn.cancelled = True
+                    trial.turn.error = CancelledError(
+                        "The trials are ended: the thread that waits for them was interrupted."
+                    )
                 raise
         for error, call in zip(errors, calls, strict=True):
             if error is not None:
@@ -188,9 +185,22 @@ def refuse_several_devices() -> None:
         raise ValueError(f"A SharedBase is one device's, and this trainer has several (devices=, num_nodes=). {_APART}")
 
 
+def refuse_from_elsewhere(made_in: Trial | None) -> None:
+    """Refuses a trainer within a trial whose strategy was made before it, or in another one: a RuntimeError."""
+    if current() not in (None, made_in):
+        raise RuntimeError(
+            "A trial of a SharedBase uses a Trainer or a strategy that was made outside of it. Make both in the trial: they have "
+            "the state of one run."
+        )
+
+
 def _refuse_inside() -> None:
     if current() is not None:
         raise RuntimeError("A trial of a SharedBase cannot begin inside of another one.")
+
+
+_LOADERS = {"validate": "val", "test": "test", "predict": "predict"}
+"""By the name of a loop, what a Trainer calls its loaders after."""
 
 
 class Trial(Placement):
@@ -213,7 +223,7 @@ class Trial(Placement):
         self._runs = WeakSet[Any]()
         self._blocks: list[TrialBlock] = []
         self._travels = 0  # bytes of frozen weights, or of their casts
-        self._shares = self._trimmed = False
+        self._shares = False
 
     def begin(self, run: Any, budget: int | float | None, device: torch.device, *, on_disk: bool) -> int | float | None:
         """Begins a run, whose trainer's bars are off: of several in one terminal none can be read, and Rich raises.
@@ -229,23 +239,28 @@ class Trial(Placement):
 
         Raises:
             RuntimeError: another trial has the module, a data module, a callback or a logger of this one.
-            ValueError: no share can be told, or weights may be on a disk.
+            ValueError: no share can be told, weights may be on a disk, or it is another device than that of other trials.
         """
+        base = self._base
+        if base._computes_on not in (None, device):
+            raise ValueError(
+                f"A SharedBase is one device's: this trial computes on {device}, one before it on {base._computes_on}."
+            )
+        base._computes_on = device
         if on_disk:
             raise ValueError(f"disk= keeps weights where a SharedBase does not look for them. {_APART}")
         trainer = run.module.trainer
         stateful = (each for each in run.module.modules() if each._parameters or each._buffers)
         things = (run.module, *stateful, getattr(trainer, "datamodule", None))
-        self._base._refuse_taken(
-            self, (each for each in (*things, *trainer.callbacks, *trainer.loggers) if each is not None)
-        )
+        base._refuse_taken(self, (each for each in (*things, *trainer.callbacks, *trainer.loggers) if each is not None))
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.disable()
         self._runs.add(run)
         return budget if budget is not None or device.type == "cpu" else self._share()
 
-    def loop_begins(self, loaders: Any) -> None:
+    def loop_begins(self, trainer: Any, phase: str) -> None:
         """Refuses data loaders that another trial has, too, and that have a state: a RuntimeError."""
+        loaders = getattr(trainer, "train_dataloader" if phase == "train" else f"{_LOADERS[phase]}_dataloaders")
         found = [each for each in tree_leaves(loaders) if isinstance(each, DataLoader)]
         self._base._refuse_taken(
             self, [each for each in found if each.persistent_workers or each.generator is not None]
@@ -261,9 +276,6 @@ class Trial(Placement):
 
     def step(self) -> None:
         """A step begins: others have their turns, even if all layers of this trial stay on the device."""
-        if not self._trimmed:
-            self._trimmed = True
-            return_free_memory()  # the copies of what is in common now
         TURNS.pass_on(self.turn)
 
     def close(self) -> None:
@@ -285,7 +297,7 @@ class Trial(Placement):
     def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
         frozen = sum(not parameter.requires_grad for _, parameter in layer.parameters)
         if not options.get("fetched_seldom"):
-            named = zip((*planned.spans, *planned.casts), (*layer.parameters, *layer.lowered), strict=False)
+            named = zip((*planned.spans, *planned.casts), (*layer.parameters, *layer.lowered), strict=True)
             self._travels += sum(span.nbytes for span, (_, parameter) in named if not parameter.requires_grad)
         if not frozen:
             return super().block(layer, planned, *args, **options)
@@ -304,16 +316,15 @@ class Trial(Placement):
                 f"This trial has no frozen weights in common with others: {what}. Freeze the base (requires_grad_(False)) and "
                 "load the same one in each trial, or run it outside of the SharedBase."
             )
+        return_free_memory()  # copies of what is in common now
+        self.turn.log = log or self.turn.log
         base, common = self._base, sum(block.common_bytes for block in blocks if block.travels)
         if common < travels / 2:
-            LOG.warning(
+            self.turn.log.warning(
                 "Superpipeline: %d %% of the frozen weights that travel in this trial are in common with others'. Equal ones are "
                 "shared, in the dtype in which they travel: under bf16-mixed load the base in bfloat16.", 100 * common // travels,
             )  # fmt: skip
-        return SharedUploads(device, base._common, partial(TURNS.pass_on, self.turn), lambda: base._alone)
-
-
-_here = threading.local()
+        return SharedUploads(device, base._common, partial(TURNS.pass_on, self.turn), lambda: len(base._under_way) == 1)
 
 
 def _frozen_first(layer: Layer) -> Layer:
@@ -323,4 +334,4 @@ def _frozen_first(layer: Layer) -> Layer:
 
 def current() -> Trial | None:
     """The trial that this thread runs; None outside of one."""
-    return getattr(_here, "trial", None)
+    return scope.get()

@@ -14,7 +14,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Hashable
-from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
@@ -22,7 +21,6 @@ import torch
 
 from sp_lightning.device.accelerator import generator_states, set_generator_states
 
-LOG = logging.getLogger("lightning.pytorch.superpipeline")
 LONG = 60.0
 """Seconds without another turn after which a log says what the trial does whose turn it is."""
 PATIENCE = 64
@@ -93,7 +91,8 @@ class Turn:
         state: the process's, as this trial has left it.
         wants: the layer that it needs next; None if it waits for no layer.
         waited: how many turns others have had since its own.
-        cancelled: whether its next turn is its last.
+        error: that its next turn ends with; None for none.
+        log: for what its user should know.
         comes: tells its thread alone that its turn has come.
     """
 
@@ -103,7 +102,8 @@ class Turn:
         self.state = state
         self.wants: Hashable = None
         self.waited = 0
-        self.cancelled = False
+        self.error: Exception | None = None
+        self.log = logging.getLogger("lightning.pytorch")
         self._there = there
 
     @property
@@ -142,7 +142,7 @@ class TrialTurns:
         """The trial whose turn it is needs a layer, or begins a step. Returns once it is its turn again.
 
         Raises:
-            CancelledError: the trials are to end. It is raised once in each.
+            Exception: the error that the turn is to end with. It is raised once.
         """
         if self._waiting:  # who comes in this moment has a turn at the next layer
             with self._lock:
@@ -154,9 +154,9 @@ class TrialTurns:
                     turn.state = ProcessState()
                     self._give()
                     self._await(turn)
-        if turn.cancelled:
-            turn.cancelled = False
-            raise CancelledError("The trials are ended, because the thread that waits for them was interrupted.")
+        if turn.error is not None:
+            error, turn.error = turn.error, None
+            raise error
 
     def end(self, turn: Turn) -> None:
         """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""
@@ -187,17 +187,17 @@ class TrialTurns:
             except BaseException as error:  # Ctrl-C, in the main thread: it ends in its turn, since others compute now
                 interrupt, in_time = error, True
             if not in_time and given == self._given:
-                self._say_who_runs()
+                self._say_who_runs(turn.log)
             given = self._given
         self._thread = threading.get_ident()
         turn.state.restore()
         if interrupt is not None:
             raise interrupt
 
-    def _say_who_runs(self) -> None:
+    def _say_who_runs(self, log: logging.Logger) -> None:
         frame = sys._current_frames().get(self._thread)
         stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
-        LOG.warning(
+        log.warning(
             "Superpipeline: trials of a SharedBase have waited %g s for one that does not come to a layer. If it waits for "
             "another trial (a lock, a queue), both wait for ever: leave that out. It is here:\n%s", LONG, stack,
         )  # fmt: skip

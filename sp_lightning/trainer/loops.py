@@ -20,13 +20,6 @@ from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.options import Options, autocast_dtype, refuse_on_ranks
 from sp_lightning.trainer.run import Results, Run
 
-_LOADERS = {
-    "train": "train_dataloader",
-    "validate": "val_dataloaders",
-    "test": "test_dataloaders",
-    "predict": "predict_dataloaders",
-}
-
 
 class LoopStrategy(HostStrategy):
     """A strategy that has an engine while a run lasts: training with its validation, or another loop alone.
@@ -212,7 +205,7 @@ class LoopStrategy(HostStrategy):
             self._loop_begun = True
             self._compare_nodes("before the first batch")
         self._run.hooks.loop_starts()
-        self._run.loop_begins(getattr(self._run.module.trainer, _LOADERS[phase]))
+        self._run.loop_begins(phase)
         if self._run.ranks is not None:
             self._run.ranks.board.place = f"the beginning of the loop {phase!r}"
         if phase == "train":

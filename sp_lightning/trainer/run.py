@@ -326,10 +326,10 @@ class Run:
         if self.ranks is not None:
             self.ranks.broadcast([buffer for buffer in self.module.buffers() if buffer.numel()])
 
-    def loop_begins(self, loaders: Any) -> None:
-        """A loop begins over these loaders."""
+    def loop_begins(self, phase: str) -> None:
+        """A loop begins."""
         if self._trial is not None:
-            self._trial.loop_begins(loaders)
+            self._trial.loop_begins(self.module.trainer, phase)
 
     def step_begins(self) -> None:
         """A step of a loop begins: buffers are sent when DistributedDataParallel would send them, after a step of training."""

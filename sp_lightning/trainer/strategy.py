@@ -19,6 +19,7 @@ from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import Count, Fused, OptimizerOn, Overlap, Transfer, by_name
+from sp_lightning.sharing.shared_base import current, refuse_from_elsewhere
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_folder import common_tensors, write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for, load
@@ -150,11 +151,13 @@ class StreamingStrategy(LoopStrategy):
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
+        self._made_in = current()
         super().__init__(options, device, accelerator, checkpoint_io, precision_plugin)
 
     # ------------------------------------------------------------------ set-up and teardown
 
     def connect(self, model: pl.LightningModule) -> None:
+        refuse_from_elsewhere(self._made_in)
         super().connect(model)
         trainer = trainer_of(model)  # none yet, where it is connected by hand; the trainer does it again
         if trainer is None or not self._options.callback:

@@ -217,17 +217,12 @@ class Norms:
 
         Others are widened here, so that torch adds in the same order.
         """
-        made = [made_of(gradient) for gradient in gradients]
-        known = norms_of(
-            [
-                came
-                for (came, changes), g in zip(made, gradients, strict=True)
-                if came is not g and _scale(came, changes)
-            ]
-        )
+        made = [(gradient, *made_of(gradient)) for gradient in gradients]
+        scales = {id(came): _scale(came, changes) for gradient, came, changes in made if came is not gradient}
+        known = norms_of([came for _, came, _ in made if scales.get(id(came))])
         return [
-            known[id(came)].mul_(_scale(came, changes)) if id(came) in known else self._of_one(gradient, came, changes)
-            for gradient, (came, changes) in zip(gradients, made, strict=True)
+            known[id(came)].mul_(scales[id(came)]) if id(came) in known else self._of_one(gradient, came, changes)
+            for gradient, came, changes in made
         ]
 
     def _of_one(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:

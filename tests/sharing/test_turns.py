@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_lightning.sharing.turns import PATIENCE, ProcessState, TrialTurns, Turn
+from sp_lightning.sharing.turns import _SETTINGS, PATIENCE, ProcessState, TrialTurns, Turn
 
 PROGRAMS = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=30), min_size=1, max_size=6)
 
@@ -152,10 +152,25 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[Any, An
 """For each how it is read and written, and what two trials make it."""
 
 
+@pytest.mark.parametrize("at", range(len(_SETTINGS)))
+def test_every_setting_goes_with_the_turn(at: int) -> None:
+    (read, write), before, state = _SETTINGS[at], _SETTINGS[at][0](), ProcessState()
+    others: list[Any] = [True, False, 2, 1, "high", "7", torch.float64, (True, True), (True, False)]
+    other = next(
+        each for each in others if (type(each) is type(before) and each != before) or before is None is not each == "7"
+    )
+    write(other)
+    try:
+        assert read() == other
+    finally:
+        state.restore()
+    assert read() == before
+
+
 def test_trials_that_are_cancelled_end_at_their_next_layer() -> None:
     machine = Machine(room=1)
     turn = machine.begin()
-    turn.cancelled = True
+    turn.error = CancelledError("interrupted")
     with pytest.raises(CancelledError, match="interrupted"):
         machine.turns.pass_on(turn, 1)
     machine.turns.pass_on(turn, 2)  # while it ends it needs layers still
@@ -208,7 +223,7 @@ def test_a_log_says_who_does_not_come_to_a_layer(
     def waits_for_another() -> None:
         time.sleep(0.3)
 
-    with ThreadPoolExecutor(1) as pool, caplog.at_level("WARNING", "lightning.pytorch.superpipeline"):
+    with ThreadPoolExecutor(1) as pool, caplog.at_level("WARNING", "lightning.pytorch"):
         pool.submit(machine.run, 1, [1])
         waits_for_another()
         machine.turns.end(turn)
