@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from sp_lightning.sharing.common import TrialMemory
 from sp_lightning.sharing.shared_base import current
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.tiers import first
-from tests.support.trials import RATES, WIDTH, Adapted, Learner, batches, learn
+from tests.support.trials import RATES, WIDTH, Adapted, Learner, batches, interruptible, learn
 
 
 def assert_each_is_itself(count: int, run: Callable[[float], Outcome] = learn) -> SharedBase:
@@ -423,10 +422,10 @@ def test_an_interrupt_ends_all_trials() -> None:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             begun.append(self.rate)
             if len(begun) == 7:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                interrupt()
                 time.sleep(0.3)
 
-    with pytest.raises(KeyboardInterrupt):
+    with interruptible() as interrupt, pytest.raises(KeyboardInterrupt):
         SharedBase().map(lambda rate: learn(rate, make=Interrupts, max_epochs=100), RATES[:3])
     assert len(begun) < 30
 

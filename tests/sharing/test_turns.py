@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_lightning.sharing.turns import _SETTINGS, PATIENCE, ProcessState, TrialTurns, Turn
+from tests.support.trials import interruptible
 
 PROGRAMS = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=30), min_size=1, max_size=6)
 
@@ -191,7 +191,7 @@ def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> N
         while ours not in machine.turns._waiting:
             time.sleep(1e-3)
         with machine.turns._lock:  # which is free once ours waits
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            interrupt()
         go_on.wait(10)
         order.append("the other ends")
         machine.turns.end(turn)
@@ -203,7 +203,7 @@ def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> N
     while not begun and machine.turns._running is None:
         time.sleep(1e-3)
     threading.Timer(0.3, go_on.set).start()
-    with pytest.raises(KeyboardInterrupt):
+    with interruptible() as interrupt, pytest.raises(KeyboardInterrupt):
         machine.turns.pass_on(ours, 1) if begun else machine.turns.begin(ours)
     order.append("ours is told")
     if begun:

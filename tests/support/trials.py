@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +18,16 @@ from tests.support.runs import Outcome, fit
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 WIDTH = 64  # some pages for each weight
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Inside, the main thread can be interrupted as Ctrl-C does it, even if this process was started to ignore that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Adapted(nn.Module):
