@@ -173,6 +173,11 @@ def coalesced(numbers: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
     return torch.ops.aten._sparse_coo_tensor_unsafe(numbers[None], rows, shape, is_coalesced=True)
 
 
+def sparse_of(like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """A sparse tensor like another one, whose parts lie in other memory, which nobody reads yet."""
+    return torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, like.shape, is_coalesced=like.is_coalesced())
+
+
 def writes_arguments(function: Any) -> bool:
     """Whether a function is an operator whose schema says that it writes an argument. Schemas have no public name."""
     schema = getattr(function, "_schema", None)

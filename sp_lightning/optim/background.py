@@ -99,10 +99,13 @@ class BackgroundUpdates:
         self._afterwards.append(then)
 
     def bound(self, most: int) -> None:
-        """Waits until at most ``most`` updates are under way."""
+        """Waits until at most ``most`` of the updates are under way that something follows, which is done for the others.
+
+        Their parameters keep the waiting class, so that a layer that no user code touches is fetched as its update left it.
+        """
         with self._lock:
-            for layer in list(self._under_way)[:-most]:
-                self._finish(layer, Wait.READ_AFTER_UPDATE)
+            for layer in [layer for layer, then in self._under_way.items() if then is not None][:-most]:
+                self._follow(layer, Wait.READ_AFTER_UPDATE)
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
         """Waits for the update of one layer.
@@ -170,18 +173,24 @@ class BackgroundUpdates:
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
         if layer in self._under_way:
-            if layer.update is not None:  # otherwise an interrupt has come before it was submitted
-                # A KeyboardInterrupt may come here; the update is still known then.
-                self._device.finish(layer.update, why)
-                self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
-            then, layer.update, layer.landed = self._under_way.pop(layer), None, None
+            self._follow(layer, why)
+            del self._under_way[layer]
+            layer.update = layer.landed = None
             if why is not Wait.FETCH_AFTER_UPDATE:
                 layer.made = ()  # what waits may write the host's weights
             if not layer.updated_early:
                 _restore_classes(layer.family)
-            if then is not None:
-                with torch.DisableTorchFunctionSubclass():  # the layer's parameters may be refused to user code still
-                    then()
+
+    def _follow(self, layer: StreamedLayer, why: Wait) -> None:
+        """Waits for an update, and does once what follows it."""
+        if layer.update is not None:  # otherwise an interrupt has come before it was submitted
+            # A KeyboardInterrupt may come here; the update is still known then.
+            self._device.finish(layer.update, why)
+            self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+        then, self._under_way[layer] = self._under_way[layer], None
+        if then is not None:
+            with torch.DisableTorchFunctionSubclass():  # the layer's parameters may be refused to user code still
+                then()
 
     def _raise(self) -> None:
         if self._failure is not None:

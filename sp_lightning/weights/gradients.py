@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import aligned, strided
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_values
+from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_of, sparse_values
 from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted, bytes_of_dense
@@ -155,19 +155,29 @@ class Gradients(GradientSink[_Drain]):
         for (layer, index), gradient in gradients.items():
             block = layer.block
             parameter = block.parameters[index]
-            if gradient.layout is not torch.strided:
+            own = target = None
+            if gradient.layout is not torch.strided and not layer.rows.sparse_on_device:
                 landings.append(self._bring_sparse(layer, index, gradient))
                 continue
-            own = target = None
+            if gradient.layout is not torch.strided:
+                staging = staging or self._staging.take(_staged_bytes(gradients.values()))
+                parts, came = _parts(gradient), list[Tensor]()
+                for each in parts:
+                    came.append(strided(staging.common, used, each.dtype, each.shape, each.contiguous().stride()))
+                    used += aligned(each.nbytes)
+                if parameter.grad is None and index not in block.retyped:
+                    own = block.gradients.target(index, parameter.dtype)
+                targets += came
+                sources += parts
+                landings.append((parameter, sparse_of(gradient, *came), own, True))
+                continue
             if index in block.retyped:
                 own = target = torch.empty_like(gradient, device="cpu")
             elif parameter.grad is None:
                 stays = self.keep_narrow and not self._looked_at and not accumulation_hooks(parameter)
                 own = target = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
             if target is None or target.dtype is not gradient.dtype:
-                if staging is None:
-                    dense = (value for value in gradients.values() if value.layout is torch.strided)
-                    staging = self._staging.take(sum(aligned(value.nbytes) for value in dense))
+                staging = staging or self._staging.take(_staged_bytes(gradients.values()))
                 span = block.planned.spans[index]
                 target = strided(staging.common, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
@@ -191,13 +201,7 @@ class Gradients(GradientSink[_Drain]):
         sparse = gradient.to("cpu")
         self.host_waits += 1
         self.drained_bytes += sparse_values(sparse).nbytes
-        parameter = layer.block.parameters[index]
-        if not layer.rows.sparse_on_device:
-            return parameter, sparse, sparse, False
-        own = None
-        if parameter.grad is None and index not in layer.block.retyped:
-            own = layer.block.gradients.target(index, parameter.dtype)
-        return parameter, each_row_once(sparse), own, True
+        return layer.block.parameters[index], sparse, sparse, False
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins.
@@ -267,6 +271,8 @@ class Gradients(GradientSink[_Drain]):
     def _land(self, parameter: nn.Parameter, gradient: Tensor, own: Tensor | None, sparse_on_device: bool) -> int:
         """Makes one gradient ``param.grad``, or adds it to that. Returns the parameter's identity."""
         first = parameter.grad is None
+        if sparse_on_device:
+            gradient = each_row_once(gradient)
         if sparse_on_device and own is None and first:
             gradient = gradient.to_dense()  # the block's memory for it is still held
         elif own is not None and own is not gradient and first:
@@ -284,6 +290,22 @@ class Gradients(GradientSink[_Drain]):
         else:
             accumulate(parameter, gradient, own=own is gradient and not narrow)  # (9)
         return id(parameter)
+
+
+def _parts(gradient: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors of a gradient: itself, or the indices and values of a sparse one."""
+    dense = gradient.layout is torch.strided
+    return (gradient,) if dense else (sparse_indices(gradient), sparse_values(gradient))
+
+
+def _staged_bytes(gradients: Collection[Tensor]) -> int:
+    """How much staging memory a layer's gradients take at most.
+
+    Memory that is free is kept by its size. That of a sparse gradient, another one in each step, is a power of two.
+    """
+    sizes = [sum(aligned(part.nbytes) for part in _parts(each)) for each in gradients]
+    dense = all(each.layout is torch.strided for each in gradients)
+    return sum(sizes) if dense else 1 << (sum(sizes) - 1).bit_length()
 
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")

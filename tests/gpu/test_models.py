@@ -32,7 +32,7 @@ def check(make: Make, batches: Batches, precision: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "fasterrcnn"])  # its roi_align compiles for minutes
 def test_models_are_bitwise_equal(name: str, precision: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -21,6 +21,7 @@ from sp_lightning.engine import clipping
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.clipping import Clipping
 from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.weights.host_casts import Casts
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slots
 from tests.support.models import CASES, Module, Stack, vectors
@@ -266,3 +267,20 @@ def test_a_run_that_resumes_runs_fused_again(tmp_path: Path) -> None:
     with taken_apart() as layers:
         fit(make, vectors(), overlapping("forward"), recorded="losses", ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
     assert len(layers) == 3 * 7
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_weights_that_an_update_has_cast_are_not_cast_again(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host would come late with the next layer: it casts some milliseconds for each."""
+    casting, refresh = list[str](), Casts.refresh
+
+    def noted(casts: Casts, by: Any = None, **options: Any) -> None:
+        casting.append("host" if by is None else "update")
+        refresh(casts, by, **options)
+
+    monkeypatch.setattr(Casts, "refresh", noted)
+    strategy = overlapping(mode)
+    fit(lambda: Module(Stack()), vectors(), strategy, precision="bf16-mixed", recorded="nothing")
+    layers = len(Stack().blocks) + 2
+    assert casting.count("update") == len(vectors()) * layers
+    assert casting.count("host") == layers  # when training begins

@@ -43,6 +43,7 @@ class Delayed(Accelerator):
         self.slow = slow
         self.omit = omit
         self.waits: set[Wait] = set()
+        self.pending: set[Wait] = set()
         self.early: list[str] = []
         """Streams that were busy when host memory was unpinned; a finalizer cannot raise."""
 
@@ -61,14 +62,19 @@ class Delayed(Accelerator):
             torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
 
     def wait(self, stream: Stream, event: Any, why: Wait) -> None:
-        self.waits.add(why)
+        self._note(event, why)
         if why is not self.omit:
             super().wait(stream, event, why)
 
     def synchronize(self, event: Any, why: Wait) -> None:
-        self.waits.add(why)
+        self._note(event, why)
         if why is not self.omit:
             super().synchronize(event, why)
+
+    def _note(self, event: Any, why: Wait) -> None:
+        self.waits.add(why)
+        if event is not None and not event.query():
+            self.pending.add(why)
 
     def later(self, work: Callable[[], None]) -> Future[None]:
         def late() -> None:
