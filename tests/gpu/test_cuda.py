@@ -189,7 +189,7 @@ def test_the_window_chooses_itself_within_the_budget() -> None:
     assert_equal(ours, run(superpipeline(k=2, k_prime=1))[0], "state")
 
 
-def test_out_of_memory_says_which_window_leaves_more() -> None:
+def test_out_of_memory_says_which_window_takes_less() -> None:
     class Hungry(Transformer):
         def loss(self, batch: Any) -> Tensor:
             taken = (
@@ -209,7 +209,7 @@ def test_out_of_memory_says_which_window_leaves_more() -> None:
             trainer_for(strategy, accelerator="gpu").fit(Hungry(large_llama().net), loader([batch] * 6))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "With SuperpipelineStrategy(k=1, k_prime=1) there would be" in "\n".join(raised.value.__notes__)
+    assert "Use less: SuperpipelineStrategy(k=4, k_prime=1)" in "\n".join(raised.value.__notes__)
 
 
 def test_a_timeline_has_every_kind_and_its_fetches_end_before_their_use(tmp_path: Path) -> None:
