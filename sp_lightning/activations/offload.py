@@ -332,8 +332,7 @@ class Offload:
         memories = [device.empty(storage.nbytes) for storage in missing]  # an error here leaves no storage half there
         for storage, memory in zip(missing, memories, strict=True):
             storage.returned = memory
-            device.access(memory, Stream.COMPUTE, write=True)  # compute may have used that memory last
-        # Compute has waited for the copies to the host, so the copies back come after those, too.
+        # Compute may have used that memory last. It has waited for the copies to the host, so those back come after them, too.
         device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
         for storage, memory in zip(missing, memories, strict=True):
             begun = device.mark(Stream.UPLOAD)

@@ -63,7 +63,6 @@ class StepSlots:
     def empty(self, nbytes: int) -> Tensor:
         """Device memory to upload to. The allocator may have given what a kernel still uses."""
         memory = self._device.empty(nbytes)
-        self._device.access(memory, Stream.COMPUTE, write=True)
         self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
         return memory
 

@@ -15,12 +15,12 @@ from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import fit, loader, superpipeline, trainer_for
-from tests.support.simdevice import Race, SimDevice, simulated
+from tests.support.simdevice import Race, SimDevice, settled, simulated
 
 
 def test_memory_that_a_copy_reads_may_be_let_go_of() -> None:
     device = SimDevice(torch.device("cpu"))
-    memory, target = PinnedMemory(device, 64, pin=True), device.empty(64)
+    memory, target = PinnedMemory(device, 64, pin=True), settled(device, 64)
     memory.bytes[:64].fill_(7)
     device.copy([target], [memory.bytes[:64]], Stream.UPLOAD)
     del memory
@@ -33,7 +33,7 @@ def test_memory_that_a_copy_reads_may_be_let_go_of() -> None:
 def test_unpinning_too_early_is_noticed(stream: Stream) -> None:
     """The simulation has to see what a finalizer does, too."""
     device = SimDevice(torch.device("cpu"), omit=Wait.UNPIN_AFTER_COPY)
-    memory, other = PinnedMemory(device, 64, pin=True), device.empty(64)
+    memory, other = PinnedMemory(device, 64, pin=True), settled(device, 64)
     source, target = (memory.bytes[:64], other) if stream is Stream.UPLOAD else (other, memory.bytes[:64])
     device.copy([target], [source], stream)
     del memory

@@ -13,14 +13,14 @@ from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.swap import Swap
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
-from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
+from tests.support.simdevice import Mixed, Race, SimDevice, Watch, settled, simulated
 
 WHY = Wait.USE_AFTER_FETCH  # any
 
 
 def make() -> tuple[SimDevice, torch.Tensor, torch.Tensor]:
     device = SimDevice(torch.device("cpu"))
-    slot, host = device.empty(64), device.host_empty(64)[:64]
+    slot, host = settled(device, 64), device.host_empty(64)[:64]
     host.fill_(7)
     device.access(host, None, write=True)
     return device, slot, host
@@ -35,9 +35,17 @@ def test_a_copy_runs_only_when_somebody_waits() -> None:
     assert slot.tolist() == [7] * 64
 
 
+def test_a_copy_to_memory_that_kernels_may_still_use_is_a_race() -> None:
+    """The allocator gives memory as soon as the host has let go of it, and fills it where algorithms are deterministic."""
+    device, _, host = make()
+    memory = device.empty(64)
+    with pytest.raises(Race, match=r"copied to by host to device at .* is not ordered after written by compute"):
+        device.copy([memory], [host], Stream.UPLOAD)
+
+
 def test_copies_run_in_order_and_only_up_to_the_event() -> None:
     device, slot, host = make()
-    other = device.empty(64)
+    other = settled(device, 64)
     device.copy([slot], [host], Stream.UPLOAD)
     event = device.record(Stream.UPLOAD)
     device.copy([other], [host], Stream.UPLOAD)

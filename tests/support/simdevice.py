@@ -8,6 +8,7 @@ What a synchronous CPU hides shows here, every time and not only when a race is 
   the others: issuing work orders a stream after the host, a wait orders it after the event. Each access to memory must be ordered
   after the conflicting ones before it; otherwise :class:`Race` names both and the missing edge. Compute runs eagerly
   here, so that late copies alone would miss every wait *of* a copy stream; the clocks do not.
+- **Allocating** device memory is a write by the current stream, whose kernels may use that memory still.
 - **Unpinning** host memory is a write by the host, or by its background; :func:`simulated` raises what came too early.
 - **Watch.** A dispatch mode that sees every operator: what touches a slot is an access by compute, what touches the
   host store one by the host, whether the engine declared it or not; an operator that takes both raises :class:`Mixed`.
@@ -19,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -38,6 +39,14 @@ from sp_lightning.trainer.run import move_to_device
 HOST = "host"
 Agent = Stream | str
 Clock = dict[Agent, int]
+
+
+def settled(device: SimDevice, nbytes: int) -> Tensor:
+    """Device memory that copies may use: they come after the kernels that used it."""
+    memory = device.empty(nbytes)
+    for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
+        device.wait(stream, device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
+    return memory
 
 
 class Race(AssertionError):
@@ -150,6 +159,8 @@ class SimDevice(Device):
         memory = super().empty(nbytes)
         poison(memory)
         self.device_ranges.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
+        # The allocator gives what kernels of the current stream may still use, and may fill it there (deterministic algorithms).
+        self.access(memory, getattr(self._engine, "stream", Stream.COMPUTE), write=True)
         return memory
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
@@ -195,9 +206,15 @@ class SimDevice(Device):
         with self.engine():
             return tensor.clone()
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
         self._run(self.record(stream))  # what runs inside runs at once, and so has what was issued before it
-        return self.engine()
+        self._engine.stream = stream
+        try:
+            with self.engine():
+                yield
+        finally:
+            del self._engine.stream
 
     def record(self, stream: Stream) -> SimEvent:
         self._issue(stream)
