@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from sp_lightning.cli.answer import Answer, Row, stepped_on_device
+from sp_lightning.cli.answer import Answer, Row, stepped_otherwise
 from sp_lightning.cli.arguments import MODES, PRECISIONS, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
 from sp_lightning.cli.trials import best_trials, trials
@@ -305,12 +305,13 @@ def _faster(answer: Answer) -> str:
     sliced = answer.without_waits.get("whole uploads", now)
     if now - sliced >= LEAST_WAITING * now:
         why += f' transfer="sliced" takes {sliced:.3g} s.'
-    if "updates" in waited and (there := stepped_on_device(answer.estimate, row)) is not None:
-        seconds, more = there
+    for options, (seconds, more) in (stepped_otherwise(answer.estimate, row) if "updates" in waited else {}).items():
         if now - seconds >= LEAST_WAITING * now:
             needs, limit = row.device_bytes + more, answer.question.gpu_memory
             over = f", {in_gib(needs - limit)} more than there are" if limit is not None and needs > limit else ""
-            why += f" --optimizer-on device takes {seconds:.3g} s, and {in_gib(needs)} of device memory{over}."
+            why += f" {options} takes {seconds:.3g} s" + (
+                f", and {in_gib(needs)} of device memory{over}." if more else "."
+            )
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
 

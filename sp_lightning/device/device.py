@@ -113,9 +113,19 @@ class Device:
         self._most = 0  # the most that peak_bytes said before it was set back
 
     def empty(self, nbytes: int) -> Tensor:
-        """Returns uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable inside and outside of inference mode."""
+        """Returns uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable inside and outside of inference mode.
+
+        The allocator gives what kernels may still use, of which the host has let go. With deterministic algorithms a kernel fills
+        it. So whatever another stream does there has to wait for compute.
+        """
         with no_inference_mode():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def upload_target(self, nbytes: int) -> Tensor:
+        """Returns such memory for copies of the upload stream, which wait for kernels that may still use it."""
+        memory = self.empty(nbytes)
+        self.wait(Stream.UPLOAD, self.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
+        return memory
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
         """Returns uninitialised host memory of at least ``nbytes`` bytes, ``uint8``, in whole pages of its own.
@@ -157,8 +167,7 @@ class Device:
 
     def send(self, source: Tensor) -> Tensor:
         """Returns new device memory with the bytes of flat host memory. The compute stream waits for the copy."""
-        memory = self.empty(source.nbytes)
-        self.wait(Stream.UPLOAD, self.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
+        memory = self.upload_target(source.nbytes)
         self.copy([memory], [source], Stream.UPLOAD)
         self.wait(Stream.COMPUTE, self.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
         return memory

@@ -165,17 +165,13 @@ sparse_values: Callable[[Tensor], Tensor] = Tensor._values
 """The values of a sparse tensor, coalesced or not. The public ``values`` refuses a tensor that is not coalesced."""
 
 
-def coalesced(numbers: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
-    """A sparse tensor of a shape that has ``rows`` ``(n, *shape[1:])``, each once: ``numbers`` ``(n,)``, ``int64``, ascend.
+def sparse_rows(numbers: Tensor, rows: Tensor, shape: torch.Size, *, once: bool = True) -> Tensor:
+    """A sparse tensor of a shape that has ``rows`` ``(n, *shape[1:])`` with ``numbers`` ``(1, n)``, ``int64``.
 
-    The public ``torch.sparse_coo_tensor`` warns about checks of invariants that were not asked for (torch 2.11).
+    Nothing of both is read. With ``once``, numbers ascend, and each is there once. The public ``torch.sparse_coo_tensor``
+    warns about checks of invariants that were not asked for (torch 2.11).
     """
-    return torch.ops.aten._sparse_coo_tensor_unsafe(numbers[None], rows, shape, is_coalesced=True)
-
-
-def sparse_of(like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """A sparse tensor like another one, whose parts lie in other memory, which nobody reads yet."""
-    return torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, like.shape, is_coalesced=like.is_coalesced())
+    return torch.ops.aten._sparse_coo_tensor_unsafe(numbers, rows, shape, is_coalesced=once)
 
 
 def writes_arguments(function: Any) -> bool:

@@ -21,8 +21,8 @@ class Stats:
         drained_bytes: bytes of gradients copied to the host.
         transfers: how many groups of layers were fetched as one.
         demand_fetches: how many layers were needed before the trace had asked for them. Compute stalls for each of them.
-        host_waits: how often the host waited for compute where it could have run ahead: for the indices of rows, for
-            sparse gradients, for weights that were written on the device.
+        host_waits: how often the host waited for compute where it could have run ahead: for the indices of rows, and
+            for weights that were written on the device.
         extra_slots: how many slots were made beyond the plan, because user code held views of weights.
         peak_device_bytes: the most bytes that weights and gradients took on the device.
         peak_allocated_bytes: the most bytes that torch had allocated on the device at once. ``torch.cuda.max_memory_allocated()``

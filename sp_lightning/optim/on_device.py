@@ -315,7 +315,7 @@ class StepsOnDevice:
         """The norm of a gradient as the device computes it: a tensor without dimensions there. See :meth:`read`."""
         came, changes = made_of(gradient)
         spans, device = lay_out([("", came)]), self._device
-        memory = self._slots.empty(total_bytes(spans))
+        memory = device.upload_target(total_bytes(spans))
         device.copy([part(memory, spans[0])], [came], Stream.UPLOAD)
         device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
         there = part(memory, spans[0]).to(gradient.dtype)

@@ -49,7 +49,7 @@ class StepSlots:
         """The half that was used longer ago, or both if one is too small, once all has left it that the last update made."""
         if nbytes > self.nbytes:
             self.free()
-            memory = self.empty(aligned(nbytes) * self._count)
+            memory = self._device.upload_target(aligned(nbytes) * self._count)
             middle = memory.nbytes // 2 // ALIGNMENT * ALIGNMENT
             self._slots = [StepSlot(each) for each in (memory, memory[:middle], memory[middle:])]
         whole, first, second = self._slots
@@ -59,12 +59,6 @@ class StepSlots:
         self._slots = [whole, second, first]
         self._wait(whole, first)
         return first
-
-    def empty(self, nbytes: int) -> Tensor:
-        """Device memory to upload to. The allocator may have given what a kernel still uses."""
-        memory = self._device.empty(nbytes)
-        self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
-        return memory
 
     def free(self) -> None:
         """Frees device memory, once all has left it."""

@@ -127,7 +127,7 @@ class _OnDevice:
         device: which copies to it.
         layer: the layer; None at first.
         filled: the event after which it is there.
-        read: the events after which those are done that read or wrote the memory before: trials that have copied the layer.
+        read: the events after which those trials are done that have copied it.
     """
 
     memory: Tensor
@@ -181,8 +181,7 @@ class Common:
             there.close()
             there = None
         if there is None:
-            there = _OnDevice(device.empty(max(each.bytes.nbytes for each in self._host.values())), device)
-            there.read = [device.record(Stream.COMPUTE)]  # the allocator may have given what a kernel still uses
+            there = _OnDevice(device.upload_target(max(each.bytes.nbytes for each in self._host.values())), device)
         for event in there.read:
             device.wait(Stream.UPLOAD, event, Wait.BRING_AFTER_SHARE)
         device.copy([there.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)

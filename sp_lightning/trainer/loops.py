@@ -161,9 +161,9 @@ class LoopStrategy(HostStrategy):
         """What a user should know about this run beside the plan, in sentences."""
         return self._remarks if self._run is None else self._run.remarks()
 
-    def better_place(self) -> str:
-        """A sentence if the optimizers of the run that lasts would step faster in the other place; otherwise empty."""
-        return "" if self._run is None else self._run.steps.better_place()
+    def better_steps(self) -> str:
+        """What would make the optimizers' steps of the run that lasts faster, in sentences; empty if nothing is known to."""
+        return "" if self._run is None else self._run.steps.better()
 
     @property
     def device_memory(self) -> tuple[int, int] | None:

@@ -148,13 +148,25 @@ class OptimizerSteps:
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
 
-    def better_place(self) -> str:
-        """A sentence if optimizers would step faster in the other place; empty if not, or if there is no choice."""
-        alone = self._ranks is None and not self._run.engine.device.computes_on_host
-        if not alone or not self._real_optimizers or self._logged is None:
+    def better(self) -> str:
+        """What would make steps faster, the other place or another time, in sentences; empty if there is no choice."""
+        if self._run.engine.device.computes_on_host or not self._real_optimizers or self._logged is None:
             return ""
         self._run.finish_updates()  # until then optimizers have a class that waits
-        return self._place.better(self._real_optimizers, fuse=self._fuse_on_host)
+        place = "" if self._ranks is not None else self._place.better(self._real_optimizers, fuse=self._fuse_on_host)
+        return " ".join(filter(None, [place, self._better_time()]))
+
+    def _better_time(self) -> str:
+        stats = self._run.engine.stats()
+        if self.overlap != "forward" or 2 * stats.update_stall_seconds < stats.waited_seconds:
+            return ""
+        try:
+            choose_overlap(
+                "backward", self._trainer, self._trainer.optimizers, fuse=self._fuse, on_device=self._on_device
+            )
+        except ValueError:
+            return ""
+        return 'With optimizer_overlap="backward" updates run under backward as well, and p.grad is None after a step.'
 
     def rearrange(self) -> None:
         """The engine was built anew: steps that update layer by layer are to update its layers."""

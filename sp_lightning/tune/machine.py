@@ -147,7 +147,7 @@ def measure_uploads(device: Device, ranks: Ranks, nbytes: int = NBYTES) -> tuple
     source = device.host_empty(nbytes, pin=True)[:nbytes]
     source.fill_(1)
     device.pin(source)
-    target = device.empty(nbytes)
+    target = device.upload_target(nbytes)
     part = nbytes // ranks.size
     own = slice(ranks.rank * part, (ranks.rank + 1) * part)
 

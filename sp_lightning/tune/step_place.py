@@ -40,7 +40,7 @@ class Machine:
 
 def measure(device: Device) -> Machine:
     """Measures a machine, in about a tenth of a second."""
-    here, there = device.host_empty(NBYTES, pin=True)[:NBYTES], device.empty(NBYTES)
+    here, there = device.host_empty(NBYTES, pin=True)[:NBYTES], device.upload_target(NBYTES)
     here.fill_(1)
     device.pin(here)
     other = torch.ones_like(here)

@@ -20,9 +20,9 @@ from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import part, strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
-    coalesced,
     gradient_hooks,
     sparse_indices,
+    sparse_rows,
     sparse_values,
     transforms_active,
     will_execute_node,
@@ -174,7 +174,7 @@ class _LookUp(torch.autograd.Function):
             renumbered = torch.searchsorted(numbers, indices.to(numbers.dtype).contiguous())
             padding = int(torch.searchsorted(ctx.numbers, padding)) if padding in ctx.numbers else -1
             rows = backward(gradient, renumbered, len(numbers), padding, by_frequency, False)
-            result = coalesced(numbers, rows, ctx.weight.shape)
+            result = sparse_rows(numbers[None], rows, ctx.weight.shape)
         return result, None, None, None, None, None, None
 
 
@@ -196,4 +196,4 @@ def each_row_once(gradient: Tensor) -> Tensor:
         numbers, where = torch.unique(sparse_indices(gradient)[0], return_inverse=True)
         values = sparse_values(gradient)
         rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
-        return coalesced(numbers, rows, gradient.shape)
+        return sparse_rows(numbers[None], rows, gradient.shape)

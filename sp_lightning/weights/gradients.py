@@ -13,14 +13,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.layout import aligned, strided
+from sp_lightning.device.layout import aligned, lay_out, part, total_bytes
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_of, sparse_values
+from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_rows, sparse_values
 from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted, bytes_of_dense
@@ -153,55 +154,33 @@ class Gradients(GradientSink[_Drain]):
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for (layer, index), gradient in gradients.items():
-            block = layer.block
-            parameter = block.parameters[index]
-            own = target = None
-            if gradient.layout is not torch.strided and not layer.rows.sparse_on_device:
-                landings.append(self._bring_sparse(layer, index, gradient))
-                continue
-            if gradient.layout is not torch.strided:
-                staging = staging or self._staging.take(_staged_bytes(gradients.values()))
-                parts, came = _parts(gradient), list[Tensor]()
-                for each in parts:
-                    came.append(strided(staging.common, used, each.dtype, each.shape, each.contiguous().stride()))
-                    used += aligned(each.nbytes)
-                if parameter.grad is None and index not in block.retyped:
-                    own = block.gradients.target(index, parameter.dtype)
-                targets += came
-                sources += parts
-                landings.append((parameter, sparse_of(gradient, *came), own, True))
-                continue
+            block, parameter, parts = layer.block, layer.block.parameters[index], _parts(gradient)
+            sparse = gradient.layout is not torch.strided
+            own: Any = None
             if index in block.retyped:
-                own = target = torch.empty_like(gradient, device="cpu")
-            elif parameter.grad is None:
-                stays = self.keep_narrow and not self._looked_at and not accumulation_hooks(parameter)
-                own = target = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
-            if target is None or target.dtype is not gradient.dtype:
+                own = None if sparse else torch.empty_like(gradient, device="cpu")
+            elif parameter.grad is None and (layer.rows.sparse_on_device or not sparse):
+                stays = self.keep_narrow and not (sparse or self._looked_at or accumulation_hooks(parameter))
+                own = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
+            target, into = own, [own]
+            if sparse or own is None or own.dtype is not gradient.dtype:
                 staging = staging or self._staging.take(_staged_bytes(gradients.values()))
-                span = block.planned.spans[index]
-                target = strided(staging.common, used, gradient.dtype, span.shape, span.stride)
-                used += aligned(gradient.nbytes)
-            rows = None if layer.whole else layer.rows.gradient_rows(index)
+                spans = lay_out([("", each) for each in parts], begin=used)
+                into, used = [part(staging.common, span) for span in spans], total_bytes(spans)
+                target = (
+                    sparse_rows(into[0], into[1], gradient.shape, once=gradient.is_coalesced()) if sparse else into[0]
+                )
+            rows = None if sparse or layer.whole else layer.rows.gradient_rows(index)
             if rows is None:
-                targets.append(target)
-                sources.append(gradient)
+                targets += into
+                sources += parts
             else:
                 self.device.access(target, None, write=True)
                 target.zero_()
                 targets += [target[row] for row in sorted(rows)]
                 sources += [gradient[row] for row in sorted(rows)]
-            landings.append((parameter, target, own, False))
+            landings.append((parameter, target, own, sparse and layer.rows.sparse_on_device))
         return landings, staging, targets, sources
-
-    def _bring_sparse(self, layer: StreamedLayer, index: int, gradient: Tensor) -> _Landing:
-        """Copies a sparse gradient, as ``nn.Embedding(sparse=True)`` makes it.
-
-        The host waits for it, because its size is not known before.
-        """
-        sparse = gradient.to("cpu")
-        self.host_waits += 1
-        self.drained_bytes += sparse_values(sparse).nbytes
-        return layer.block.parameters[index], sparse, sparse, False
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins.
@@ -303,7 +282,7 @@ def _staged_bytes(gradients: Collection[Tensor]) -> int:
 
     Memory that is free is kept by its size. That of a sparse gradient, another one in each step, is a power of two.
     """
-    sizes = [sum(aligned(part.nbytes) for part in _parts(each)) for each in gradients]
+    sizes = [sum(aligned(each.nbytes) for each in _parts(gradient)) for gradient in gradients]
     dense = all(each.layout is torch.strided for each in gradients)
     return sum(sizes) if dense else 1 << (sum(sizes) - 1).bit_length()
 

@@ -339,6 +339,20 @@ def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.
     assert faster("--gpu-memory", f"{needed}B") == (f"{there:.3g}", in_gib(needed), "")
 
 
+def test_updates_that_backward_would_hide_are_tried_there(capsys: pytest.CaptureFixture[str]) -> None:
+    window = ("--k", "1", "--k-prime", "1", "--batch", "16", "--dram", "100GB/s")
+
+    def faster(*more: str) -> list[str]:
+        main(["plan", "vit_b_16", *window, *more])
+        (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        return re.findall(r"--overlap backward takes (\S+) s\.", line)
+
+    early = plan(capsys, "vit_b_16", *window, "--overlap", "backward")
+    assert faster() == [f"{early['windows'][0]['seconds']:.3g}"]
+    assert faster("--overlap", "backward") == []
+    assert faster("--clip", "norm") == [], "which needs all gradients at once"
+
+
 def test_an_answer_says_that_it_counts_on_kernels(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -364,7 +364,7 @@ def test_sparse_tensors_show_what_they_have_coalesced_or_not() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_sparse_tensor_of_rows_that_come_once_is_coalesced_and_nobody_is_warned() -> None:
-    made = torch_private.coalesced(torch.tensor([0, 2]), torch.tensor([[1.0], [2.0]]), torch.Size((3, 1)))
+    made = torch_private.sparse_rows(torch.tensor([[0, 2]]), torch.tensor([[1.0], [2.0]]), torch.Size((3, 1)))
     assert made.is_coalesced()
     assert made.to_dense().tolist() == [[1.0], [0.0], [2.0]]
 

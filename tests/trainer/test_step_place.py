@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Wait
 from sp_lightning.trainer import step_place
 from sp_lightning.tune.step_place import Machine, measure
 from tests.support.models import vectors
@@ -135,7 +136,7 @@ def test_a_device_that_is_too_full_to_be_measured_does_not_step() -> None:
 
     class Asks(Stepped):
         def on_train_end(self) -> None:
-            found.append(self.trainer.strategy.better_place())
+            found.append(self.trainer.strategy.better_steps())
 
     strategy = auto()
     with pytest.MonkeyPatch.context() as patch, simulated():
@@ -181,7 +182,7 @@ def test_a_run_says_that_the_other_place_is_faster() -> None:
 
     class Asks(Stepped):
         def on_train_end(self) -> None:
-            found.append(self.trainer.strategy.better_place())
+            found.append(self.trainer.strategy.better_steps())
 
     for where in ("host", "device"):
         for machine in (SLOW_MEMORY, SLOW_LINKS):
@@ -202,3 +203,22 @@ def test_a_machine_is_measured() -> None:
     assert 1e7 < machine.download < 1e13
     assert 1e7 < machine.host_memory < 1e13
     assert 1e6 < machine.flops < 1e16
+
+
+@pytest.mark.parametrize(("options", "said"), [({}, True), ({"gradient_clip_val": 1.0}, False)])
+def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible(
+    options: dict[str, Any], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100 a step took 0.71 s in place of 0.89."""
+    found: list[str] = []
+
+    class Asks(Stepped):
+        def on_train_end(self) -> None:
+            found.append(self.trainer.strategy.better_steps())
+
+    monkeypatch.setattr(SimDevice, "stall_seconds", lambda self, *why: 1.0 if Wait.FETCH_AFTER_UPDATE in why else 0.0)
+    with on(SLOW_LINKS):
+        fit(Asks, vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="forward"), recorded="nothing", **options)
+        fit(Asks, vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="backward"), recorded="nothing")
+    sentence = 'With optimizer_overlap="backward" updates run under backward as well, and p.grad is None after a step.'
+    assert found == [sentence if said else "", ""]
