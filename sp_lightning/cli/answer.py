@@ -131,9 +131,9 @@ def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, in
     question, step, found = estimate.question, estimate.step, dict[str, tuple[float, int]]()
     if step is None:
         return found
-    early = [{"overlap": "backward"}] if step.overlap == "forward" and not question.clip else []
-    alone = not step.on_device and question.devices * question.nodes == 1
-    for way in [*early, *[{"optimizer_on": "device"}] * alone]:
+    ways: list[dict[str, Any]] = [{"overlap": "backward"}] * (step.overlap == "forward" and not question.clip)
+    ways += [{"optimizer_on": "device"}] * (not step.on_device and question.devices * question.nodes == 1)
+    for way in ways:
         asked = Question(**{**vars(question), **way})
         stepped = on_device(step, asked) if "optimizer_on" in way else replace(step, **way)
         other = replace(estimate, question=asked, step=stepped)

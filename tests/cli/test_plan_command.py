@@ -413,7 +413,8 @@ def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixtu
         return str(line)
 
     waited = r"with k = 1 and k' = 1, ([\d.e+-]+) of ([\d.e+-]+) s are waited for "
-    assert re.fullmatch(waited + "updates; a larger batch, or accumulate_grad_batches, makes them rarer\\.", faster())
+    rarer = "updates; a larger batch, or accumulate_grad_batches, makes them rarer\\. "
+    assert re.fullmatch(waited + rarer + r"--overlap backward takes \S+ s\.", faster())
     fetches = waited + "fetches; a larger k or memory_budget, or more work.*"
     assert re.fullmatch(fetches, faster("--pcie", "3", "--dram", "1000"))
     all_of_it = re.fullmatch(fetches, faster("--predict", "--dram", "40", "--batch", "1", "--tokens", "16"))
