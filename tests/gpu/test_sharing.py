@@ -1,4 +1,4 @@
-"""Trials that share a base on a GPU are what they are alone, to the bit, and fetch the base once. Not run yet."""
+"""Trials that share a base on a GPU are what they are alone, to the bit, and fetch the base once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of a sceptic with a GPU: ``strategy="auto"`` against steps on the device, bitwise, with no footnote. Not run yet."""
+"""The check of a sceptic with a GPU: ``strategy="auto"`` against steps on the device, bitwise, with no footnote."""
 
 from __future__ import annotations
 
