@@ -140,6 +140,7 @@ class _OnDevice:
         """Waits until no copy reads or writes the memory any more."""
         for event in (self.filled, *self.read):
             self.device.synchronize(event, Wait.CLOSE_AFTER_FETCH)
+        self.device.access(self.memory, Stream.COMPUTE, write=True)  # which may use it next
 
 
 class Common:

@@ -36,9 +36,7 @@ def test_slots_beyond_the_plan_are_the_cases_own(name: str, precision: Any) -> N
 
 
 @pytest.mark.parametrize("mode", ["off", "backward"])
-@pytest.mark.parametrize(
-    "name", first(NAMES, "stack", "parameter-hooks", "returns-view", why="a GPU runs them all")
-)
+@pytest.mark.parametrize("name", first(NAMES, "stack", "parameter-hooks", "returns-view", why="a GPU runs them all"))
 def test_the_reference_is_what_plain_lightning_gives(name: str, mode: Any) -> None:
     """A step on the host of gradients from a device is Lightning's own step, where the device is the host."""
     make = CASES[name].make if mode == "off" else fused(CASES[name].make)

@@ -160,6 +160,41 @@ class Other(Learner):
             nn.init.constant_(self.net[3].base.weight, 0.01)  # type: ignore[index, union-attr]
 
 
+class Swaps(Learner):
+    """The old values of both are held by the other one, so that the block leaves its memory to them."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.rate == RATES[0]:
+            first, second = self.net[0].base.weight, self.net[1].base.weight  # type: ignore[index, union-attr]
+            first.data, second.data = second.data, first.data
+
+
+def test_frozen_weights_that_one_trial_swaps_are_swapped_for_it_alone() -> None:
+    assert_each_is_itself(2, lambda rate: learn(rate, make=Swaps))
+
+
+def test_one_trial_alone_brings_nothing_for_others() -> None:
+    base = SharedBase()
+    base.map(learn, RATES[:1])
+    assert base.fetched_bytes == 0
+
+
+def test_trials_whose_layers_all_stay_take_turns() -> None:
+    """Nothing comes to the device after the first batch."""
+    seen = list[float]()
+
+    class Notes(Learner):
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            seen.append(self.rate)
+            return super().predict_step(batch, batch_idx)
+
+    def run(rate: float) -> Any:
+        return trainer_for(SuperpipelineStrategy(k=99)).predict(Notes(rate), loader(batches(rate)))
+
+    SharedBase().map(run, RATES[:2])
+    assert seen[1:-1] != sorted(seen)[1:-1], "one after the other"
+
+
 def test_a_layer_that_differs_is_its_own() -> None:
     assert_each_is_itself(3, lambda rate: learn(rate, make=Other))
 

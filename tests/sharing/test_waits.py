@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from sp_lightning import SharedBase
 from sp_lightning.device.device import Stream, Wait
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.sharing.common import Common
 from tests.support.runs import Outcome, assert_same
 from tests.support.simdevice import Race, SimDevice
 from tests.support.trials import RATES, learn
@@ -48,6 +54,30 @@ def one_device(omit: Wait | None = None) -> Iterator[SimDevice]:
 
     with mock.patch("sp_lightning.trainer.run.device_for", make):
         yield device
+
+
+def test_the_device_has_nothing_of_the_base_once_all_trials_are_over() -> None:
+    with one_device() as device:
+        base = SharedBase(layers=1)
+        base.map(learn, RATES[:2])
+        gc.collect()
+        assert device.in_use == 0
+    assert base.fetched_bytes
+
+
+@pytest.mark.parametrize("omit", [None, Wait.CLOSE_AFTER_FETCH])
+@pytest.mark.parametrize("larger", [False, True], ids=["all are over", "a larger layer comes"])
+def test_memory_is_given_back_after_the_copies_to_it(larger: bool, omit: Wait | None) -> None:
+    plans = [
+        make_plan(find_layers(nn.Sequential(nn.Linear(8, width))), k=1, k_prime=1, training=True) for width in (8, 99)
+    ]
+    (small,), (large,) = (plan.layers for plan in plans)
+    device, common = SimDevice(torch.device("cpu"), omit), Common(1)
+    common.bring(common.layer(small, 1, device, pin=False), device)
+    give_back = partial(common.bring, common.layer(large, 1, device, pin=False), device) if larger else common.free
+    race = pytest.raises(Race, match=r"written by compute at .* is not ordered after copied to")
+    with nullcontext() if omit is None else race:
+        give_back()
 
 
 def assert_all_same(ours: list[Outcome], alone: list[Outcome]) -> None:
