@@ -33,7 +33,7 @@ _LEGEND = """
 def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
     """The answer for people: the verdict, what would fit if nothing does, at most ten lines of reasons, and all if asked for."""
     reasons = _reasons(answer)
-    lines = [verdict(answer), *_remedies(answer, remedies), ""]
+    lines = [*trials(answer), verdict(answer), *_remedies(answer, remedies), ""]
     if answer.question.verbose:
         return "\n".join([*lines, *reasons, "", *_details(answer)])
     return "\n".join([*lines, *reasons[:_MOST_REASONS], "--verbose shows layers, windows, and what the words mean"])
@@ -77,7 +77,6 @@ def _reasons(answer: Answer) -> list[str]:
         *_disk(answer),
         *_step(estimate),
         *_nodes(estimate, row),
-        *trials(answer),
         *(f"note: {note}" for note in _notes(estimate, row)),
     ]
 

@@ -25,7 +25,7 @@ class Trials:
         nbytes: what a step of each brings to the device.
         alone_bytes: the same of one that runs alone.
         most: with how many the device computes all of the time, so that further ones save nothing; None if never.
-        device_bytes: device memory of all.
+        device_bytes: device memory of which a run gives each trial, and the base, an equal share that is enough.
     """
 
     row: Row
@@ -61,7 +61,7 @@ class Trials:
         left = compute - (1 - share) * wire
         return cls(
             row, count, prediction.seconds, min(busy[binds], prediction.seconds), binds, total - spared, total,
-            math.ceil(share * wire / left) if left > 0 else None, count * row.device_bytes + ON_DEVICE * max(frozen),
+            math.ceil(share * wire / left) if left > 0 else None, (1 + count) * max(row.device_bytes, ON_DEVICE * max(frozen)),
         )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def lack_room(answer: Answer) -> bool:
 
 
 def trials(answer: Answer) -> list[str]:
-    """A line on the trials that were asked for."""
+    """A line on the trials that were asked for, which answers for all of them."""
     estimate, question, found = answer.estimate, answer.question, best_trials(answer)
     if question.trials == 1 or estimate.why_guessed:
         return []
@@ -99,14 +99,16 @@ def trials(answer: Answer) -> list[str]:
         return [f"trials: they have too little in common of what travels: {why}"]
     pays = "with any number" if found.most is None else f"and more than {max(found.most, 1)} save nothing"
     limit, row = question.gpu_memory, found.row
-    room = ""
-    if limit is not None and found.device_bytes > limit:
-        fit = max(0, (limit - found.device_bytes) // row.device_bytes + found.count)
-        room = f" of {in_gib(limit)}, in which {fit} of them fit"
+    room = "" if limit is None else f" of {in_gib(limit)}"
+    fits = "" if limit is None else " do not fit" if lack_room(answer) else " fit"
+    if lack_room(answer) and limit is not None:
+        room += f", in which {max(0, limit * (1 + found.count) // found.device_bytes - 1)} of them fit"
+    window = f"with k = {row.plan.k} and k' = {row.plan.k_prime}"
     return [
-        f"trials: {found.count} at once over one SharedBase, with k = {row.plan.k} and k' = {row.plan.k_prime}: a step of all "
-        f"takes at least {found.count * found.seconds:.3g} s, {found.seconds:.3g} s for each ({found.binds} binds, {pays}), one "
-        f"of a trial alone with that window {found.alone:.3g} s; "
-        f"{in_gib(int(found.nbytes))} come to the device per step and trial in place of {in_gib(found.alone_bytes)}; device "
-        f"memory {in_gib(found.device_bytes)}{room}"
+        f"trials{fits}: {found.count} at once over one SharedBase, {window}: a step of all takes at least "
+        f"{found.count * found.seconds:.3g} s, {found.seconds:.3g} s for each ({found.binds} binds, {pays}), one of a trial alone "
+        f"with that window {found.alone:.3g} s; {in_gib(int(found.nbytes))} come to the device per step and trial in place of "
+        f"{in_gib(found.alone_bytes)}; device memory {in_gib(found.device_bytes)}{room}, in {1 + found.count} equal shares",
+        "",
+        "One alone:",
     ]

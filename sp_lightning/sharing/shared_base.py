@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader
 
+from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import return_free_memory
 from sp_lightning.device.patched import scope
@@ -74,6 +75,9 @@ class SharedBase:
         self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
         self._under_way = set[Trial]()
         self._computes_on: torch.device | None = None
+        self._free: int | None = (
+            None  # bytes of device memory, before the first of the trials that are under way took any
+        )
 
     @property
     def fetched_bytes(self) -> int:
@@ -121,6 +125,7 @@ class SharedBase:
                     self._under_way.remove(trial)
                     if not self._under_way:
                         self._common.free()
+                        self._free = None
                     TURNS.end(trial.turn)
 
         return run
@@ -256,7 +261,7 @@ class Trial(Placement):
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.disable()
         self._runs.add(run)
-        return budget if budget is not None or device.type == "cpu" else self._share()
+        return budget if budget is not None or device.type == "cpu" else self._share(device)
 
     def loop_begins(self, trainer: Any, phase: str) -> None:
         """Refuses data loaders that another trial has, too, and that have a state: a RuntimeError."""
@@ -266,13 +271,16 @@ class Trial(Placement):
             self, [each for each in found if each.persistent_workers or each.generator is not None]
         )
 
-    def _share(self) -> float:
+    def _share(self, device: torch.device) -> int | None:
         if self._at_once is None:
             raise ValueError(
                 "Trials share the device's memory, and it is not known how many there will be. Say how many run at once, "
                 'SharedBase(max_trials=4), or give each a part: SuperpipelineStrategy(memory_budget="8GiB").'
             )
-        return 1 / (1 + self._at_once)  # the base's layers take a part, too
+        if self._base._free is None:
+            self._base._free = device_for(device).free_bytes()
+        free = self._base._free
+        return None if free is None or self._at_once == 1 else free // (1 + self._at_once)  # the base takes a part, too
 
     def step(self) -> None:
         """A step begins: others have their turns, even if all layers of this trial stay on the device."""

@@ -28,7 +28,7 @@ def test_each_trial_brings_its_share(capsys: pytest.CaptureFixture[str]) -> None
         found = plan(capsys, *LORA, "--k", "1", "--k-prime", "1", "--trials", str(count))["trials"]
         assert found["alone"] == before
         assert found["alone_bytes"] / found["nbytes"] == pytest.approx(count, rel=0.05)  # adapters are each trial's own
-        assert found["device_bytes"] > count * alone["windows"][0]["device_bytes"]
+        assert found["device_bytes"] == (1 + count) * alone["windows"][0]["device_bytes"]  # what a run gives each
         assert found["seconds"] <= before
     busy = alone["windows"][0]["busy_seconds"]
     assert found["seconds"] == busy["compute"]
@@ -40,10 +40,15 @@ def test_it_says_how_many_fit_and_what_binds(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as ended:
         main(["plan", *LORA, "--gpu-memory", "12GiB", "--trials", "8"])
     assert ended.value.code == 1
-    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("trials: ")]
-    assert "8 at once over one SharedBase, with k = 1 and k' = 1: a step of all takes at least" in line
+    line, _, alone = capsys.readouterr().out.splitlines()[:3]
+    assert alone == "One alone:"
+    assert line.startswith(
+        "trials do not fit: 8 at once over one SharedBase, with k = 1 and k' = 1: a step of all takes at"
+    )
     assert "compute binds, and more than " in line
-    assert " of 12.0 GiB, in which 3 of them fit" in line
+    assert " of 12.0 GiB, in which 3 of them fit, in 9 equal shares" in line
+    main(["plan", *LORA, "--gpu-memory", "12GiB", "--trials", "2"])
+    assert capsys.readouterr().out.startswith("trials fit: 2 at once over one SharedBase")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,8 +21,10 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
+from sp_lightning.sharing import shared_base
 from sp_lightning.sharing.common import TrialMemory
 from sp_lightning.sharing.shared_base import current
+from sp_lightning.sharing.turns import TURNS
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.tiers import first
 from tests.support.trials import RATES, WIDTH, Adapted, Learner, batches, interruptible, learn
@@ -461,8 +464,29 @@ def test_an_interrupt_ends_all_trials() -> None:
                 time.sleep(0.3)
 
     with interruptible() as interrupt, pytest.raises(KeyboardInterrupt):
-        SharedBase().map(lambda rate: learn(rate, make=Interrupts, max_epochs=100), RATES[:3])
+        SharedBase(max_trials=3).map(lambda rate: learn(rate, make=Interrupts, max_epochs=100), RATES)
     assert len(begun) < 30
+    assert set(begun) <= set(RATES[:3]), "no further one begins"
+
+
+def test_shares_of_the_devices_memory_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever trials before it have taken by then. One alone has what a run has that is no trial."""
+    free, shares = iter((1000, 600, 400)), list[int | None]()
+    monkeypatch.setattr(shared_base, "device_for", lambda _: SimpleNamespace(free_bytes=lambda: next(free)))
+
+    def run(others: int) -> None:
+        while len(TURNS._waiting) < others:
+            time.sleep(0.01)
+        trial = current()
+        assert trial is not None
+        shares.append(trial._share(torch.device("cuda")))
+        trial.step()
+
+    base = SharedBase(max_trials=3)
+    base.map(run, [2, 0, 0])
+    assert shares == [250, 250, 250]
+    base.map(run, [0])
+    assert shares[3:] == [None]
 
 
 # ---------------------------------------------------------------------- bad input
