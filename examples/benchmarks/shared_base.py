@@ -114,12 +114,12 @@ class Figures:
     trained: list[Trained]
 
 
-def trial_of(workload: Workload) -> Callable[[int], Trained]:
-    """A trial: its number says the learning rate and the seed."""
+def trial_of(workload: Workload, rank: int = 8) -> Callable[[int], Trained]:
+    """A trial with adapters of a rank: its number says the learning rate and the seed."""
     torch.manual_seed(0)
     base = small_llama(workload.layers, workload.hidden)
     batches = torch.randint(VOCABULARY, (workload.steps, workload.tokens // 64, 64))
-    lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_dropout=0.05, target_modules="all-linear")
+    lora = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_dropout=0.05, target_modules="all-linear")
 
     def trial(number: int) -> Trained:
         torch.manual_seed(number)

@@ -106,9 +106,9 @@ def trials(answer: Answer) -> list[str]:
     window = f"with k = {row.plan.k} and k' = {row.plan.k_prime}"
     return [
         f"trials{fits}: {found.count} at once over one SharedBase, {window}: a step of all takes at least "
-        f"{found.count * found.seconds:.3g} s, {found.seconds:.3g} s for each ({found.binds} binds, {pays}), one of a trial alone "
-        f"with that window {found.alone:.3g} s; {in_gib(int(found.nbytes))} come to the device per step and trial in place of "
-        f"{in_gib(found.alone_bytes)}; device memory {in_gib(found.device_bytes)}{room}, in {1 + found.count} equal shares",
+        f"{found.count * found.seconds:.3g} s, {found.seconds:.3g} s for each ({found.binds} binds, {pays}), one of a trial "
+        f"alone with that window {found.alone:.3g} s; {in_gib(int(found.nbytes))} come to the device per step and trial in place "
+        f"of {in_gib(found.alone_bytes)}; device memory {in_gib(found.device_bytes)}{room}, in {1 + found.count} equal shares",
         "",
         "One alone:",
     ]

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
-from sp_lightning.device.host_memory import return_free_memory
 from sp_lightning.device.patched import scope
 from sp_lightning.device.shared_memory import supported
 from sp_lightning.device.torch_private import tree_leaves
@@ -324,7 +323,6 @@ class Trial(Placement):
                 f"This trial has no frozen weights in common with others: {what}. Freeze the base (requires_grad_(False)) and "
                 "load the same one in each trial, or run it outside of the SharedBase."
             )
-        return_free_memory()  # copies of what is in common now
         self.turn.log = log or self.turn.log
         base, common = self._base, sum(block.common_bytes for block in blocks if block.travels)
         if common < travels / 2:

@@ -22,6 +22,7 @@ from examples.benchmarks import (
     agenda,
     beside_plan,
     cli,
+    clocked_trials,
     compiled,
     contest,
     contestants,
@@ -570,3 +571,28 @@ def test_processes_that_are_bound_to_nodes_update_together(tmp_path: Path) -> No
     assert min(rates.values()) > 0
     assert experiments.numa(2**20, 0.1, tmp_path / "node0") == {}
     assert experiments._numbers("0-3,8") == {0, 1, 2, 3, 8}
+
+
+def test_trials_on_a_device_of_clocks_are_as_many_times_as_fast_until_computation_binds() -> None:
+    workload = shared_base.Workload(6, 64, 64, 3)
+    two, four = clocked_trials.measure(8, [2, 4], workload=workload)
+    assert two[1] >= clocked_trials.LEAST * 2
+    assert four[1] > two[1]
+    (bound,) = clocked_trials.measure(0.5, [4], workload=workload)
+    assert bound[1] < 1.5, "computation binds"
+    adapters = 7 * 2 / 64 / 7  # of seven matrices, whose smaller side has 64, and rank 1
+    assert two[2] <= clocked_trials.MOST_BYTES / 2 + adapters
+
+
+def test_a_trial_that_comes_to_other_losses_on_the_device_of_clocks_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload, made = shared_base.Workload(2, 32, 64, 2), iter(range(99))
+
+    def trial_of(*_: Any) -> Any:
+        return lambda number: shared_base.Trained([float(next(made))], 1.0, 1)
+
+    monkeypatch.setattr(clocked_trials, "trial_of", trial_of)
+    monkeypatch.setattr(clocked_trials, "seconds", lambda run, travel: (1.0, 1, run()))
+    with pytest.raises(RuntimeError, match="other losses than one after the other"):
+        clocked_trials.measure(1, [2], workload=workload)
