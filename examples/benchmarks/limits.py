@@ -1,4 +1,4 @@
-"""This machine's ceilings: matrix rate, PCIe, host memory, AdamW on the CPU. One row.
+"""This machine's ceilings: matrix rate, PCIe, memory, AdamW on the CPU. One row.
 
 From the root of the repository::
 
@@ -26,7 +26,7 @@ from sp_lightning.device.host_memory import PinnedMemory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRANSFERS = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes")
 # A ceiling is measured once to warm up and then until its share of the seconds is over.
-CEILINGS = 8
+CEILINGS = 9
 
 
 def measure(seconds: float) -> rows.Row:
@@ -38,7 +38,8 @@ def measure(seconds: float) -> rows.Row:
         "status": "ok",
         "matrix_flops": {name: matrix_flops(dtype, device, share) for name, dtype in DTYPES.items()},
         **transfer_bytes(device, share),
-        "dram_bytes": dram_bytes(share),
+        "dram_bytes": copy_bytes(torch.device("cpu"), share),
+        "device_bytes": None if device.type == "cpu" else copy_bytes(device, share),
         **adamw_rates(share),
     }
 
@@ -95,10 +96,10 @@ def _transfer_rates(there: Tensor, back: Tensor, device: torch.device, seconds: 
     return {name: size / median_seconds(call, seconds / 3) for name, call in calls}
 
 
-def dram_bytes(seconds: float) -> float:
-    """Bytes/s that a large copy reads and writes, with all of torch's threads."""
+def copy_bytes(device: torch.device, seconds: float) -> float:
+    """Bytes/s that a large copy within a device's memory reads and writes; within the host's with all of torch's threads."""
     size = _buffer_bytes(seconds)
-    source, target = (torch.ones(size // 4) for _ in range(2))
+    source, target = (torch.ones(size // 4, device=device) for _ in range(2))
     return 2 * size / median_seconds(lambda: target.copy_(source), seconds)
 
 
@@ -120,15 +121,15 @@ def adamw_rates(seconds: float) -> dict[str, float]:
 
 
 def plan_arguments(row: rows.Row) -> list[str]:
-    """What ``python -m sp_lightning plan`` is told of this machine. Without an accelerator nothing is said of PCIe."""
+    """What ``python -m sp_lightning plan`` is told of this machine. Without an accelerator nothing is said of what it alone has."""
     arguments = [
         "--tflops",
         f"{row['matrix_flops']['bf16'] / 1e12:.4g}",
         "--dram",
         f"{row['dram_bytes'] / 1e9:.4g}GB/s",
     ]
-    pcie = row["duplex_bytes"]
-    return arguments if pcie is None else [*arguments, "--pcie", f"{pcie / 1e9:.4g}GB/s"]
+    on_device = {"--pcie": row["duplex_bytes"], "--device-bandwidth": row["device_bytes"]}
+    return [*arguments, *(f"{name}={rate / 1e9:.4g}GB/s" for name, rate in on_device.items() if rate is not None)]
 
 
 def _buffer_bytes(seconds: float) -> int:

@@ -192,6 +192,7 @@ def _ceilings(limits: Row) -> str:
         "device_to_host_bytes_allocated": "device to host, memory allocated pinned",
         "duplex_bytes_allocated": "each way while both are busy, memory allocated pinned",
         "dram_bytes": "host memory, read and written",
+        "device_bytes": "device memory, read and written",
         "adamw_bytes": "the same, by fused AdamW on the CPU",
     }
     lines += [[text, f"{limits[key] / 1e9:.3g} GB/s"] for key, text in names.items() if limits.get(key)]

@@ -82,6 +82,7 @@ def test_limits_are_one_row(tmp_path: Path) -> None:
     assert row["kind"] == "limits"
     assert min(row["matrix_flops"].values()) > 1e6
     assert row["dram_bytes"] > 1e8
+    assert (row["device_bytes"] is None) == (not torch.cuda.is_available())
     assert row["adamw_bytes"] == pytest.approx(28 / row["adamw_seconds_per_parameter"])
     assert row["default_adamw_seconds_per_parameter"] > 0
     for kind in ("", "_allocated"):  # registered, as ours is, and allocated pinned
@@ -452,9 +453,10 @@ def test_a_window_that_takes_more_than_planned_is_a_failure(monkeypatch: pytest.
 
 
 def test_a_machines_rates_are_arguments_of_plan() -> None:
-    row = {"matrix_flops": {"bf16": 750e12}, "dram_bytes": 120e9, "duplex_bytes": 40e9}
-    assert limits.plan_arguments(row) == ["--tflops", "750", "--dram", "120GB/s", "--pcie", "40GB/s"]
-    assert limits.plan_arguments({**row, "duplex_bytes": None}) == ["--tflops", "750", "--dram", "120GB/s"]
+    row = {"matrix_flops": {"bf16": 750e12}, "dram_bytes": 120e9, "duplex_bytes": 40e9, "device_bytes": 3e12}
+    host = ["--tflops", "750", "--dram", "120GB/s"]
+    assert limits.plan_arguments(row) == [*host, "--pcie=40GB/s", "--device-bandwidth=3000GB/s"]
+    assert limits.plan_arguments({**row, "duplex_bytes": None, "device_bytes": None}) == host
 
 
 def test_foresight_measures_and_predicts_every_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
