@@ -121,7 +121,7 @@ def adamw_rates(seconds: float) -> dict[str, float]:
 
 
 def plan_arguments(row: rows.Row) -> list[str]:
-    """What ``python -m sp_lightning plan`` is told of this machine. Without an accelerator nothing is said of what it alone has."""
+    """What ``python -m sp_lightning plan`` is told of this machine, without an accelerator of the host alone."""
     arguments = [
         "--tflops",
         f"{row['matrix_flops']['bf16'] / 1e12:.4g}",
