@@ -104,7 +104,7 @@ class Updating(Part):
             viewed = slot if slot is not None and slot.digests is None and slot.lease.in_use_beside(own) else None
             if group.exposed or viewed is not None:
                 with held(self.lock):
-                    self.lent.take_back(member)
+                    self.lent.take_back_for_good(member)
                     if viewed is not None:
                         self.lent.take_digests(viewed)  # a view that user code has may be written from now on, too
                 member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later

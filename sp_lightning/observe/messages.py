@@ -52,11 +52,18 @@ def in_our_words(error: BaseException) -> str | None:
     return next((message for sign, message in _SIGNS.items() if sign in said), None)
 
 
-def note_devices(error: BaseException) -> None:
-    """Adds to torch's error about two devices what this package keeps on the host. The mix may be another one of the user's."""
-    noted = ON_THE_HOST in getattr(error, "__notes__", ())
-    if isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error) and not noted:
-        error.add_note(ON_THE_HOST)
+def note(error: BaseException, mixed: str | None) -> None:
+    """Adds to an error what its user should know, once.
+
+    Args:
+        error: of torch's about two devices, say: the mix may be another one of the user's.
+        mixed: why only some layers have the weights of the last step, if that is so.
+    """
+    devices = isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error)
+    whole = f"These weights are not those of any whole step: {mixed}. Go on from the last checkpoint."
+    for said in (ON_THE_HOST,) * devices + (whole,) * (mixed is not None):
+        if said not in getattr(error, "__notes__", ()):
+            error.add_note(said)
 
 
 def less_host_memory(overlap: str = "backward") -> str:

@@ -31,7 +31,7 @@ from sp_lightning.observe.messages import (
     after_out_of_memory,
     in_our_words,
     less_host_memory,
-    note_devices,
+    note,
     say_once,
 )
 from sp_lightning.observe.stats import Stats
@@ -355,7 +355,7 @@ class Run:
             self.abort()
             if (said := in_our_words(error)) is not None:
                 raise RuntimeError(said) from error
-            note_devices(error)
+            note(error, self.results.partially_updated)
             if isinstance(error, CheckpointError) and self.engine.run_again:
                 error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.engine.run_again))
             if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):

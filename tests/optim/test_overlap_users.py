@@ -485,3 +485,22 @@ def test_early_updates_beside_another_run() -> None:
             )
 
     fit(lambda: Nested(Stack()), vectors(), Other(k=1))
+
+
+class GivenMemory(Callback):
+    """Gives two weights memory that it keeps, as ``vector_to_parameters`` does, after forward."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        weights = [pl_module.net.blocks[2].inner.weight, pl_module.net.blocks[2].outer.weight]
+        self.kept = 1.001 * nn.utils.parameters_to_vector(weights).detach()
+        nn.utils.vector_to_parameters(self.kept, weights)
+
+
+@pytest.mark.parametrize("mode", ["off", "forward", "backward"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_update_is_not_lost_to_the_memory_that_its_weight_was_given(mode: str, precision: Any) -> None:
+    """At the end of the step its value was taken once more, over the update of backward."""
+    make, options = fused(lambda: Module(Stack())), {"recorded": "losses", "precision": precision}
+    plain = fit(make, vectors(), callbacks=[GivenMemory()], **options)  # type: ignore[arg-type]
+    ours = fit(make, vectors(), overlapping(mode), callbacks=[GivenMemory()], **options)  # type: ignore[arg-type]
+    assert_same(ours, plain)
