@@ -37,7 +37,7 @@ def test_a_slow_copy_sleeps_and_spoils_its_target_first() -> None:
     with mock.patch("torch.cuda._sleep", sleep), mock.patch("tests.support.delays.Accelerator.copy", copy):
         device.copy([target], [source], Stream.UPLOAD)
         device.access(target, Stream.COMPUTE, write=False)
-    assert sleep.call_args_list == [mock.call(CYCLES), mock.call(True)]
+    assert sleep.call_args_list == [mock.call(CYCLES["copies"]), mock.call(True)]
 
 
 def test_slow_compute_sleeps_before_it_uses_memory() -> None:
@@ -47,7 +47,7 @@ def test_slow_compute_sleeps_before_it_uses_memory() -> None:
         device.access(target, Stream.COMPUTE, write=False)
         device.access(target, None, write=False)
         device.copy([target], [source], Stream.UPLOAD)
-    assert sleep.call_args_list == [mock.call(CYCLES)]
+    assert sleep.call_args_list == [mock.call(CYCLES["compute"])]
     assert target.tolist() == [1] * 4
 
 
