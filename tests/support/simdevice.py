@@ -209,12 +209,12 @@ class SimDevice(Device):
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         self._run(self.record(stream))  # what runs inside runs at once, and so has what was issued before it
-        self._engine.stream = stream
+        before, self._engine.stream = getattr(self._engine, "stream", Stream.COMPUTE), stream
         try:
             with self.engine():
                 yield
         finally:
-            del self._engine.stream
+            self._engine.stream = before
 
     def record(self, stream: Stream) -> SimEvent:
         self._issue(stream)
