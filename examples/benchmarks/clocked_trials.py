@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from examples.benchmarks.shared_base import Workload, trial_of
 from sp_lightning import SharedBase
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.sharing.common import ON_DEVICE
+from sp_lightning.tune.clocks import ClockDevice
+from sp_lightning.tune.visits import Rates
 
 WORKLOAD = Workload(24, 128, 64, 4)
 RANK = 1  # what travels is nearly all the base's
@@ -33,84 +33,42 @@ LEAST, MOST_BYTES = 0.9, 1.1
 1 / n of the bytes come to the device for each."""
 
 
-@dataclass
-class Machine:
-    """What all devices of a run have in common: the clocks of the compute stream and of the link, in seconds.
-
-    Attributes:
-        compute: when the compute stream has done what was issued to it.
-        link: since when no copy from the host is under way.
-        travel: seconds that a byte from the host takes.
-        nbytes: that came from the host.
-    """
-
-    travel: float
-    compute: float = 0.0
-    link: float = 0.0
-    nbytes: int = 0
-    made: list[Tensor] = field(default_factory=list)  # device memory; a copy from there takes no time
-
-
-class Clocked(Device):
-    """A device of one trial, whose upload stream is its own, as on an accelerator.
+class Clocked(ClockDevice):
+    """The device of all trials, which upload on one stream. The real engine moves its clocks on, and bytes are copied as well.
 
     Args:
-        machine: which is shared.
+        travel: seconds that a byte from the host takes.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(torch.device("cpu"))
-        self._machine = machine
-        self._upload = 0.0
+    def __init__(self, travel: float) -> None:
+        super().__init__(Rates(1 / travel if travel else math.inf, math.inf, math.inf, math.inf))
+        self._made: list[Tensor] = []
 
     def empty(self, nbytes: int) -> Tensor:
-        self._machine.made.append(super().empty(nbytes))
-        return self._machine.made[-1]
+        self._made.append(Device.empty(self, nbytes))
+        return self._made[-1]
 
     def copy(
         self, targets: Sequence[Tensor], sources: Sequence[Any], stream: Stream, *, why: Wait | None = None
     ) -> None:
-        super().copy(targets, sources, stream, why=why)
-        if stream is not Stream.UPLOAD:
-            return  # adapters' gradients: next to nothing
-        machine, there = self._machine, {each.untyped_storage().data_ptr() for each in self._machine.made}
+        Device.copy(self, targets, sources, stream, why=why)
+        there = {each.untyped_storage().data_ptr() for each in self._made}  # a copy from there takes no time
         nbytes = sum(source.nbytes for source in sources if source.untyped_storage().data_ptr() not in there)
-        if nbytes:
-            machine.link = self._upload = max(self._upload, machine.link) + nbytes * machine.travel
-            machine.nbytes += nbytes
-
-    def record(self, stream: Stream) -> float:
-        return self._upload if stream is Stream.UPLOAD else self._machine.compute
-
-    def wait(self, stream: Stream, event: float | None, why: Wait) -> None:
-        if stream is Stream.UPLOAD:
-            self._upload = max(self._upload, event or 0.0)
-        elif stream is Stream.COMPUTE:
-            self._machine.compute = max(self._machine.compute, event or 0.0)
+        if stream is Stream.UPLOAD and nbytes:
+            self.transfer("fetch", 0, nbytes)
 
     def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
         # The engine says so of a slot when a layer begins to use it, and when it has.
         if by is Stream.COMPUTE and not write and isinstance(memory, Tensor):
-            self._machine.compute += 0.5
-
-
-@contextmanager
-def machine_of(travel: float) -> Iterator[Machine]:
-    """Trainings inside run on such a machine."""
-    machine = Machine(travel)
-
-    def make(_: torch.device) -> Clocked:
-        return Clocked(machine)
-
-    with mock.patch("sp_lightning.trainer.run.device_for", make):
-        yield machine
+            self.spend(Stream.COMPUTE, 0.5, "forward", 0)
 
 
 def seconds(run: Callable[[], Any], travel: float) -> tuple[float, int, Any]:
     """What the compute stream's clock shows after a run, bytes from the host, and what the run has returned."""
-    with machine_of(travel) as machine:
+    device = Clocked(travel)
+    with mock.patch("sp_lightning.trainer.run.device_for", return_value=device):
         found = run()
-    return machine.compute, machine.nbytes, found
+    return device.now[Stream.COMPUTE], device.copied, found
 
 
 def measure(

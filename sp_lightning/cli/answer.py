@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sp_lightning.cli.arguments import Question
+from sp_lightning.cli.arguments import Question, changed
 from sp_lightning.cli.estimate import Estimate
 from sp_lightning.cli.host import on_device
 from sp_lightning.plan.activation_policy import Modes
@@ -131,15 +131,16 @@ def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, in
     question, step, found = estimate.question, estimate.step, dict[str, tuple[float, int]]()
     if step is None:
         return found
-    ways: list[dict[str, Any]] = [{"overlap": "backward"}] * (step.overlap == "forward" and not question.clip)
-    ways += [{"optimizer_on": "device"}] * (not step.on_device and question.devices * question.nodes == 1)
-    for way in ways:
-        asked = Question(**{**vars(question), **way})
-        stepped = on_device(step, asked) if "optimizer_on" in way else replace(step, **way)
+    early, device = (
+        Question(**{**vars(question), **way}) for way in ({"overlap": "backward"}, {"optimizer_on": "device"})
+    )
+    ways = [(early, replace(step, overlap="backward"))] * (step.overlap == "forward" and not question.clip)
+    ways += [(device, on_device(step, device))] * (not step.on_device and question.devices * question.nodes == 1)
+    for asked, stepped in ways:
         other = replace(estimate, question=asked, step=stepped)
         plan = other.plan(row.plan.k, row.plan.k_prime)
-        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in way.items())
-        found[options] = other.predict(plan, row.modes).seconds, plan.update_bytes - row.plan.update_bytes
+        more = plan.update_bytes - row.plan.update_bytes
+        found[changed(question, asked)] = other.predict(plan, row.modes).seconds, more
     return found
 
 

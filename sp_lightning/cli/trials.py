@@ -78,9 +78,9 @@ def best_trials(answer: Answer) -> Trials | None:
     return min((each for each in fitting if each.seconds <= enough), key=lambda each: each.device_bytes)
 
 
-def lack_room(answer: Answer) -> bool:
-    """Whether the trials that were asked for are known not to fit the device."""
-    found, limit = best_trials(answer), answer.question.gpu_memory
+def lack_room(answer: Answer, found: Trials | None = None) -> bool:
+    """Whether the trials that were asked for, :func:`best_trials` of them, are known not to fit the device."""
+    found, limit = found or best_trials(answer), answer.question.gpu_memory
     return found is not None and limit is not None and found.device_bytes > limit
 
 
@@ -91,18 +91,17 @@ def trials(answer: Answer) -> list[str]:
         return []
     if found is None:
         casts = question.lora is not None or estimate.trained < estimate.parameters
-        why = (
-            "frozen weights travel as casts; take --precision bf16-true"
-            if casts
-            else "freeze the base (--lora, or a factory)"
-        )
+        cast = "frozen weights travel as casts; take --precision bf16-true"
+        why = cast if casts else "freeze the base (--lora, or a factory)"
         return [f"trials: they have too little in common of what travels: {why}"]
     pays = "with any number" if found.most is None else f"and more than {max(found.most, 1)} save nothing"
     limit, row = question.gpu_memory, found.row
-    room = "" if limit is None else f" of {in_gib(limit)}"
-    fits = "" if limit is None else " do not fit" if lack_room(answer) else " fit"
-    if lack_room(answer) and limit is not None:
-        room += f", in which {max(0, limit * (1 + found.count) // found.device_bytes - 1)} of them fit"
+    fits = room = ""
+    if limit is not None:
+        fits, room = " fit", f" of {in_gib(limit)}"
+        if lack_room(answer, found):
+            fits = " do not fit"
+            room += f", in which {max(0, limit * (1 + found.count) // found.device_bytes - 1)} of them fit"
     window = f"with k = {row.plan.k} and k' = {row.plan.k_prime}"
     return [
         f"trials{fits}: {found.count} at once over one SharedBase, {window}: a step of all takes at least "

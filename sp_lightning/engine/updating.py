@@ -104,10 +104,12 @@ class Updating(Part):
             viewed = slot if slot is not None and slot.digests is None and slot.lease.in_use_beside(own) else None
             if group.exposed or viewed is not None:
                 with held(self.lock):
-                    self.lent.take_back_for_good(member)
+                    self.lent.take_back(member)
                     if viewed is not None:
                         self.lent.take_digests(viewed)  # a view that user code has may be written from now on, too
-                member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
+                # Otherwise what the device has, or other memory that a weight was given, would overwrite the update later.
+                member.parameters.exposed.clear()
+                member.parameters.replaced = {}
 
     def step_of(self, optimizer: Optimizer) -> str:
         """An optimizer's step, in words that tell it from other optimizers' by its first parameter."""

@@ -60,10 +60,14 @@ def note(error: BaseException, mixed: str | None) -> None:
         mixed: why only some layers have the weights of the last step, if that is so.
     """
     devices = isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error)
-    whole = f"These weights are not those of any whole step: {mixed}. Go on from the last checkpoint."
-    for said in (ON_THE_HOST,) * devices + (whole,) * (mixed is not None):
-        if said not in getattr(error, "__notes__", ()):
+    for said in (ON_THE_HOST if devices else "", not_whole(mixed) if mixed else ""):
+        if said and said not in getattr(error, "__notes__", ()):
             error.add_note(said)
+
+
+def not_whole(mixed: str) -> str:
+    """Why weights are of no use but as what they were before, as a sentence with its remedy."""
+    return f"These weights are not those of any whole step, and are not saved: {mixed}. Go on from the last checkpoint."
 
 
 def less_host_memory(overlap: str = "backward") -> str:

@@ -74,9 +74,7 @@ class SharedBase:
         self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
         self._under_way = set[Trial]()
         self._computes_on: torch.device | None = None
-        self._free: int | None = (
-            None  # bytes of device memory, before the first of the trials that are under way took any
-        )
+        self._free: int | None = None  # bytes of device memory, before any of the trials that are under way took some
 
     @property
     def fetched_bytes(self) -> int:
@@ -162,9 +160,7 @@ class SharedBase:
             except BaseException:  # Ctrl-C: each trial ends at its next layer
                 pool.shutdown(wait=False, cancel_futures=True)
                 for trial in list(self._under_way):
-                    trial.turn.error = CancelledError(
-                        "The trials are ended: the thread that waits for them was interrupted."
-                    )
+                    trial.turn.error = CancelledError("The trials are ended: who waits for them was interrupted.")
                 raise
         for error, call in zip(errors, calls, strict=True):
             if error is not None:
@@ -201,10 +197,6 @@ def refuse_from_elsewhere(made_in: Trial | None) -> None:
 def _refuse_inside() -> None:
     if current() is not None:
         raise RuntimeError("A trial of a SharedBase cannot begin inside of another one.")
-
-
-_LOADERS = {"validate": "val", "test": "test", "predict": "predict"}
-"""By the name of a loop, what a Trainer calls its loaders after."""
 
 
 class Trial(Placement):
@@ -264,11 +256,10 @@ class Trial(Placement):
 
     def loop_begins(self, trainer: Any, phase: str) -> None:
         """Refuses data loaders that another trial has, too, and that have a state: a RuntimeError."""
-        loaders = getattr(trainer, "train_dataloader" if phase == "train" else f"{_LOADERS[phase]}_dataloaders")
-        found = [each for each in tree_leaves(loaders) if isinstance(each, DataLoader)]
-        self._base._refuse_taken(
-            self, [each for each in found if each.persistent_workers or each.generator is not None]
-        )
+        name = {"train": "train_dataloader", "validate": "val_dataloaders"}.get(phase, f"{phase}_dataloaders")
+        found = [each for each in tree_leaves(getattr(trainer, name)) if isinstance(each, DataLoader)]
+        taken = [each for each in found if each.persistent_workers or each.generator is not None]
+        self._base._refuse_taken(self, taken)
 
     def _share(self, device: torch.device) -> int | None:
         if self._at_once is None:

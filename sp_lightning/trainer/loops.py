@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sp_lightning.device.device import Device
+from sp_lightning.observe.messages import not_whole
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.ledger import Ledger
@@ -284,9 +285,7 @@ class LoopStrategy(HostStrategy):
         if mixed is not None:
             if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
                 self._close()
-            raise RuntimeError(
-                f"These weights are not those of any whole step and are not saved: {mixed}. Go on from the last checkpoint."
-            )
+            raise RuntimeError(not_whole(mixed))
 
     def _batch_starts(self, run: Run, phase: str, batch: Any) -> None:
         """Updates the engine to the module as it is now, and has k and k' chosen, if they are to be."""

@@ -153,20 +153,10 @@ class OptimizerSteps:
         if self._run.engine.device.computes_on_host or not self._real_optimizers or self._logged is None:
             return ""
         self._run.finish_updates()  # until then optimizers have a class that waits
-        place = "" if self._ranks is not None else self._place.better(self._real_optimizers, fuse=self._fuse_on_host)
-        return " ".join(filter(None, [place, self._better_time()]))
-
-    def _better_time(self) -> str:
-        stats = self._run.engine.stats()
-        if self.overlap != "forward" or 2 * stats.update_stall_seconds < stats.waited_seconds:
-            return ""
-        try:
-            choose_overlap(
-                "backward", self._trainer, self._trainer.optimizers, fuse=self._fuse, on_device=self._on_device
-            )
-        except ValueError:
-            return ""
-        return 'With optimizer_overlap="backward" updates run under backward as well, and p.grad is None after a step.'
+        place, stepping = self._place, self._real_optimizers
+        other = place.better(stepping, fuse=self._fuse_on_host) if self._ranks is None else ""
+        earlier = place.earlier(stepping, fuse=self._fuse) if self.overlap == "forward" else ""
+        return " ".join(filter(None, [other, earlier]))
 
     def rearrange(self) -> None:
         """The engine was built anew: steps that update layer by layer are to update its layers."""

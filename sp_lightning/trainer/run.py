@@ -355,7 +355,7 @@ class Run:
             self.abort()
             if (said := in_our_words(error)) is not None:
                 raise RuntimeError(said) from error
-            note(error, self.results.partially_updated)
+            note(error, self.engine.updates.partially_updated)
             if isinstance(error, CheckpointError) and self.engine.run_again:
                 error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.engine.run_again))
             if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):

@@ -1,4 +1,4 @@
-"""Where the optimizers of a run step with ``optimizer_on="auto"``, and whether the other place would be faster."""
+"""Where the optimizers of a run step with ``optimizer_on="auto"``, and whether another place or time would be faster."""
 
 from __future__ import annotations
 
@@ -113,6 +113,17 @@ class StepPlace:
             f'With optimizer_on="{other}" links and memory take {seconds[other]:.3g} s of a step, and {seconds[now]:.3g} s '
             "as it is."
         )
+
+    def earlier(self, stepping: Sequence[Optimizer], *, fuse: bool) -> str:
+        """A sentence if the run has waited for updates under forward most, and they may run under backward; else empty."""
+        stats = self._run.engine.stats()
+        if 2 * stats.update_stall_seconds < stats.waited_seconds:
+            return ""
+        try:
+            choose_overlap("backward", self._run.module.trainer, stepping, fuse=fuse, on_device=self.on_device)
+        except ValueError:
+            return ""
+        return 'With optimizer_overlap="backward" updates run under backward as well, and p.grad is None after a step.'
 
     def _against_device(self, stepping: Sequence[Optimizer]) -> str:
         options, trainer = self._options, self._run.module.trainer

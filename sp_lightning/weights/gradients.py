@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.layout import aligned, lay_out, part, total_bytes
+from sp_lightning.device.layout import aligned, lay_out, part, strided
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_rows, sparse_values
 from sp_lightning.store.block_memory import BlockMemory, Staging
@@ -154,33 +153,48 @@ class Gradients(GradientSink[_Drain]):
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for (layer, index), gradient in gradients.items():
-            block, parameter, parts = layer.block, layer.block.parameters[index], _parts(gradient)
-            sparse = gradient.layout is not torch.strided
-            own: Any = None
-            if index in block.retyped:
-                own = None if sparse else torch.empty_like(gradient, device="cpu")
-            elif parameter.grad is None and (layer.rows.sparse_on_device or not sparse):
-                stays = self.keep_narrow and not (sparse or self._looked_at or accumulation_hooks(parameter))
-                own = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
-            target, into = own, [own]
-            if sparse or own is None or own.dtype is not gradient.dtype:
+            block, parameter = layer.block, layer.block.parameters[index]
+            if gradient.layout is not torch.strided:
                 staging = staging or self._staging.take(_staged_bytes(gradients.values()))
-                spans = lay_out([("", each) for each in parts], begin=used)
-                into, used = [part(staging.common, span) for span in spans], total_bytes(spans)
-                target = (
-                    sparse_rows(into[0], into[1], gradient.shape, once=gradient.is_coalesced()) if sparse else into[0]
-                )
-            rows = None if sparse or layer.whole else layer.rows.gradient_rows(index)
+                landing, came = self._place_sparse(layer, index, gradient, staging.common[used:])
+                landings.append(landing)
+                targets += came
+                sources += _parts(gradient)
+                used += sum(aligned(each.nbytes) for each in came)
+                continue
+            own = target = None
+            if index in block.retyped:
+                own = target = torch.empty_like(gradient, device="cpu")
+            elif parameter.grad is None:
+                stays = self.keep_narrow and not self._looked_at and not accumulation_hooks(parameter)
+                own = target = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
+            if target is None or target.dtype is not gradient.dtype:
+                staging = staging or self._staging.take(_staged_bytes(gradients.values()))
+                span = block.planned.spans[index]
+                target = strided(staging.common, used, gradient.dtype, span.shape, span.stride)
+                used += aligned(gradient.nbytes)
+            rows = None if layer.whole else layer.rows.gradient_rows(index)
             if rows is None:
-                targets += into
-                sources += parts
+                targets.append(target)
+                sources.append(gradient)
             else:
                 self.device.access(target, None, write=True)
                 target.zero_()
                 targets += [target[row] for row in sorted(rows)]
                 sources += [gradient[row] for row in sorted(rows)]
-            landings.append((parameter, target, own, sparse and layer.rows.sparse_on_device))
+            landings.append((parameter, target, own, False))
         return landings, staging, targets, sources
+
+    def _place_sparse(
+        self, layer: StreamedLayer, index: int, gradient: Tensor, memory: Tensor
+    ) -> tuple[_Landing, list[Tensor]]:
+        """Decides where a sparse gradient goes: to staging memory, to whose parts those of the gradient are to be copied."""
+        block, parameter = layer.block, layer.block.parameters[index]
+        came = [part(memory, span) for span in lay_out([("", each) for each in _parts(gradient)])]
+        there = sparse_rows(came[0], came[1], gradient.shape, once=gradient.is_coalesced())
+        dense = layer.rows.sparse_on_device  # param.grad is
+        own = dense and parameter.grad is None and index not in block.retyped
+        return (parameter, there, block.gradients.target(index, parameter.dtype) if own else None, dense), came
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins.

@@ -276,12 +276,6 @@ class LentWeights(Tenants):
             self._take_back_replaced(layer)
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
 
-    def take_back_for_good(self, layer: StreamedLayer) -> None:
-        """As :meth:`take_back`, before an update: memory that a weight was given has its value of before, and is read no more."""
-        self.take_back(layer)
-        if layer in self.replaced:
-            self._set_replaced(layer, {})
-
     def take_back_all(self) -> None:
         """Takes back everything that was written on the device, after a step or in its midst. No layer is in use."""
         for layer in list(self.replaced):

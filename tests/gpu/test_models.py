@@ -32,11 +32,12 @@ def check(make: Make, batches: Batches, precision: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", [name for name in ZOO if name != "fasterrcnn"])  # its roi_align compiles for minutes
+@pytest.mark.parametrize("name", ZOO)
 def test_models_are_bitwise_equal(name: str, precision: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        check(ZOO[name].make, ZOO[name].batches(2), precision)
+        with torch.compiler.set_stance("force_eager"):  # a deterministic roi_align would be compiled for minutes
+            check(ZOO[name].make, ZOO[name].batches(2), precision)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -205,9 +205,11 @@ def test_a_machine_is_measured() -> None:
     assert 1e6 < machine.flops < 1e16
 
 
-@pytest.mark.parametrize(("options", "said"), [({}, True), ({"gradient_clip_val": 1.0}, False)])
+@pytest.mark.parametrize(
+    ("options", "waited", "said"), [({}, 1.0, True), ({}, 0.1, False), ({"gradient_clip_val": 1.0}, 1.0, False)]
+)
 def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible(
-    options: dict[str, Any], said: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], waited: float, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an H100 a step took 0.71 s in place of 0.89."""
     found: list[str] = []
@@ -216,7 +218,10 @@ def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible
         def on_train_end(self) -> None:
             found.append(self.trainer.strategy.better_steps())
 
-    monkeypatch.setattr(SimDevice, "stall_seconds", lambda self, *why: 1.0 if Wait.FETCH_AFTER_UPDATE in why else 0.0)
+    def stalled(device: Any, *why: Wait) -> float:
+        return waited if Wait.FETCH_AFTER_UPDATE in why else 0.5 if Wait.USE_AFTER_FETCH in why else 0.0
+
+    monkeypatch.setattr(SimDevice, "stall_seconds", stalled)
     with on(SLOW_LINKS):
         fit(Asks, vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="forward"), recorded="nothing", **options)
         fit(Asks, vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="backward"), recorded="nothing")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sp_lightning.model.find import find_layers
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.plan import make_plan
+from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.weights.layer import StreamedLayer
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Transformer, llama
@@ -224,6 +225,28 @@ def test_sparse_gradients_beside_others_that_leave_with_them() -> None:
     ours = fit(lambda: Sgd(Tiny()), numbers(), strategy, accumulate_grad_batches=2)
     assert_same(ours, fit(lambda: Sgd(Tiny()), numbers(), accumulate_grad_batches=2))
     assert {span.name for span in strategy.plan.residents.spans} >= {"net.tiny.weight", "net.scale"}
+
+
+def test_memory_of_sparse_gradients_is_used_again_whatever_their_sizes() -> None:
+    """It is kept by its size, and each batch looks up other rows."""
+
+    class Wide(Text):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(3000, 16)
+
+    sizes, take = list[int](), Staging.take
+
+    def noted(staging: Staging, nbytes: int) -> BlockMemory:
+        sizes.append(nbytes)
+        return take(staging, nbytes)
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(3000, (count,), generator=generator) for count in range(100, 1000, 50)]
+    with mock.patch.object(Staging, "take", noted):
+        fit(lambda: Module(Wide()), batches, superpipeline(k=1), recorded="nothing")
+    assert len(sizes) > len(batches)
+    assert len(set(sizes)) < len(batches) / 2
 
 
 def test_rows_are_gathered_after_the_update_in_the_background() -> None:
