@@ -77,6 +77,28 @@ def small_llama(
     return AutoModelForCausalLM.from_config(config)
 
 
+def causal_config(config: str | None, tokenizer: Any, layers: int, hidden: int, length: int) -> Any:
+    """Of a model that is to have random weights.
+
+    Args:
+        config: a folder, a ``config.json`` or a hub name; None for the small Llama.
+        tokenizer: whose tokens it reads.
+        layers, hidden: of the small Llama.
+        length: tokens that it reads at most.
+
+    Raises:
+        ValueError: it cannot read them.
+        OSError: there is no such config.
+    """
+    if config is None:
+        return small_llama(layers, hidden, len(tokenizer), max(length, 256), tokenizer.eos_token_id).config
+    found = AutoConfig.from_pretrained(config)
+    for name, least in {"max_position_embeddings": length, "vocab_size": len(tokenizer)}.items():
+        if getattr(found, name, least) < least:
+            raise ValueError(f"--config {config}: {name} is {getattr(found, name)}, and at least {least} is needed.")
+    return found
+
+
 def load_language_model(model: str, precision: str = "32-true") -> nn.Module:
     """``from_pretrained``: a folder, or a name on a hub; half precision only where the trainer's is."""
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -111,14 +133,14 @@ def check_length(model: str, length: int) -> None:
         raise ValueError(f"--length {length}: {model} reads {longest} tokens at most. Lower --length.")
 
 
-def check_shape(layers: int | None, hidden: int | None, model: str | None) -> tuple[int, int]:
+def check_shape(layers: int | None, hidden: int | None, model: str | None, option: str = "--model") -> tuple[int, int]:
     """Layers and width of the small Llama.
 
     Raises:
-        ValueError: what it cannot be made of, or ``--model`` beside them.
+        ValueError: what it cannot be made of, or another model beside them, which ``option`` names.
     """
     if model is not None and (layers, hidden) != (None, None):
-        raise ValueError("--layers and --hidden shape the default model. Leave them out, or leave --model out.")
+        raise ValueError(f"--layers and --hidden shape the default model. Leave them out, or leave {option} out.")
     hidden = WIDTH if hidden is None else hidden
     if hidden < HEAD or hidden % HEAD:
         raise ValueError(f"--hidden {hidden}: must be a multiple of {HEAD}. For example --hidden {8 * HEAD}.")

@@ -22,7 +22,16 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, sweep_lora, train_vision
+from examples import (
+    cram_llm,
+    finetune_llm,
+    finetune_lora,
+    finetune_moe,
+    finetune_vlm,
+    generate_llm,
+    sweep_lora,
+    train_vision,
+)
 from examples.console import ConsoleLogger
 from examples.text import Batches, in_order, load_tokenizer, shuffled
 from tests.support.tiers import first, some
@@ -31,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]
-RECIPES = [finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, sweep_lora, train_vision]
+RECIPES = [cram_llm, finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, sweep_lora, train_vision]
 
 
 @pytest.fixture(scope="module")
