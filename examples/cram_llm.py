@@ -143,7 +143,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
     validation = in_order(held_out, batch_size=planned.batch, most=VALIDATION_BATCHES)
 
     def new_module(phase: str) -> Crammed:
-        model = AutoModelForCausalLM.from_config(config)
+        dtype = torch.bfloat16 if planned.precision == "bf16-true" else torch.float32  # whatever the config says
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return Crammed(share_block(model) if phase == "pseudo" else model, options, clock)
 
     def loss_of(phase: str, module: Crammed, batches: Batches) -> float:
