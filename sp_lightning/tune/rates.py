@@ -21,6 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW_BYTES = 28
 """What a step of AdamW with float32 state reads and writes for each parameter: 4 tensors in, 3 out."""
 _SHARES = 8  # what is measured for seconds, each as long
+_SAID = ("The drive cannot be read", "The drive cannot be written", "The file", ": name another folder with --disk")
 
 
 def measure_rates(device: Device, seconds: float, disk: Path | None = None) -> dict[str, Any]:
@@ -32,10 +33,10 @@ def measure_rates(device: Device, seconds: float, disk: Path | None = None) -> d
         disk: a folder on the drive; None for no drive.
 
     Returns:
-        By the names of ``plan``'s options: ``tflops``, a dict by :data:`DTYPES`; ``host_tflops``, in bfloat16; in bytes per second
-        ``pcie`` (each way while both are busy), ``device_bandwidth``, ``dram`` (what AdamW reads and writes), ``disk``. And
-        ``python``: seconds for each visit and for each weight, by "training" and "inference"; ``synchronous``, whether everything
-        else stands still during a copy.
+        By the names of ``plan``'s options: ``tflops``, a dict by :data:`DTYPES`; ``host_tflops``, in bfloat16; in bytes per
+        second ``pcie`` (each way while both are busy), ``device_bandwidth``, ``dram`` (what AdamW reads and writes), ``disk``.
+        And ``python``: seconds for each visit and for each weight, by "training" and "inference"; ``synchronous``, whether
+        everything else stands still during a copy.
     """
     share = seconds / _SHARES
     nbytes = min(2**29, max(2**26, int(share * 2**30)))  # beyond the caches where there is time for it
@@ -88,7 +89,8 @@ def link_bytes(device: Device, nbytes: int, seconds: float) -> float:
                 device.synchronize(device.record(stream), Wait.CLOSE_AFTER_FETCH)
 
         with torch.no_grad():
-            return nbytes / median_seconds(both, seconds, device)
+            # Copies that are synchronous come one after the other.
+            return (2 if device.synchronous else 1) * nbytes / median_seconds(both, seconds, device)
     finally:
         for memory in locked:
             device.unpin(memory)
@@ -110,7 +112,7 @@ def disk_bytes(folder: Path, nbytes: int) -> float:
     """
     memory = Device(torch.device("cpu")).host_empty(nbytes)[:nbytes].fill_(1)
     with TemporaryFile(dir=folder) as file:
-        drive = DirectFile(file.fileno())
+        drive = DirectFile(file.fileno(), str(folder), _SAID)
         seconds = []
         for move in (drive.write, drive.read):
             begun = perf_counter()
