@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser, separate
 from sp_lightning.cli.commands import run_check, run_convert, run_lightning, run_plan
+from sp_lightning.cli.measured import run_rates
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,11 +23,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     parser = make_parser()
     given = parser.parse_args(arguments, namespace=Question())
+    given.given = frozenset(vars(make_parser(usual=False).parse_args(arguments)))
     try:
         if given.command == "convert":
             run_convert(given.source, given.target, trust=given.trust)
         elif given.command == "check":
             run_check(given)
+        elif given.command == "rates":
+            print(run_rates(given))
         else:
             run_plan(separate(given))
     except (ValueError, TypeError, ImportError, OSError) as error:

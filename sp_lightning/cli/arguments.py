@@ -9,6 +9,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -34,7 +35,7 @@ PRECISIONS = {
 }
 """By Lightning's name: the dtype of the parameters, and the dtype of autocast, if there is one."""
 MODES: tuple[Mode, ...] = get_args(Mode)
-SEVERAL = ("model", "precision", "batch", "tokens", "activations")
+SEVERAL = ("model", "precision", "batch", "tokens", "activations", "scale")
 """The arguments that may have several values, each of which is a question of its own."""
 
 _GENERATE = "predict N tokens for each of --batch sequences, after prompts of --tokens; times are of the last token"
@@ -57,6 +58,16 @@ _STATUS = (
     "exit status: 0 if it fits as asked, with plain Lightning or here; 1 if it does not, even if a change would help; 2 if there "
     "is no answer; 3 if activations are unknown, because no batch could be run. Of several models the highest counts."
 )
+_RATES = "rates that `python -m sp_lightning rates > FILE` has measured, for those that are not given here"
+_FROM = "what a run of this model has reached, by SuperpipelineCallback(report=FILE): corrects the times by it"
+_HOURS = (
+    "what is trained in so many hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
+    "the optimizer, of those that are not given"
+)
+_STEPS = (
+    "with --hours, at least so many optimizer steps, so that the learning rate can warm up and anneal (%(default)s)"
+)
+_SCALE = "a transformers config in such sizes, 0.5B 3B for example; with --hours, which of them expects the least loss"
 _MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 
 
@@ -83,6 +94,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _amount(text: str) -> int:
+    """A number with a unit of thousands: ``500M``, ``1.5B``, ``2T``."""
+    match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?) *([kKMGBT]?)", text)
+    found = match and round(float(match[1]) * 1000 ** (" KMBT".index((match[2] or " ").upper().replace("G", "B"))))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount; give a number, such as 500M or 1.5B")
+    return found
+
+
 def positive_number(text: str) -> float:
     """A number. argparse names this function where it raises a ValueError."""
     number = float(text)
@@ -98,6 +118,25 @@ def _option(meaning: str, **how: Any) -> dict[str, Any]:
 
 class Usual(int):
     """A size that nobody asked for. A model may take less."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a machine, and is no argument.
+
+    Attributes:
+        names: the arguments whose values were measured.
+        python: seconds of Python for each visit of a layer, and for each weight in it; None if they were not measured.
+        synchronous: whether everything else stands still during a copy, as where the host computes.
+        slower: how many times as long as predicted a run has taken.
+        notes: sentences about it.
+    """
+
+    names: frozenset[str] = frozenset()
+    python: tuple[float, float] | None = None
+    synchronous: bool = False
+    slower: float = 1.0
+    notes: tuple[str, ...] = ()
 
 
 class Question(argparse.Namespace):
@@ -155,9 +194,24 @@ class Question(argparse.Namespace):
     disk: Annotated[float | None, _option(_DISK, type=_rate)]
     dram: Annotated[float, _option("of host memory (%(default)s)", type=_rate, default="60GB/s")]
     measure_host: Annotated[bool, _option(_MEASURE_HOST, action="store_true")]
+    rates: Annotated[Path | None, _option(_RATES, type=Path, metavar="FILE")]
+    from_: Annotated[Path | None, _option(_FROM, type=Path, metavar="FILE")]
+    # What a time is enough for.
+    hours: Annotated[float | None, _option(_HOURS, type=positive_number)]
+    least_steps: Annotated[int, _option(_STEPS, type=_count, default=1000, metavar="N")]
+    dataset_tokens: Annotated[int | None, _option("of the data, 2B for example, to say epochs", type=_amount)]
+    samples: Annotated[int | None, _option("the same, of data without tokens", type=_amount)]
+    price: Annotated[float | None, _option("of an hour of the machine", type=positive_number)]
+    scale: Annotated[int | None, _option(_SCALE, type=_amount, nargs="+", metavar="N")]
+    # How it is answered.
     verbose: Annotated[bool, _option(_VERBOSE, action="store_true")]
     json: Annotated[bool, _option("for programs", action="store_true")]
     plot: Annotated[Path | None, _option("draws one answer; needs matplotlib", type=Path, metavar="FILE.png")]
+
+    given = frozenset[str]()
+    """The names of arguments that the command line has."""
+    measured = Measured()
+    """What ``--rates`` and ``--from`` say beside the arguments."""
 
 
 def contradictions(question: Question) -> Iterator[str]:
@@ -217,14 +271,14 @@ def _given(question: Question) -> Iterator[list[str]]:
     usual = _usual()
     for name, how in _arguments():
         value = getattr(question, name)
-        if name == "model" or value == getattr(usual, name):
+        if name == "model" or value == getattr(usual, name) or name in question.measured.names:
             continue
         words = value if isinstance(value, list) else [] if value is True else [value]
         if how.get("type") is _size:
             words = [exact_bytes(value)]
         elif how.get("type") is _rate:
             words = [f"{value / 1e9:.15g}GB/s"]
-        yield [f"--{name.replace('_', '-')}", *map(str, words)]
+        yield [_flag(name), *map(str, words)]
 
 
 def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -233,13 +287,26 @@ def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, get_args(annotated)[1]
 
 
+def number_of(name: str, text: str) -> float:
+    """The value of an argument that is a number, from its text."""
+    return float(dict(_arguments())[name]["type"](text))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.rstrip('_').replace('_', '-')}"
+
+
 def _usual() -> argparse.Namespace:
     """What is asked of a model by default."""
     return make_parser().parse_args(["plan", "a model"])
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line. Lightning's own commands are in it for ``--help`` alone."""
+def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
+    """The parser of the whole command line. Lightning's own commands are in it for ``--help`` alone.
+
+    Args:
+        usual: whether what is not given has its usual value; otherwise the namespace lacks it.
+    """
     parser = argparse.ArgumentParser(prog="python -m sp_lightning")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in LIGHTNING:
@@ -255,6 +322,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
     )
     _add_check(commands)
+    rates = commands.add_parser("rates", help="measures this machine for plan --rates, in about a minute")
+    rates.add_argument("--accelerator", help="where layers compute, cuda or cpu (the accelerator that torch finds)")
+    rates.add_argument("--disk", type=Path, help="a folder on the drive that is to be measured, too (none)")
+    rates.add_argument("--seconds", type=positive_number, default=30, help="for what is repeated (%(default)s)")
     plan = commands.add_parser(
         "plan",
         help="does a model fit, with which k, and how fast?",
@@ -263,7 +334,10 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_STATUS,
     )
     for name, how in _arguments():
-        plan.add_argument(name if name == "model" else f"--{name.replace('_', '-')}", **how)
+        named = {} if name == "model" else {"dest": name}
+        plan.add_argument(
+            _flag(name) if named else name, **{**how, **named, **({} if usual else {"default": argparse.SUPPRESS})}
+        )
     return parser
 
 

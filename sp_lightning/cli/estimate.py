@@ -39,7 +39,7 @@ from sp_lightning.tune.visits import Prediction, Rates
 _NO_UPDATES: dict[str, Any] = {"update": math.inf}
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch", "tokens", "image", "input", "checkpointing", "loss_tokens", "lora",
-    "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers", "resident", "host_tflops",
+    "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers", "resident", "host_tflops", "scale",
 )  # fmt: skip
 """What of a question a batch without values, or the optimizer's step, depends on, but for when updates run."""
 
@@ -154,7 +154,8 @@ class Estimate:
         asked, step, ledger, updates = self.question, self.step, self.host.ledger, _NO_UPDATES
         if step is not None and ledger is not None:
             updates = update_rates(asked, step, self.plan(1, 1).trained, ledger, self._traffic[0])
-        visit, weight = host_seconds(training=not asked.predict, measured=asked.measure_host)
+        known = asked.measured.python if not asked.measure_host else None
+        visit, weight = known or host_seconds(training=not asked.predict, measured=asked.measure_host)
         devices, nodes = asked.devices - 1, asked.nodes - 1  # the others
         # Sums of 16 bits travel in float32.
         wide = 2 if PRECISIONS[asked.precision][0].itemsize == 2 else 1
@@ -171,6 +172,7 @@ class Estimate:
             network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
             disk=asked.disk or math.inf,
             sliced=asked.transfer == "sliced" and devices > 0,
+            synchronous=asked.measured.synchronous,
         )
 
     def _balance(self, plan: Plan, rates: Rates) -> Balance:
@@ -204,9 +206,9 @@ class Estimate:
         """
         rates, batches = rates or self.rates, self.question.accumulate
         last = self._batch(plan, modes, rates, updates=updates, moves=True)
-        if batches == 1:
-            return last
-        return last.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
+        if batches > 1:
+            last = last.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
+        return last.slowed(self.question.measured.slower)
 
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
         """One batch, with an update or without, and with what that reads and writes on the disk or without."""

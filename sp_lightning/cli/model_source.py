@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.cli.arguments import WANTED, Question, Usual
 from sp_lightning.cli.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
+from sp_lightning.cli.scaling import scaled
 from sp_lightning.comparison.subject import resolve
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.tune.known_values import answered
@@ -73,6 +74,8 @@ def load_model(asked: Question) -> ModelSource:
     given: dict[str, Any] = {"--input": asked.input}
     if factory:
         given = {"--image": asked.image, "--batch": asked.batch > 1 and not tokens, "--tokens": asked.input and tokens}
+    if factory or find_config(source) is None:
+        given["--scale"] = asked.scale
     if ignored := [option for option, value in given.items() if value]:
         instead = (
             "--input SIZE SIZE …, batch first, or change the module's example_input_array,"
@@ -227,7 +230,13 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
     # transformers compares the counts of image tokens and image features by value, and here are no values.
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
-    module = _make(transformers.AutoModel.from_config if kind is None else kind, config, file)
+    make = transformers.AutoModel.from_config if kind is None else kind
+    module = _make(make, config, file)
+    if asked.scale is not None:
+        # What a config says of each layer, and the size of heads, follow from the rest if it does not say them.
+        raw = {name: value for name, value in raw.items() if name not in ("layer_types", "max_window_layers")}
+        config = transformers.AutoConfig.for_model(**{**raw, **scaled(config, module, asked.scale)})
+        module = _make(make, config, file)
     text = config.get_text_config()
     most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     if isinstance(most, int) and isinstance(asked.tokens, Usual):

@@ -84,7 +84,7 @@ def _reasons(answer: Answer) -> list[str]:
 def _details(answer: Answer) -> list[str]:
     estimate, question, row = answer.estimate, answer.question, answer.shown
     ledger, rates = estimate.host.ledger, estimate.rates
-    known = "measured of this host" if question.measure_host else "assumed of the host (--measure-host)"
+    known = "measured" if question.measure_host or question.measured.python else "assumed of the host (--measure-host)"
     lines = [
         row.plan.table(training=not question.predict, state=ledger.state if ledger else None),
         "",
@@ -245,11 +245,15 @@ def _step(estimate: Estimate) -> list[str]:
 def _assumed(estimate: Estimate) -> str:
     question, step = estimate.question, estimate.step
     optimizer = "" if step is None else f"{step.name} ({step.source}), "
-    line = (
-        f"assumed: {optimizer}{question.tflops:g} TFLOP/s, {question.device_bandwidth / 1e9:g} GB/s on the device, "
-        f"{question.pcie / 1e9:g} GB/s each way, {question.dram / 1e9:g} GB/s of host memory "
-        "(--tflops --device-bandwidth --pcie --dram)"
-    )
+    known = {
+        "tflops": f"{question.tflops:g} TFLOP/s", "device_bandwidth": f"{question.device_bandwidth / 1e9:g} GB/s on the device",
+        "pcie": f"{question.pcie / 1e9:g} GB/s each way", "dram": f"{question.dram / 1e9:g} GB/s of host memory",
+    }  # fmt: skip
+    measured = [each for name, each in known.items() if name in question.measured.names]
+    assumed = [name for name in known if name not in question.measured.names]
+    options = f" (--{' --'.join(assumed)})".replace("_", "-") * bool(assumed)
+    line = f"measured: {', '.join(measured)} ({question.rates}); " * bool(measured)
+    line += f"assumed: {optimizer}{', '.join(known[name] for name in assumed)}{options}".removesuffix(", ")
     if step is not None and not step.on_device and step.seconds is None and not is_installed():
         line += '; updates in one pass, which pip install "sp_lightning[kernels]" makes (without, 1.6 times as long)'
     if question.devices > 1:
@@ -329,7 +333,7 @@ def _nodes(estimate: Estimate, row: Row) -> list[str]:
 
 def _notes(estimate: Estimate, row: Row) -> list[str]:
     """Sentences: what of a batch is not counted, and what is saved outside of all layers, if that is much."""
-    work, notes = estimate.work, list(estimate.notes)
+    work, notes = estimate.work, [*estimate.question.measured.notes, *estimate.notes]
     if estimate.why_guessed or estimate.question.predict:
         return notes
     notes += [estimate.found.grouping_advice] if estimate.found.grouping_advice else []

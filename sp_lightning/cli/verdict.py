@@ -90,8 +90,8 @@ def _recommended(answer: Answer, best: Row) -> str:
         fits = "With this strategy"
     plain = "" if limited else " Plain Lightning fits where --gpu-memory is " + in_gib(estimate.plain_bytes) + "."
     if estimate.why_guessed:
-        return f"{fits}: {_choice(question, best.plan)}."
-    return f"{fits}: {_choice(question, best.plan)}, {speed(answer)}; {waiting(answer)}.{plain}"
+        return f"{fits}: {strategy(question, best.plan)}{beside(question)}."
+    return f"{fits}: {strategy(question, best.plan)}{beside(question)}, {speed(answer)}; {waiting(answer)}.{plain}"
 
 
 def speed(answer: Answer) -> str:
@@ -126,8 +126,8 @@ def waiting(answer: Answer) -> str:
     return f"the device waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
 
 
-def _choice(question: Question, plan: Plan) -> str:
-    """The strategy as it is to be written: every option that the answer depends on."""
+def strategy_options(question: Question, plan: Plan) -> dict[str, object]:
+    """The options of the strategy that the answer depends on."""
     options: dict[str, object] = {"k": plan.k, "k_prime": plan.k_prime}
     if question.activations != "keep":
         options["activations"] = question.activations
@@ -143,8 +143,18 @@ def _choice(question: Question, plan: Plan) -> str:
         options["disk"] = "FOLDER"
         if question.host_memory is not None:
             options["host_memory"] = exact_bytes(question.host_memory)
-    options |= {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
-    text = f"SuperpipelineStrategy({', '.join(f'{name}={json.dumps(value)}' for name, value in options.items())})"
+    return options | {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
+
+
+def strategy(question: Question, plan: Plan) -> str:
+    """The strategy as it is to be written."""
+    options = strategy_options(question, plan)
+    return f"SuperpipelineStrategy({', '.join(f'{name}={json.dumps(value)}' for name, value in options.items())})"
+
+
+def beside(question: Question) -> str:
+    """What else the answer depends on, as half a sentence."""
+    text = ""
     if question.devices * question.nodes > 1:
         text += f" in Trainer(devices={question.devices}{f', num_nodes={question.nodes}' * (question.nodes > 1)})"
     if question.checkpointing:

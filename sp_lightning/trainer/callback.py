@@ -18,6 +18,7 @@ from torch import Tensor
 from sp_lightning.device.timeline import Interval, Timeline, chrome_trace
 from sp_lightning.observe.messages import say_once
 from sp_lightning.observe.plot import draw_timeline, supported_formats
+from sp_lightning.observe.reached import Reached, machine_of, today
 from sp_lightning.observe.stats import (
     DEFAULT_METRICS,
     METRICS,
@@ -54,6 +55,8 @@ class SuperpipelineCallback(Callback):
         progress_bar: show two metrics in the progress bar: ``waited`` (a share of the time) and ``window`` (k).
         metrics: log these metrics to the trainer's loggers, as ``superpipeline/NAME``: True for ``waited`` and ``window``,
             ``"all"``, or a list of names. The guide on logging has a table of them.
+        report: file (JSON) for how long batches took, and with what, written when training ends: ``python -m sp_lightning plan
+            --from FILE`` says by how much it was off, and corrects itself by that.
         verbose: show the plan, the ledger, and why what was decided, too, which are in the log at DEBUG otherwise, and every
             ``every_n_steps`` steps a line about time and memory.
 
@@ -73,6 +76,7 @@ class SuperpipelineCallback(Callback):
         every_n_steps: int = 50,
         progress_bar: bool = False,
         metrics: bool | str | Sequence[str] = False,
+        report: str | Path | None = None,
         verbose: bool = False,
     ) -> None:
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
@@ -83,6 +87,8 @@ class SuperpipelineCallback(Callback):
         self._verbose = verbose
         self._timeline = _checked_file("timeline", timeline)
         self._plot = _checked_file("plot", plot)
+        self._report = _checked_file("report", report)
+        self._reached = Reached()
         if self._plot is not None and self._plot.suffix[1:] not in (formats := supported_formats()):
             raise ValueError(f"plot={str(plot)!r} must end in one of {sorted(formats)}. For example plot='run.png'.")
         self._active = self._running = self._records = self._warned = False
@@ -95,7 +101,7 @@ class SuperpipelineCallback(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._running = self._records = False
-        self._seen, self._start = 0, 0.0
+        self._seen, self._start, self._reached = 0, 0.0, Reached()
         self._intervals: Timeline | None = None
         self._batches: dict[int, list[Interval]] = {}  # the intervals of each batch that was recorded, by its number
         self._tokens: int | None = 0  # of this run so far; None if a batch does not say how many it has
@@ -124,6 +130,7 @@ class SuperpipelineCallback(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
         self._stop_recording()  # validation is no part of the batch before it
+        self._reached.interrupted()
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
@@ -144,7 +151,7 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ training batches
 
     def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self._files:
+        if (self._timeline is None and self._plot is None) or not self._records:
             return
         self._stop_recording()
         self._seen += 1
@@ -164,6 +171,8 @@ class SuperpipelineCallback(Callback):
         if not self._active:
             return
         self._strategy.expect_next_batch()
+        if self._report is not None:
+            self._reached.batch_ended(perf_counter(), batch, trainer.global_step)
         tokens = _tokens_in(batch)
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         waits = pl_module.automatic_optimization and accumulates(trainer)  # its optimizer step comes with a later batch
@@ -191,6 +200,7 @@ class SuperpipelineCallback(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write_recording()
+        self._write_report(trainer)
         self._end()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -235,7 +245,7 @@ class SuperpipelineCallback(Callback):
     @property
     def _files(self) -> list[Path]:
         """Those that this rank writes in this run."""
-        return [file for file in (self._timeline, self._plot) if file is not None and self._records]
+        return [file for file in (self._timeline, self._plot, self._report) if file is not None and self._records]
 
     def _stop_recording(self) -> None:
         """What follows belongs to no batch, or to the next one."""
@@ -256,6 +266,34 @@ class SuperpipelineCallback(Callback):
                 self._write_files()
         except Exception:
             self._strategy.log.exception("Superpipeline: the timeline could not be written.")
+
+    def _write_report(self, trainer: pl.Trainer) -> None:
+        """Writes what was reached. Nothing is lost because a disk is full."""
+        if self._report is None or not self._records:
+            return
+        log, device = self._strategy.log, self._strategy.computing_device
+        assert device is not None
+        found = self._reached.as_dict()
+        if not found:
+            log.warning("Superpipeline: %s is not written, because two optimizer steps do not count.", self._report)
+            return
+        (place, overlap), plan, module = self._strategy.stepping, self._strategy.plan, trainer.lightning_module
+        modes = set(self._strategy.activations.values())
+        counts = [(weight.numel(), weight.requires_grad) for weight in module.parameters()]
+        waited = {name: value for name, value in vars(self._strategy.stats()).items() if name.endswith("seconds")}
+        found |= {
+            "kind": "report", "date": today(), "machine": machine_of(device),
+            "model": type(module).__name__, "parameters": sum(count for count, _ in counts),
+            "trained": sum(count for count, trains in counts if trains),
+            "precision": str(trainer.precision), "accumulate": trainer.accumulate_grad_batches,
+            "k": plan.k, "k_prime": plan.k_prime, "activations": modes.pop() if len(modes) == 1 else "auto",
+            "overlap": overlap, "optimizer_on": place, "device_bytes": self._strategy.stats().peak_allocated_bytes,
+            "waited": waited,
+        }  # fmt: skip
+        try:
+            self._report.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        except OSError:
+            log.exception("Superpipeline: the report could not be written.")
 
     def _write_files(self) -> None:
         plan = self._strategy.plan

@@ -167,6 +167,12 @@ class LoopStrategy(HostStrategy):
         return "" if self._run is None else self._run.steps.better()
 
     @property
+    def stepping(self) -> tuple[str, str]:
+        """Where the optimizers of the run that lasts step, "host" or "device", and in which mode updates run."""
+        assert self._run is not None
+        return "device" if self._run.steps.on_device else "host", self._run.steps.overlap
+
+    @property
     def device_memory(self) -> tuple[int, int] | None:
         """Bytes of device memory that the run has taken at most, and may take; None on the CPU, and outside of a run."""
         return None if self._run is None else self._run.device_memory

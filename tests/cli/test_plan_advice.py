@@ -351,6 +351,7 @@ def test_updates_that_backward_would_hide_are_tried_there(capsys: pytest.Capture
     assert faster() == [f"{early['windows'][0]['seconds']:.3g}"]
     assert faster("--overlap", "backward") == []
     assert faster("--clip", "norm") == [], "which needs all gradients at once"
+    assert faster("--optimizer", "muon", "--host-tflops", "20") == [], "which runs when backward is over"
 
 
 def test_an_answer_says_that_it_counts_on_kernels(

@@ -273,6 +273,18 @@ def test_updates_after_a_forward_without_backward_wait_for_its_fetches(mode: str
         assert_same(fit(fused(SkipsBackward), batches, overlapping(mode), **options), plain)
 
 
+def test_what_follows_an_update_is_done_once() -> None:
+    """Backward bounds how many are under way, and waits for one before its parameters are allowed again."""
+    followed, submit = list[int](), BackgroundUpdates.submit
+
+    def counted(self: BackgroundUpdates, layer: StreamedLayer, work: Any, then: Any = None) -> None:
+        submit(self, layer, work, lambda: (followed.append(layer.index), then and then()))
+
+    with mock.patch.object(BackgroundUpdates, "submit", counted):
+        fit(fused(lambda: Module(Stack())), vectors(2), overlapping("backward"), recorded="nothing")
+    assert max(map(followed.count, followed)) == 2, "once in each of two steps"
+
+
 def test_validation_waits_first() -> None:
     waiting: list[int] = []
 

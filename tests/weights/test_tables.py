@@ -227,6 +227,26 @@ def test_sparse_gradients_beside_others_that_leave_with_them() -> None:
     assert {span.name for span in strategy.plan.residents.spans} >= {"net.tiny.weight", "net.scale"}
 
 
+def test_a_sparse_gradient_that_a_hook_coalesces_counts_as_on_plain() -> None:
+    """torch forgets, where it accumulates gradients, that each row is there once."""
+
+    def found(strategy: Any) -> list[bool]:
+        class Looks(Callback):
+            def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+                seen.append(module.net.table.weight.grad.is_coalesced())
+
+        def make() -> Sgd:
+            module = Sgd(Text(sparse=True))
+            module.net.table.weight.register_hook(lambda gradient: gradient.coalesce())
+            return module
+
+        seen: list[bool] = []
+        fit(make, numbers(), strategy, recorded="nothing", callbacks=[Looks()])
+        return seen
+
+    assert found(superpipeline(k=1)) == found("auto")
+
+
 def test_memory_of_sparse_gradients_is_used_again_whatever_their_sizes() -> None:
     """It is kept by its size, and each batch looks up other rows."""
 

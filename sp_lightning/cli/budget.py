@@ -1,0 +1,288 @@
+"""What a time is enough for: ``plan --hours`` looks for the fastest way to train, and says what it reaches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from sp_lightning.cli.answer import Answer, answer
+from sp_lightning.cli.arguments import PRECISIONS, Question, changed, command
+from sp_lightning.cli.estimate import Estimate, estimate_model
+from sp_lightning.cli.host import on_device
+from sp_lightning.cli.scaling import LAW, expected_loss
+from sp_lightning.cli.verdict import beside, strategy, strategy_options
+from sp_lightning.plan.units import in_gib
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_ACCUMULATED = (4, 16)
+_PRECISIONS = ("bf16-mixed", "bf16-true")
+_SHOWN = 5  # ways
+_GAIN = 1.02  # a larger batch has to be so much faster: a smaller one leaves more steps
+_REPEATED = 4  # times that data may come with as much use as new data, by Muennighoff et al., arXiv 2305.16264
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one way to train reaches in the time.
+
+    Attributes:
+        answer: how, with the best window.
+        seconds: of the whole time.
+        count: tokens, images or samples of an optimizer step, of all devices.
+        unit: which of them.
+    """
+
+    answer: Answer
+    seconds: float
+    count: int
+    unit: str
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from one optimizer step to the next."""
+        return self.answer.shown.prediction.seconds * self.answer.question.accumulate
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that fit."""
+        return int(self.seconds / self.step_seconds)
+
+    @property
+    def total(self) -> int:
+        """Tokens, images or samples in all of them."""
+        return self.steps * self.count
+
+    @property
+    def epochs(self) -> float | None:
+        """How often the data comes; None if nobody has said how much there is."""
+        question = self.answer.question
+        data = question.dataset_tokens if self.unit == "tokens" else question.samples
+        return None if data is None else self.total / data
+
+    @property
+    def cost(self) -> float | None:
+        """The price of the time; None if nobody has said one."""
+        price = self.answer.question.price
+        return None if price is None else price * self.seconds / 3600
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights have no float32 values, so that updates are rounded."""
+        return PRECISIONS[self.answer.question.precision][0].itemsize == 2
+
+
+def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
+    """Ways to train, the best first: enough steps before too few, all bits of updates before rounded ones, then the fastest.
+
+    Args:
+        asked: what is given is kept; the rest is tried.
+        say: is told what takes its time.
+
+    Raises:
+        ValueError: the data is less than one step.
+    """
+    found: list[Budget] = []
+    reasons: list[ValueError] = []
+    precisions = _PRECISIONS if "precision" not in asked.given else (asked.precision,)
+    for precision in precisions:
+        batches = _BATCHES if "batch" not in asked.given and _takes_batches(asked) else (asked.batch,)
+        fastest = 0
+        for batch in batches:
+            question = Question(**{**vars(asked), "precision": precision, "batch": batch, **_activations(asked)})
+            say(f"runs a batch of {batch} in {precision}")
+            try:
+                estimate = estimate_model(question)
+            except ValueError as error:
+                reasons.append(error)
+                continue
+            fitting = [each for each in map(_budget, _ways(estimate)) if each.answer.best is not None]
+            found += fitting
+            before, fastest = fastest, max((each.total for each in fitting), default=0)
+            if fastest < before * _GAIN or not fitting:
+                break  # larger batches are no faster, or fit still less
+    if not found and reasons:
+        raise reasons[0]
+    enough = [each for each in found if each.count <= (_data(each) or each.count)]
+    if found and not enough:
+        least = min(found, key=lambda each: each.count)
+        raise ValueError(
+            f"The data has {_data(least):,} {least.unit}, and one step takes {least.count:,}. Give more data, or smaller "
+            "--batch, --tokens or --accumulate."
+        )
+    return best_first(enough)
+
+
+def best_first(found: Iterable[Budget]) -> list[Budget]:
+    """Enough steps before too few, whole updates before rounded ones; then the most tokens, or of too few the most steps."""
+
+    def order(each: Budget) -> tuple[float, ...]:
+        too_few = each.steps < each.answer.question.least_steps
+        return too_few, each.rounds, -each.steps if too_few else -each.total, each.count
+
+    ordered = sorted(found, key=order)
+    best = ordered[0] if ordered else None
+    # Of nearly as many tokens, those with the smallest step learn the most.
+    alike = [
+        each for each in ordered if best and order(each)[:2] == order(best)[:2] and each.total * _GAIN >= best.total
+    ]
+    alike.sort(key=lambda each: each.count)
+    return [*alike[:1], *(each for each in ordered if each not in alike[:1])]
+
+
+def _data(each: Budget) -> int | None:
+    question = each.answer.question
+    return question.dataset_tokens if each.unit == "tokens" else question.samples
+
+
+def _takes_batches(asked: Question) -> bool:
+    """Whether --batch says anything of this model: a factory's batch is its own."""
+    return ":" not in asked.model
+
+
+def _activations(asked: Question) -> dict[str, Any]:
+    """What becomes of activations is chosen within the memory, if that is known and nobody has said it."""
+    return {} if "activations" in asked.given or asked.gpu_memory is None else {"activations": "auto"}
+
+
+def _ways(estimate: Estimate) -> Iterator[Answer]:
+    """The answers for each time and place of the optimizer, and accumulation, of those that are not given."""
+    asked, step = estimate.question, estimate.step
+    if step is None:
+        return
+    early: tuple[Literal["off", "forward", "backward"], ...] = ("forward", "backward")
+    early = early if step.overlap == "forward" and "overlap" not in asked.given else (step.overlap,)
+    alone = asked.devices * asked.nodes == 1 and "optimizer_on" not in asked.given and not step.on_device
+    for overlap, place in itertools.product(early, ("host", "device") if alone else (asked.optimizer_on,)):
+        if overlap == "backward" and (
+            asked.clip or (place == "device" and PRECISIONS[asked.precision][0].itemsize == 2)
+        ):
+            continue
+        changes: dict[str, Any] = {"optimizer_on": place} | ({"overlap": overlap} if len(early) > 1 else {})
+        question = Question(**{**vars(asked), **changes})
+        stepped = replace(step, overlap=overlap)
+        stepped = on_device(stepped, question) if place == "device" else stepped
+        found = answer(replace(estimate, question=question, step=stepped))
+        yield found
+        if "accumulate" in asked.given or found.best is None:
+            continue
+        for accumulate in _ACCUMULATED:  # with that window: the waits that it hides become fewer
+            window = {"k": [found.best.plan.k], "k_prime": [found.best.plan.k_prime], "accumulate": accumulate}
+            more = answer(replace(found.estimate, question=Question(**{**vars(question), **window})))
+            yield replace(more, question=Question(**{**vars(question), "accumulate": accumulate}))
+
+
+def _budget(found: Answer) -> Budget:
+    question = found.question
+    rate, unit = found.rate
+    count = round(rate * found.shown.prediction.seconds) * question.accumulate
+    return Budget(found, (question.hours or 0) * 3600, count, unit)
+
+
+# ---------------------------------------------------------------------- words
+
+
+def in_words(found: list[Budget], asked: Question) -> list[str]:
+    """The best way, what it reaches, how it is written, and others."""
+    best = found[0]
+    question, row = best.answer.question, best.answer.shown
+    lines = [
+        f"In {asked.hours:g} h: {best.steps:,} steps of {best.count:,} {best.unit}, {best.step_seconds:.3g} s each, "
+        f"{_short(best.total)} {best.unit}{_epochs(best)}{_cost(best)}.",
+        f"  {trainer_call(best)}",
+        f"  {row.prediction.binds} binds; {in_gib(row.device_bytes)} of device and {in_gib(best.answer.estimate.host.nbytes)} of "
+        "host memory",
+        f"  {command(question)}",
+    ]
+    if best.steps < asked.least_steps:
+        lines.append(
+            f"  No way that fits reaches {asked.least_steps:,} steps (--least-steps); more hours do, or fewer --tokens."
+        )
+    if faster := next((b for b in found if b.rounds and not best.rounds and b.total > best.total * _GAIN), None):
+        lines.append(
+            f"  {faster.answer.question.precision} reaches {_short(faster.total)} {faster.unit}, but without float32 weights "
+            "each update is rounded to 8 bits of mantissa, and small ones are lost (--precision bf16-true)."
+        )
+    others = list(_different(found[1:]))[: _SHOWN - 1]
+    lines += ["", "other ways, and what they reach:"] * bool(others)
+    lines += [
+        f"  {_short(each.total):>7} {each.unit} in {each.steps:,} steps: {changed(question, each.answer.question)}"
+        for each in others
+    ]
+    return lines
+
+
+def _different(found: list[Budget]) -> Iterator[Budget]:
+    """The best way with each place and time of the optimizer, and each precision."""
+    seen = set()
+    for each in found:
+        question = each.answer.question
+        key = question.precision, question.overlap, question.optimizer_on
+        if key not in seen:
+            seen.add(key)
+            yield each
+
+
+def trainer_call(best: Budget) -> str:
+    """The Trainer as it is to be written."""
+    question = best.answer.question
+    accumulate = f", accumulate_grad_batches={question.accumulate}" * (question.accumulate > 1)
+    seconds = round(best.seconds)
+    time = f'max_time={{"seconds": {seconds}}}' if seconds % 3600 else f'max_time={{"hours": {seconds // 3600}}}'
+    return (
+        f'Trainer(strategy={strategy(question, best.answer.shown.plan)}, precision="{question.precision}"{accumulate}, {time}, '
+        f"max_epochs=-1){beside(question)}"
+    )
+
+
+def _epochs(best: Budget) -> str:
+    if best.epochs is None:
+        return ""
+    often = "; data that comes more than four times teaches little more" * (best.epochs > _REPEATED)
+    return f", {best.epochs:.3g} epochs{often}"
+
+
+def _cost(best: Budget) -> str:
+    return "" if best.cost is None else f", for {best.cost:.4g}"
+
+
+def _short(count: float) -> str:
+    for limit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.3g}{name}"
+    return f"{count:g}"
+
+
+def sizes(found: list[Budget]) -> list[str]:
+    """Which of several sizes of a language model expects the least loss; nothing where no size is one, or there is but one."""
+    if len(found) < 2 or any(each.unit != "tokens" for each in found):
+        return []
+    losses = [(expected_loss(each.answer.estimate.parameters, _fresh(each)), each) for each in found]
+    lines = ["", f"expected loss by {LAW}, an estimate of nats per token on web text:"]
+    lines += [
+        f"  {_short(each.answer.estimate.parameters):>7} parameters, {_short(each.total):>7} tokens: {loss:.3f}"
+        for loss, each in losses
+    ]
+    _, best = min(losses, key=lambda each: each[0])
+    return [*lines, f"  the least: {_short(best.answer.estimate.parameters)}"]
+
+
+def _fresh(each: Budget) -> float:
+    """Tokens, as many as there are of the data up to four times."""
+    data = each.answer.question.dataset_tokens
+    return max(1, each.total if data is None else min(each.total, _REPEATED * data))
+
+
+def fields(best: Budget) -> dict[str, Any]:
+    """The best way for programs."""
+    question = best.answer.question
+    return {
+        "budget": {
+            "hours": question.hours, "batch": question.batch, "accumulate": question.accumulate, "tokens": question.tokens,
+            "steps": best.steps, "seconds_per_step": best.step_seconds, f"total_{best.unit}": best.total, "epochs": best.epochs,
+            "cost": best.cost,
+        },
+        "strategy": strategy_options(question, best.answer.shown.plan),
+        "trainer": trainer_call(best),
+    }  # fmt: skip

@@ -1,0 +1,155 @@
+"""What ``plan`` takes from measurements in place of what it assumes: rates of a machine, and what a run has reached."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sp_lightning.cli.answer import answer
+from sp_lightning.cli.arguments import MODES, PRECISIONS, Question, number_of
+from sp_lightning.cli.estimate import estimate_model
+from sp_lightning.device.accelerator import device_for
+from sp_lightning.observe.reached import machine_of, today
+from sp_lightning.tune.rates import DTYPES, measure_rates
+
+_OF_DEVICE = ("tflops", "device_bandwidth", "pcie")
+_BYTES = ("device_bandwidth", "pcie", "dram", "disk")
+_OPTIONS = ("tflops", "host_tflops", *_BYTES)
+
+
+def run_rates(given: Namespace) -> str:
+    """Measures this machine. Returns a file for ``plan --rates``, as JSON.
+
+    Raises:
+        ValueError, OSError: there is no such accelerator, or no such folder.
+    """
+    there = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    kind = torch.device(given.accelerator) if given.accelerator else there
+    if kind.type not in ("cpu", there.type):
+        raise ValueError(f"--accelerator {given.accelerator}: torch finds {there.type} here. Leave it out, or say cpu.")
+    device = device_for(kind)
+    found = measure_rates(device, given.seconds, given.disk)
+    # Without an accelerator nothing is known of the one that a plan is for; by name, the host is what computes.
+    unknown = _OF_DEVICE if device.computes_on_host and not given.accelerator else ()
+    measured = {name: _in_words(name, value) for name, value in found.items() if name not in unknown}
+    if unknown:
+        measured["synchronous"] = False
+    return json.dumps(
+        {
+            "kind": "rates", "date": today(), "machine": machine_of(device),
+            "measured": measured, "assumed": list(unknown),
+        },
+        indent=1,
+    )  # fmt: skip
+
+
+def _in_words(name: str, value: Any) -> Any:
+    """As the option of ``plan`` takes it."""
+    if isinstance(value, dict) and name != "python":
+        return {key: float(f"{each:.4g}") for key, each in value.items()}
+    if name in _BYTES:
+        return f"{value / 1e9:.4g}GB/s"
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def take_rates(questions: Sequence[Question]) -> None:
+    """Sets the rates of a file that ``--rates`` names, but for those that the command line has.
+
+    Raises:
+        ValueError, OSError: the file is not one of ``rates``.
+    """
+    file = questions[0].rates
+    if file is None:
+        return
+    found = _read(file, "rates", "python -m sp_lightning rates > rates.json")
+    measured, here = found["measured"], machine_of(device_for(torch.device("cpu")))
+    notes = []
+    if found["machine"]["processor"] != here["processor"] or found["machine"]["cores"] != here["cores"]:
+        notes.append(f"{file} is of another machine, {_named(found['machine'])}; this one has {_named(here)}.")
+    for question in questions:
+        values = {name: measured[name] for name in _OPTIONS if name in measured and name not in question.given}
+        if question.disk is None:
+            values.pop("disk", None)  # nobody has asked for one
+        for name, value in values.items():
+            dtype, autocast = PRECISIONS[question.precision]
+            if name == "tflops":
+                value = value[next(key for key, each in DTYPES.items() if each is (autocast or dtype))]
+            setattr(question, name, number_of(name, str(value)))
+        question.measured = replace(
+            question.measured,
+            names=frozenset(values),
+            python=tuple(measured["python"]["inference" if question.predict else "training"]),
+            synchronous=measured["synchronous"],
+            notes=(*question.measured.notes, *notes),
+        )
+
+
+def _named(machine: dict[str, Any]) -> str:
+    accelerator = f"{machine['accelerator']}, " if machine["accelerator"] else ""
+    return f"{accelerator}{machine['processor']}, {machine['cores']} cores"
+
+
+def _read(file: Path, kind: str, how: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["kind"] == kind:
+            return dict(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no file of {kind} ({type(error).__name__}: {error}). Make one: {how}") from error
+    raise ValueError(f"{file} is a file of {found['kind']!r}, and not of {kind}. Make one: {how}")
+
+
+def correct(question: Question, say: Callable[[str], None]) -> None:
+    """Has the times of a question corrected by what a run has reached, which ``--from`` names.
+
+    Raises:
+        ValueError, OSError: the file is not such a report, or is of another model.
+    """
+    file = question.from_
+    if file is None:
+        return
+    found = _read(file, "report", "SuperpipelineCallback(report='report.json')")
+    say(f"runs a batch of {question.model} as {file} had it")
+    asked = Question(**{**vars(question), "from_": None, **_as_reached(question, found)})
+    estimate = estimate_model(asked)
+    for name in ("parameters", "trained"):
+        if (planned := getattr(estimate, name)) != found[name]:
+            raise ValueError(
+                f"{file} is of {found['model']}, with {found[name]:,} {name}, and this plan has {planned:,}. Give the report of "
+                "this model, or the options that it was trained with (--lora, --layers, …)."
+            )
+    predicted = answer(estimate).shown.prediction.seconds
+    slower = found["seconds"] / predicted
+    off = f"{abs(slower - 1):.0%} {'more' if slower >= 1 else 'less'} than predicted"
+    off = f"{slower:.3g} times as long as predicted" if slower >= 2 else off
+    question.measured = replace(
+        question.measured,
+        slower=slower,
+        notes=(
+            *question.measured.notes,
+            f"{file}: a batch took {found['seconds']:.3g} s, as {found['batches']} of them did on average: {off} "
+            f"({predicted:.3g} s). All times are corrected by that.",
+        ),
+    )
+
+
+def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the question that the run answers: its window and options, and its batch if that has such a shape."""
+    asked: dict[str, Any] = {"k": [found["k"]], "k_prime": [found["k_prime"]], "accumulate": found["accumulate"]}
+    if found["precision"] in PRECISIONS:
+        asked["precision"] = found["precision"]
+    known = {"activations": MODES, "overlap": ("off", "forward", "backward"), "optimizer_on": ("host", "device")}
+    asked |= {name: found[name] for name, choices in known.items() if found[name] in choices}
+    shape = found["shape"]
+    if ":" not in question.model and shape:
+        asked["batch"] = shape[0]
+        asked |= {"tokens": shape[1]} if len(shape) == 2 else {"image": shape[-1]} if len(shape) == 4 else {}
+    elif question.input and shape:
+        asked["input"] = shape
+    return asked

@@ -1,0 +1,74 @@
+"""Configs of transformers in other sizes, and what loss a scaling law expects of a size and so many tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+LAW = "L = 1.82 + 482 / N^0.348 + 2085 / D^0.366 (Chinchilla's data, fitted anew by Besiroglu et al., arXiv 2404.10102)"
+"""The law of :func:`expected_loss`, in words."""
+
+
+def expected_loss(parameters: int, tokens: float) -> float:
+    """Nats per token that a language model of so many parameters has after so many tokens, none of which comes twice.
+
+    The parametric fit of Besiroglu et al. (arXiv 2404.10102) to the runs of Hoffmann et al. (arXiv 2203.15556): transformers of
+    44 M to 16 B parameters on web text. Elsewhere it is no more than an order of sizes.
+    """
+    return 1.8172 + 482.01 / parameters**0.3478 + 2085.43 / tokens**0.3658
+
+
+def scaled(config: Any, module: nn.Module, wanted: int) -> dict[str, Any]:
+    """What a config of transformers has to say for another size of the same family.
+
+    Width and depth keep their ratio, as nearly as whole heads and layers allow, and heads keep their size: of all widths of whole
+    heads the one is taken whose depth, chosen to reach the size, has the ratio that is nearest. Grouped heads of keys and values
+    and the width of the feed-forward network keep their ratio to the width; the vocabulary stays.
+
+    Args:
+        config: of the model as it is.
+        module: a model of it, whose parameters are counted.
+        wanted: parameters, embeddings included.
+
+    Raises:
+        ValueError: the family has no such fields, or a model of that size would be smaller than its vocabulary.
+    """
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    width, depth, heads = (getattr(config, name, None) for name in names)
+    if not (isinstance(width, int) and isinstance(depth, int) and isinstance(heads, int) and width % heads == 0):
+        raise ValueError(
+            f"--scale: configs of {config.model_type} have no {', '.join(names)} of their own that could be scaled. Make a "
+            "config of each size, and give them all: plan A.json B.json"
+        )
+    group = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    size, per_head = _embedded(module), width // heads
+    per_layer = (sum(p.numel() for p in module.parameters()) - size) / depth
+    found: list[tuple[float, int, int]] = []
+    for count in range(group, 8 * heads + 1, group):
+        share = count / heads
+        layers = round((wanted - size * share) / (per_layer * share**2))
+        if layers >= 1:
+            found.append((abs(math.log(layers * width / (count * per_head * depth))), count, layers))
+    if not found:
+        raise ValueError(
+            f"--scale {wanted}: the vocabulary of {config.model_type} alone takes more, with one layer of the smallest width. "
+            "Ask for a larger size, or give a config with a smaller vocab_size."
+        )
+    _, count, layers = min(found)
+    new = {"hidden_size": count * per_head, "num_hidden_layers": layers, "num_attention_heads": count}
+    if getattr(config, "num_key_value_heads", None):
+        new["num_key_value_heads"] = count // group
+    for name in ("intermediate_size", "ffn_dim"):
+        if isinstance(inner := getattr(config, name, None), int):
+            new[name] = max(1, round(inner * count / heads))
+    return new
+
+
+def _embedded(module: nn.Module) -> int:
+    """Parameters of the embeddings and the head, which grow with the width alone. Tied weights count once."""
+    found = {id(w): w.numel() for m in module.modules() if isinstance(m, nn.Embedding) for w in m.parameters()}
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    found |= {} if head is None else {id(w): w.numel() for w in head.parameters() if w.ndim == 2}
+    return sum(found.values())
