@@ -5,7 +5,7 @@
     python examples/cram_llm.py --hours 0.05 --resume runs/cram_llm/checkpoint/last.ckpt   # one that was killed
     python examples/cram_llm.py --hours 0.05 --pseudo 0.3 --plot curves.png    # Pseudo-to-Real (arXiv 2110.03888)
     python examples/cram_llm.py --hours 24 --config examples/shapes/llama-3.2-3b.json --text my.txt \\
-        --precision bf16-mixed --length 1024                                   # not run
+        --length 1024                                                          # not run
 
 Time is what runs out, so everything follows the clock: the learning rate, the validations, the checkpoints and the end.
 ``python -m sp_lightning plan --hours`` chooses the batch. The order of events: plan, validate, train a part of the time,
@@ -133,6 +133,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
         config.save_pretrained(folder)
         planned = Planned(**saved["planned"]) if saved else choose_batch(options, folder, clock, training.numel())
         check_step(training, planned.batch, planned.accumulate)
+        if clock.share() == 1:
+            raise ValueError(
+                f"Set-up took {clock.elapsed():.1f} of {clock.seconds:.1f} s. Give more --hours, or a --plan that was made."
+            )
         make_trainer(options, planned, "real")
     except (ValueError, OSError, MisconfigurationException) as error:
         parser.error(str(error))
@@ -229,7 +233,7 @@ def choose_batch(options: argparse.Namespace, config: Path, clock: Clock, tokens
         return read_plan(options.plan.read_text(), f"--plan {options.plan}")
     if options.batch and options.accumulate and options.rates is None:  # the prediction would be of any machine
         strategy = {name: value for name, value in given.items() if value is not None}
-        return Planned(options.batch, options.accumulate, strategy, options.precision)
+        return Planned(options.batch, options.accumulate, strategy, options.precision or "32-true")
     given |= {name: getattr(options, name) for name in ("batch", "accumulate", "precision", "rates")}
     if torch.cuda.is_available() and options.accelerator != "cpu":
         given["gpu_memory"] = f"{torch.cuda.mem_get_info()[0]}B"
@@ -282,7 +286,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--beside", type=Path, nargs="+", default=[], help="checkpoints of other runs to draw in it")
     add("--layers", type=int, help=f"layers of the default model ({LAYERS})")
     add("--hidden", type=int, help=f"width of the default model, a multiple of {HEAD} ({WIDTH})")
-    add_run_options(parser, "cram_llm")
+    add_run_options(parser, "cram_llm", planned=True)
     return parser
 
 
@@ -297,7 +301,7 @@ def check(options: argparse.Namespace) -> None:
     for name, most in {"hours": math.inf, "lr": math.inf, "warmup": 1, "pseudo": 1}.items():
         if not 0 <= (value := getattr(options, name)) < most:
             raise ValueError(f"--{name} {value}: must be at least 0 and below {most}. For example --{name} 0.05.")
-    for name in ("batch", "accumulate", "rates", "k", "k_prime"):
+    for name in ("batch", "accumulate", "rates", "k", "k_prime", "activations", "precision"):
         if options.plan is not None and getattr(options, name) is not None:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"--plan {options.plan} says all that {option} is for. Leave one of them out.")

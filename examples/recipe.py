@@ -26,19 +26,23 @@ PLAIN_STEPS = 5
 HOLDS_PREDICTION = "weights"
 
 
-def add_run_options(parser: argparse.ArgumentParser, name: str, *, training: bool = True) -> None:
-    """The options that every recipe has; ``name`` is the default output's."""
+def add_run_options(
+    parser: argparse.ArgumentParser, name: str, *, training: bool = True, planned: bool = False
+) -> None:
+    """The options that every recipe has; ``name`` is the default output's. Some may be chosen by a plan instead: then None."""
     add = parser.add_argument
+    default = "as planned" if planned else "%(default)s"
     add("--k", type=int, help="layers usable on the device at once; more is faster (default: what fits and is fastest)")
     add("--k-prime", type=int, help="layers that move as one transfer (default: as k)")
     if training:
         add(
             "--activations",
-            default="keep",
+            default=None if planned else "keep",
             choices=["keep", "recompute", "offload", "auto"],
-            help="what becomes of what autograd saves in each layer (%(default)s)",
+            help=f"what becomes of what autograd saves in each layer ({default})",
         )
-    add("--precision", default="32-true", choices=["32-true", "bf16-mixed", "bf16-true"], help="(%(default)s)")
+    precision = None if planned else "32-true"
+    add("--precision", default=precision, choices=["32-true", "bf16-mixed", "bf16-true"], help=f"({default})")
     add("--accelerator", default="auto", help="cpu, gpu, ... as in Lightning (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
     add(

@@ -279,10 +279,26 @@ def test_the_plan_is_asked_for_with_what_was_given(tmp_path: Path, monkeypatch: 
     assert 0.8 * SECONDS < 3600 * float(options.pop("--hours")) < SECONDS
     assert int(options.pop("--dataset-tokens")) > 10_000
     assert options == {
-        "--tokens": "16", "--clip": "norm", "--accumulate": "2", "--precision": "32-true", "--activations": "keep",
-        "--rates": str(tmp_path / "rates.json"),
+        "--tokens": "16", "--clip": "norm", "--accumulate": "2", "--rates": str(tmp_path / "rates.json"),
     }  # fmt: skip
     assert command[-1] == "--json"
+
+
+def test_set_up_may_not_take_all_of_the_time(
+    cram: Callable[..., cram_llm.Result], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cram(ticks=Ticks(tick=SECONDS))
+    assert f"of {SECONDS}.0 s. Give more --hours, or a --plan" in capsys.readouterr().err
+
+
+@pytest.mark.rest("a subprocess that imports torch and looks for the fastest way")
+def test_the_plan_of_this_package_is_understood(tmp_path: Path) -> None:
+    small_llama(3, 32).config.save_pretrained(tmp_path)
+    planned = ask_plan(tmp_path, hours=0.1, tokens=16, batch=2, accumulate=4, precision="bf16-true", clip="norm")
+    assert (planned.batch, planned.accumulate, planned.precision, planned.seconds) == (2, 4, "bf16-true", 360)
+    assert planned.steps * planned.seconds_per_step == pytest.approx(360, rel=0.01)
+    cram_llm.SuperpipelineStrategy(**planned.strategy)
 
 
 def test_a_plan_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
