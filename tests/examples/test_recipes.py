@@ -22,7 +22,16 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, sweep_lora, train_vision
+from examples import (
+    finetune_llm,
+    finetune_lora,
+    finetune_moe,
+    finetune_vlm,
+    generate_llm,
+    sweep_lora,
+    train_sparse,
+    train_vision,
+)
 from examples.console import ConsoleLogger
 from examples.text import Batches, in_order, load_tokenizer, shuffled
 from tests.support.tiers import first, some
@@ -31,7 +40,16 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]
-RECIPES = [finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, sweep_lora, train_vision]
+RECIPES = [
+    finetune_llm,
+    finetune_lora,
+    finetune_moe,
+    finetune_vlm,
+    generate_llm,
+    sweep_lora,
+    train_sparse,
+    train_vision,
+]
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +310,7 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
         (sweep_lora, ["--rates", "1e-3", "0"]),
         (sweep_lora, ["--max-trials", "0"]),
         (sweep_lora, ["--model", "/no/such/folder"]),
+        (train_sparse, ["--steps", "0"]),
         (train_vision, ["--model", "no_such_model"]),
         (train_vision, ["--model", "vit_b_16", "--image", "40"]),
         (train_vision, ["--model", "inception_v3"]),
