@@ -98,7 +98,7 @@ class Result:
         peak_device_bytes, planned_device_bytes: weights and gradients on the device, counted and planned.
         plain_device_bytes: computed: weights, gradients and AdamW's moments, which plain training keeps there.
         trained, parameters: numbers that are trained, and all.
-        fetched_bytes: of weights to the device, in training and the validation at its end.
+        fetched_bytes: of layers to the device, in training and the validation at its end, and of all that is stepped there.
         drained_bytes: of gradients to the host.
         state_bytes: of the optimizer's state, at the end.
         taken_bytes: of weights and state from steps on the device back to the host; 0 where the host steps.
@@ -223,10 +223,10 @@ def say_cost(result: Result) -> None:
     """What the trained parameters cost, and the frozen ones do not; with ``--trained all`` beside it, each line compares."""
     say(f"Trained: {result.trained:,} of {result.parameters:,} parameters ({result.trained / result.parameters:.1%})")
     for count, what in (
-        (result.fetched_bytes, "weights to the device, validation included"),
-        (result.drained_bytes, "gradients to the host"),
+        (result.fetched_bytes, "to the device: layers, in validation, too, and what is stepped there"),
+        (result.drained_bytes, "to the host: gradients"),
+        (result.taken_bytes, "to the host: weights and state, from steps on the device"),
         (result.state_bytes, "optimizer state"),
-        (result.taken_bytes, "weights and state back to the host, after steps on the device"),
     ):
         say(f"  {count:>15,} bytes  {what}")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from PIL import Image
+from torch.nn.functional import cross_entropy
 
 from examples import finetune_vlm
 from examples.finetune_vlm import Bridge, Captioner, Captions, Pair, small_llava, small_processor
@@ -125,7 +126,19 @@ def test_captions_are_written_as_they_are_trained() -> None:
     assert torch.equal(written[:, :-1], question["input_ids"])
     assert torch.equal(written[:, -1], logits[:, -1].argmax(-1))
     assert logits.shape[1] == question["input_ids"].shape[1] + 2
-    assert not torch.equal(logits[0], logits[1])  # of one question, and two images
+    assert not torch.equal(logits[0, -1], logits[1, -1])  # of one question, and two images
+
+
+def test_the_loss_is_of_the_captions_words() -> None:
+    """The image and the soft token stand before the words, and move the labels with them."""
+    seed_everything(7, verbose=False)
+    model, batch = bridged().model, BATCHES[0]
+    with torch.no_grad():
+        out = model(**batch, use_cache=False)
+    words = out.logits[:, 2:-1].flatten(0, 1)  # each word but the last says the next one
+    torch.testing.assert_close(
+        out.loss, cross_entropy(words, batch["labels"][:, 1:].flatten())
+    )  # summed in another order
 
 
 def test_a_model_without_clip_is_refused() -> None:
@@ -154,7 +167,7 @@ def test_the_recipe_says_what_a_bridge_costs(
     assert result.state_bytes == 2 * 4 * result.trained + 4 * len(TRAINED)
     assert result.taken_bytes == 0
     assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
-    assert f"  {result.drained_bytes:>15,} bytes  gradients to the host\n" in said
+    assert f"  {result.drained_bytes:>15,} bytes  to the host: gradients\n" in said
     saved = torch.load(result.model / finetune_vlm.BRIDGE, weights_only=True)
     assert [f"model.{name}" for name in saved] == TRAINED
     assert 4 * sum(p.numel() for p in saved.values()) == 4 * result.trained
