@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
@@ -49,19 +49,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_what_a_time_is_enough_for_is_the_best_rows_arithmetic(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     data = ("--dataset-tokens", "100k", "--price", "3")
     found = plan(capsys, config, "--hours", "0.5", "--least-steps", "10", *data)
-    best, (window, *_) = found["budget"], found["windows"]
+    best, row = found["budget"], found["best"]
     step = best["batch"] * best["tokens"] * best["accumulate"]
-    (chosen,) = [
-        each
-        for each in found["windows"]
-        if each["k"] == found["best"]["k"] and each["k_prime"] == found["best"]["k_prime"]
-    ]
+    (chosen,) = [each for each in found["windows"] if (each["k"], each["k_prime"]) == (row["k"], row["k_prime"])]
     assert best["seconds_per_step"] == chosen["seconds"] * best["accumulate"]
     assert best["steps"] == int(1800 / best["seconds_per_step"])
     assert best["total_tokens"] == best["steps"] * step
     assert best["epochs"] == best["total_tokens"] / 100_000
     assert best["cost"] == 1.5
-    assert f"accumulate_grad_batches={best['accumulate']}" in found["trainer"]
+    assert f"accumulate_grad_batches={best['accumulate']}" in found["trainer"] or best["accumulate"] == 1
     assert 'max_time={"seconds": 1800}' in found["trainer"]
     assert eval(found["trainer"], {"Trainer": dict, **globals()})["strategy"]._options.k == found["strategy"]["k"]
 
@@ -85,8 +81,22 @@ def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_enough_steps_come_before_more_tokens(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    few = plan(capsys, config, "--hours", "0.01", "--least-steps", "1")["budget"]
-    many = plan(capsys, config, "--hours", "0.01", "--least-steps", str(2 * few["steps"]))["budget"]
+    asked = (
+        config,
+        "--hours",
+        "0.01",
+        "--batch",
+        "8",
+        "--dram",
+        "0.1GB/s",
+        "--overlap",
+        "forward",
+        "--optimizer-on",
+        "host",
+    )
+    few = plan(capsys, *asked, "--least-steps", "1")["budget"]
+    assert few["accumulate"] > 1, "because an update takes long"
+    many = plan(capsys, *asked, "--least-steps", str(2 * few["steps"]))["budget"]
     assert many["steps"] >= 2 * few["steps"]
     assert many["total_tokens"] <= few["total_tokens"]
 
@@ -275,17 +285,23 @@ def test_a_plan_is_corrected_by_what_a_run_has_reached(tmp_path: Path, capsys: p
     file = tmp_path / "report.json"
     trained(file)
     found = json.loads(file.read_text())
-    assert found["batches"] == 5, "without the first two steps, and the batch after them that follows none that counts"
+    assert found["batches"] == 6, "without the first two steps"
     assert (found["shape"], found["k"], found["k_prime"]) == ([4, 16], 2, 1)
-    options = ("--precision", found["precision"], "--layers", "net.blocks.*")
-    before = plan(capsys, FACTORY, "--k", "2", "4", "--k-prime", "1")["windows"]
-    after = plan(capsys, FACTORY, "--k", "2", "4", "--k-prime", "1", "--from", str(file), *options[:2])["windows"]
-    assert after[0]["seconds"] == pytest.approx(found["seconds"], rel=1e-6)
-    factor = (
-        after[0]["seconds"] / plan(capsys, FACTORY, "--k", "2", "--k-prime", "1", *options[:2])["windows"][0]["seconds"]
+    asked = (
+        FACTORY,
+        "--precision",
+        found["precision"],
+        "--overlap",
+        found["overlap"],
+        "--k",
+        "2",
+        "4",
+        "--k-prime",
+        "1",
     )
-    assert math.isfinite(factor)
-    assert len(before) == len(after) == 2
+    before, after = (plan(capsys, *asked, *more)["windows"] for more in ((), ("--from", str(file))))
+    assert after[0]["seconds"] == pytest.approx(found["seconds"])
+    assert after[1]["seconds"] / before[1]["seconds"] == pytest.approx(found["seconds"] / before[0]["seconds"])
     main(["plan", FACTORY, "--from", str(file)])
     assert f"{file}: a batch took " in capsys.readouterr().out
 
@@ -296,7 +312,11 @@ def test_a_report_of_another_model_is_refused(tmp_path: Path, config: str, capsy
     assert "is of Example, with " in refused(capsys, config, "--from", str(file))
 
 
-def test_a_run_that_is_too_short_reports_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_is_too_short_reports_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    monkeypatch.setattr("sp_lightning.observe.messages._SAID", set())
     file = tmp_path / "report.json"
     trained(file, batches=2)
     assert not file.exists()
@@ -323,7 +343,7 @@ def test_a_disk_is_measured_by_whole_pages(tmp_path: Path) -> None:
 
 
 def test_what_is_measured_counts_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "median_seconds", lambda call, seconds, device: call() or 0.5)
+    monkeypatch.setattr(measuring, "median_seconds", lambda call, seconds, device: 0.5)
     device = Device(torch.device("cpu"))
     assert measuring.copied_bytes(device, 2**20, 1) == 2 * 2**20 / 0.5
     assert measuring.link_bytes(device, 2**20, 1) == 2 * 2**20 / 0.5, (
