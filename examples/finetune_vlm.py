@@ -3,10 +3,13 @@
     python examples/finetune_vlm.py                                              # no download, a minute on a CPU
     python examples/finetune_vlm.py --model llava-hf/llava-1.5-7b-hf --data photos --precision bf16-true \\
         --batch-size 8 --activations recompute                                   # 16 GiB on the GPU, 64 on the host *
+    python examples/finetune_vlm.py --model runs/finetune_vlm/model --trained bridge   # that model frozen, 1 % beside it
 
 ``--data`` is a folder of images with a file ``metadata.jsonl`` in it, a line per image as Hugging Face's imagefolder has
 it: ``{"file_name": "1.jpg", "text": "a cat"}``. Without ``--model`` a small LLaVA (a CLIP vision tower, a projector, a Llama)
 starts from random weights; without ``--data`` it learns scikit-learn's handwritten digits and crops of its two photographs.
+
+``--trained bridge`` freezes all of the model, as eP-ALM does (arXiv 2303.11403), and trains a linear map and a soft token.
 
 The order of events: write captions of images that are held out, train on the others, write them again, compare the memory.
 (* On paper, by ``python -m sp_lightning plan``; it was not run.)
@@ -27,6 +30,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
@@ -34,6 +38,7 @@ from transformers import (
     AutoProcessor,
     CLIPImageProcessor,
     CLIPVisionConfig,
+    CLIPVisionModel,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -65,6 +70,7 @@ PIXELS, PATCH = 32, 8  # of its images and patches, on each side
 HELD_OUT = 10  # one image in so many is for validation
 CAPTIONED = 48  # of these, so many are captioned
 SHOWN = 6  # of these, so many on the screen
+BRIDGE = "bridge.pt"  # what --trained bridge writes
 CROPS = 100  # of each photograph
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PHOTOGRAPHS = {"china.jpg": "a temple in china", "flower.jpg": "a flower in a garden"}
@@ -91,7 +97,12 @@ class Result:
         images_per_second: of training; 0 with one step.
         peak_device_bytes, planned_device_bytes: weights and gradients on the device, counted and planned.
         plain_device_bytes: computed: weights, gradients and AdamW's moments, which plain training keeps there.
-        model: folder for ``--model`` or ``from_pretrained``.
+        trained, parameters: numbers that are trained, and all.
+        fetched_bytes: of layers to the device, in training and the validation at its end, and of all that is stepped there.
+        drained_bytes: of gradients to the host.
+        state_bytes: of the optimizer's state, at the end.
+        taken_bytes: of weights and state from steps on the device back to the host; 0 where the host steps.
+        model: folder for ``--model`` or ``from_pretrained``; with ``--trained bridge``, of ``bridge.pt``.
     """
 
     first_loss: float
@@ -105,6 +116,12 @@ class Result:
     peak_device_bytes: int
     planned_device_bytes: int
     plain_device_bytes: int
+    trained: int
+    parameters: int
+    fetched_bytes: int
+    drained_bytes: int
+    state_bytes: int
+    taken_bytes: int
     model: Path
 
 
@@ -117,12 +134,13 @@ def main(argv: Sequence[str] | None = None) -> Result:
         pairs = read_photographs_and_digits() if options.data is None else read_folder(options.data)
         training, held_out = divide(pairs, options.batch_size)
         processor = small_processor(pairs) if options.model is None else load_processor(options.model)
-        captions = Captions(processor, options.prompt)
+        bridged = options.trained == "bridge"
+        captions = Captions(processor, options.prompt, image=not bridged)
         captions.for_training(training[:1])  # the template, the image's tokens, the caption behind them
-        check_tower(options)
-        (folder,) = prepare_output(options.output, "model")
+        check_parts(options)
+        (folder,) = prepare_output(options.output, "bridge" if bridged else "model")
         console = ConsoleLogger(options.steps)
-        trainer, strategy = make_trainer(options, logger=console)
+        trainer, strategy = make_trainer(options, logger=console, optimizer_on=options.optimizer_on)
     except (ValueError, OSError, MisconfigurationException) as error:
         parser.error(str(error))
 
@@ -130,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
     model = small_llava(processor) if options.model is None else load_vlm(options.model, options.precision)
     if options.freeze_vision:
         vision_tower(model).requires_grad_(False)
+    if bridged:
+        model = Bridge(model)
     module = Captioner(model, processor, options.lr, options.new_tokens)
 
     def batches(pairs: Sequence[Pair], collate: Any, *, steps: int | None = None) -> DataLoader[Any]:
@@ -150,7 +170,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
         batches(training, captions.for_training, steps=options.steps),
         batches(held_out, captions.for_training),
     )
-    peak, allocated = strategy.stats().peak_device_bytes, cuda_peak(trainer)
+    # of this run, before the next one has its own
+    plan, stats, state_bytes, allocated = strategy.plan, strategy.stats(), optimizer_bytes(trainer), cuda_peak(trainer)
     val_loss = float(trainer.callback_metrics["val_loss"])
     after = write_captions()
     model.save_pretrained(folder)
@@ -166,9 +187,15 @@ def main(argv: Sequence[str] | None = None) -> Result:
         right=share(wanted, after),
         captions=list(zip(wanted, before, after, strict=True)),
         images_per_second=options.batch_size * steps_per_second(console.losses),
-        peak_device_bytes=peak,
-        planned_device_bytes=strategy.plan.peak_device_bytes,
+        peak_device_bytes=stats.peak_device_bytes,
+        planned_device_bytes=plan.peak_device_bytes,
         plain_device_bytes=plain_training_bytes(module),
+        trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        parameters=sum(p.numel() for p in module.parameters()),
+        fetched_bytes=stats.fetched_bytes + stats.brought_bytes,
+        drained_bytes=stats.drained_bytes,
+        state_bytes=state_bytes,
+        taken_bytes=stats.taken_bytes,
         model=folder,
     )
     say("\nCaptions of images that were held out:")
@@ -176,12 +203,32 @@ def main(argv: Sequence[str] | None = None) -> Result:
         say(f"  right   {right}\n  before  {first!r}\n  after   {last!r}\n")
     say(f"Loss: {result.first_loss:.3f} → {result.last_loss:.3f}, on held-out images {val_loss:.3f}")
     say(f"Right word for word: {result.right_before:.0%} → {result.right:.0%} of {len(wanted)} held-out images")
+    say_cost(result)
     more = batches(training, captions.for_training, steps=PLAIN_STEPS + 1)
     speed = plain_steps_per_second(options, module, more)
     say_speed(result.images_per_second, options.batch_size * speed, "images")
-    say_memory(strategy.plan, counted=peak, plain=result.plain_device_bytes, holds=HOLDS_TRAINING, allocated=allocated)
-    say(f"Model: {folder} (go on with --model {folder})")
+    peak, plain = result.peak_device_bytes, result.plain_device_bytes
+    say_memory(plan, counted=peak, plain=plain, holds=HOLDS_TRAINING, allocated=allocated)
+    say(f"Bridge: {folder / BRIDGE}" if bridged else f"Model: {folder} (go on with --model {folder})")
     return result
+
+
+def optimizer_bytes(trainer: pl.Trainer) -> int:
+    """Bytes of all tensors of the optimizers' state."""
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+def say_cost(result: Result) -> None:
+    """What the trained parameters cost, and the frozen ones do not; with ``--trained all`` beside it, each line compares."""
+    say(f"Trained: {result.trained:,} of {result.parameters:,} parameters ({result.trained / result.parameters:.1%})")
+    for count, what in (
+        (result.fetched_bytes, "to the device: layers, in validation, too, and what is stepped there"),
+        (result.drained_bytes, "to the host: gradients"),
+        (result.taken_bytes, "to the host: weights and state, from steps on the device"),
+        (result.state_bytes, "optimizer state"),
+    ):
+        say(f"  {count:>15,} bytes  {what}")
 
 
 class Captioner(pl.LightningModule):
@@ -219,17 +266,71 @@ class Captioner(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
+class Bridge(nn.Module):
+    """A frozen LLaVA, and what is trained in place of its projector: a linear map and a soft token (eP-ALM, arXiv 2303.11403).
+
+    The vision tower's [CLS] feature becomes one embedding of the language model, and a learned embedding follows it; both
+    stand before the text. The bridge is a module of its own, because LLaVA's projector is two linear maps of every patch, and
+    LLaVA leaves [CLS] out. The projector is not used, so it stays on the host once the strategy has seen a batch. eP-ALM
+    brings several features to several blocks of the language model. Here one comes with the embeddings, so that no block's
+    forward has to change.
+
+    Args:
+        model: LLaVA with a CLIP vision tower.
+
+    Raises:
+        ValueError: it is another model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        if not isinstance(getattr(getattr(model, "model", None), "vision_tower", None), CLIPVisionModel):
+            raise ValueError(
+                f"--trained bridge: {type(model).__name__} has no vision_tower of CLIP, whose [CLS] feature the bridge takes. "
+                "Take a LLaVA such as llava-hf/llava-1.5-7b-hf, or --trained all."
+            )
+        self.model = model.requires_grad_(False)
+        vision, text = model.config.vision_config, model.config.text_config
+        self.bridge = nn.Linear(vision.hidden_size, text.hidden_size, dtype=model.dtype)
+        # as large as the embeddings of words, beside which it stands
+        self.soft_token = nn.Parameter(torch.randn(text.hidden_size, dtype=model.dtype) * text.initializer_range)
+
+    def forward(self, labels: Tensor, use_cache: bool, **batch: Tensor) -> Any:
+        return self.model(**self._embed(**batch), labels=pad(labels, (2, 0), value=-100), use_cache=use_cache)
+
+    def generate(self, **batch: Any) -> Tensor:
+        """As ``generate`` of the model: the question, and what was written behind it."""
+        inputs = {name: batch.pop(name) for name in ("input_ids", "attention_mask", "pixel_values")}
+        return torch.cat([inputs["input_ids"], self.model.generate(**self._embed(**inputs), **batch)], 1)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """What is trained, alone."""
+        folder.mkdir(exist_ok=True)
+        torch.save({name: p.detach() for name, p in self.named_parameters() if p.requires_grad}, folder / BRIDGE)
+
+    def _embed(self, input_ids: Tensor, attention_mask: Tensor, pixel_values: Tensor) -> dict[str, Tensor]:
+        image = self.bridge(self.model.model.vision_tower(pixel_values).pooler_output)  # of [CLS], (images, width)
+        before = torch.stack([image, self.soft_token.expand_as(image)], 1)
+        words = self.model.get_input_embeddings()(input_ids)
+        return {
+            "inputs_embeds": torch.cat([before, words], 1),
+            "attention_mask": pad(attention_mask, (2, 0), value=1),
+        }
+
+
 class Captions:
     """Images and captions → what the model takes, by its own processor and chat template.
 
     Args:
         processor: of the model.
         prompt: stands before each caption, behind the image.
+        image: whether the text has the tokens that the model puts an image's features in place of.
     """
 
-    def __init__(self, processor: Any, prompt: str) -> None:
+    def __init__(self, processor: Any, prompt: str, *, image: bool = True) -> None:
         self.processor = processor
-        message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}
+        self.image = image
+        message = {"role": "user", "content": [{"type": "image"}] * image + [{"type": "text", "text": prompt}]}
         self.question = processor.apply_chat_template([message], add_generation_prompt=True)
         self.end = processor.tokenizer.eos_token or ""
 
@@ -253,16 +354,12 @@ class Captions:
         begins = self.processor.tokenizer.bos_token
         once = {"add_special_tokens": False} if begins and self.question.startswith(begins) else {}
         opened = [Image.open(each).convert("RGB") if isinstance(each, Path) else each for each in images]
-        return dict(
-            self.processor(
-                images=[[image] for image in opened],
-                text=texts,
-                padding=True,
-                padding_side=side,
-                return_tensors="pt",
-                **once,
-            )
-        )
+        how: dict[str, Any] = {"padding": True, "padding_side": side, "return_tensors": "pt", **once}
+        if self.image:
+            return dict(self.processor(images=[[image] for image in opened], text=texts, **how))
+        # a processor refuses images without tokens for them, and its two parts do not
+        pixels = self.processor.image_processor(opened, return_tensors="pt")["pixel_values"]
+        return {**self.processor.tokenizer(texts, **how), "pixel_values": pixels}
 
 
 # ---------------------------------------------------------------------- images and captions
@@ -421,15 +518,19 @@ def vision_tower(model: Any) -> Any:
     raise ValueError("--freeze-vision: no module of this model is called vision_tower, vision_model or visual.")
 
 
-def check_tower(options: argparse.Namespace) -> None:
+def check_parts(options: argparse.Namespace) -> None:
     """The model without values, which costs nothing at any size.
 
     Raises:
-        ValueError: ``--freeze-vision`` cannot be.
+        ValueError: ``--freeze-vision`` or ``--trained bridge`` cannot be.
     """
-    if options.freeze_vision and options.model is not None:
+    if options.model is not None and (options.freeze_vision or options.trained == "bridge"):
         with torch.device("meta"):
-            vision_tower(AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(options.model)))
+            model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(options.model))
+            if options.freeze_vision:
+                vision_tower(model)
+            if options.trained == "bridge":
+                Bridge(model)
 
 
 # ---------------------------------------------------------------------- the command line
@@ -449,10 +550,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--steps", type=int, default=400, help="optimizer steps (%(default)s)")
     add("--batch-size", type=int, default=16, help="images per step (%(default)s)")
-    add("--lr", type=float, help="learning rate (default: 1e-3 from random weights, 1e-5 with --model)")
+    add(
+        "--lr",
+        type=float,
+        help="learning rate (default: 1e-3 from random weights, 1e-5 with --model, 1e-2 with --trained bridge)",
+    )
     add("--prompt", default="What is this?", help="stands between image and caption (%(default)r)")
     add("--new-tokens", type=int, default=16, help="per caption, at most (%(default)s)")
     add("--freeze-vision", action="store_true", help="leave the vision tower as it is")
+    add(
+        "--trained",
+        default="all",
+        choices=["all", "bridge"],
+        help="bridge: freeze the model; train a linear map from its vision tower, and a soft token (%(default)s)",
+    )
+    add("--optimizer-on", default="host", choices=["host", "device"], help="where the optimizer steps (%(default)s)")
     add("--workers", type=int, default=0, help="processes that prepare images (%(default)s)")
     add_run_options(parser, "finetune_vlm")
     return parser
@@ -470,7 +582,7 @@ def check(options: argparse.Namespace) -> None:
     if options.model is not None:
         check_model(options.model)
     if options.lr is None:
-        options.lr = 1e-3 if options.model is None else 1e-5
+        options.lr = 1e-2 if options.trained == "bridge" else 1e-3 if options.model is None else 1e-5
     check_positive(options, "lr")
 
 

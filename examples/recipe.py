@@ -167,8 +167,10 @@ def plain_steps_per_second(options: argparse.Namespace, module: pl.LightningModu
 
 
 def keep_last(folder: Path) -> ModelCheckpoint:
-    """Writes ``last.ckpt`` where training ends."""
-    return ModelCheckpoint(folder, save_top_k=0, save_last=True, save_on_train_epoch_end=True)
+    """Writes ``last.ckpt`` where training ends, in the place of an earlier run's."""
+    return ModelCheckpoint(
+        folder, save_top_k=0, save_last=True, save_on_train_epoch_end=True, enable_version_counter=False
+    )
 
 
 def plain_training_bytes(module: pl.LightningModule) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# Bytes per parameter that one fused AdamW pass moves through host DRAM: fp32 weight, gradient and two moments are
-# read, all but the gradient written. The best schedule also reads each gradient's arrival and writes a bf16 copy.
-ADAMW_BYTES = 28
+from sp_lightning.tune.rates import ADAMW_BYTES
+
+# What the best schedule moves through host DRAM for each parameter: that, each gradient's arrival, and a bf16 copy.
 BEST_BYTES = 34
 
 

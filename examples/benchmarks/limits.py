@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from examples.benchmarks import cli, experiments, rows
 from examples.benchmarks.experiments import median_seconds
-from examples.benchmarks.limit_model import ADAMW_BYTES
-from sp_lightning.device.accelerator import device_for
+from sp_lightning.device.accelerator import device_for, device_found
+from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.tune.rates import ADAMW_BYTES, DTYPES, adamw_seconds, copied_bytes, matrix_flops
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRANSFERS = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes")
 # A ceiling is measured once to warm up and then until its share of the seconds is over.
 CEILINGS = 9
@@ -32,23 +32,17 @@ CEILINGS = 9
 def measure(seconds: float) -> rows.Row:
     """All ceilings in about so many seconds; rates per second, None where there is no accelerator."""
     share = seconds / CEILINGS
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, host = device_for(device_found()), Device(torch.device("cpu"))
+    size = _buffer_bytes(share)
     return {
         "kind": "limits",
         "status": "ok",
         "matrix_flops": {name: matrix_flops(dtype, device, share) for name, dtype in DTYPES.items()},
-        **transfer_bytes(device, share),
-        "dram_bytes": copy_bytes(torch.device("cpu"), share),
-        "device_bytes": None if device.type == "cpu" else copy_bytes(device, share),
+        **transfer_bytes(device.device, share),
+        "dram_bytes": copied_bytes(host, size, share),
+        "device_bytes": None if device.computes_on_host else copied_bytes(device, size, share),
         **adamw_rates(share),
     }
-
-
-def matrix_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    """FLOP/s of a square product of random matrices."""
-    size = 8192 if device.type == "cuda" else 1024 if seconds >= 1 else 512
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), seconds)
 
 
 def transfer_bytes(device: torch.device, seconds: float) -> dict[str, float | None]:
@@ -96,27 +90,14 @@ def _transfer_rates(there: Tensor, back: Tensor, device: torch.device, seconds: 
     return {name: size / median_seconds(call, seconds / 3) for name, call in calls}
 
 
-def copy_bytes(device: torch.device, seconds: float) -> float:
-    """Bytes/s that a large copy within a device's memory reads and writes; within the host's with all of torch's threads."""
-    size = _buffer_bytes(seconds)
-    source, target = (torch.ones(size // 4, device=device) for _ in range(2))
-    return 2 * size / median_seconds(lambda: target.copy_(source), seconds)
-
-
 def adamw_rates(seconds: float) -> dict[str, float]:
     """AdamW on the CPU with fp32 state: fused, in bytes/s (28 per parameter); fused and default, in seconds per parameter."""
     count = _buffer_bytes(seconds) // 4
-    weight = nn.Parameter(torch.randn(count))
-    weight.grad = torch.randn(count)
-
-    def per_parameter(fused: bool | None) -> float:
-        return median_seconds(torch.optim.AdamW([weight], fused=fused).step, seconds / 2) / count
-
-    fused = per_parameter(True)
+    fused, default = (adamw_seconds(count, seconds / 2, fused=way) for way in (True, None))
     return {
         "adamw_bytes": ADAMW_BYTES / fused,
         "adamw_seconds_per_parameter": fused,
-        "default_adamw_seconds_per_parameter": per_parameter(None),
+        "default_adamw_seconds_per_parameter": default,
     }
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import torch
 
+from sp_lightning.observe.reached import processor
+
 Row = dict[str, Any]
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,19 +65,11 @@ def machine() -> Row:
     return {
         "accelerator": accelerator.name if accelerator else None,
         "accelerator_bytes": accelerator.total_memory if accelerator else None,
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "host_bytes": host_bytes(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def commit() -> str:

@@ -222,6 +222,8 @@ def contradictions(question: Question) -> Iterator[str]:
             yield f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
     if question.predict and (question.accumulate > 1 or question.clip or question.loss_tokens):
         yield "--accumulate, --clip and --loss-tokens are for training, and nothing is trained here; leave them out."
+    if question.hours is not None and (question.predict or question.trials > 1):
+        yield "--hours is for training, of one model at a time. Leave out --predict, --generate and --trials."
     if question.keep_logits and question.loss_tokens is None:
         yield "--keep-logits says what becomes of logits with --loss-tokens N; give that, too."
     if question.clip and question.overlap == "backward":
@@ -244,12 +246,13 @@ def separate(given: Question) -> list[Question]:
     """The questions of a command line: one for each combination of the values of :data:`SEVERAL`.
 
     Raises:
-        ValueError: there are several, and ``--plot`` draws one.
+        ValueError: there are several, and ``--plot`` or ``--trials`` is for one.
     """
     values = [value if isinstance(value := getattr(given, name), list) else [value] for name in SEVERAL]
     chosen = [dict(zip(SEVERAL, each, strict=True)) for each in itertools.product(*values)]
-    if given.plot is not None and len(chosen) > 1:
-        raise ValueError(f"--plot draws one answer, and these are {len(chosen)} questions. Ask one of them.")
+    for name, does in (("plot", "draws"), ("trials", "is for")):
+        if getattr(given, name) not in (None, 1) and len(chosen) > 1:
+            raise ValueError(f"--{name} {does} one answer, and these are {len(chosen)} questions. Ask one of them.")
     return [Question(**{**vars(given), **each}) for each in chosen]
 
 

@@ -24,7 +24,7 @@ from sp_lightning.cli.measured import correct, take_rates
 from sp_lightning.cli.model_source import find_config
 from sp_lightning.cli.remedies import remedies
 from sp_lightning.cli.report import as_json, as_table, as_text
-from sp_lightning.cli.trials import lack_room
+from sp_lightning.cli.trials import lacking
 from sp_lightning.cli.verdict import verdict
 from sp_lightning.comparison.check import check
 from sp_lightning.comparison.subject import OPTIONS
@@ -54,7 +54,7 @@ def run_plan(questions: Sequence[Question]) -> None:
             Point(row.plan.k, row.plan.k_prime, row.device_bytes, row.prediction.seconds) for row in answers[0].rows
         ]
         draw_windows(points, first.gpu_memory, first.plot, f"{first.model}, {first.precision}")
-    if status := max(max(each.status, lack_room(each)) for each in answers):
+    if status := max(max(each.status, bool(lacking(each))) for each in answers):
         raise SystemExit(status)
 
 

@@ -154,8 +154,7 @@ class Estimate:
         asked, step, ledger, updates = self.question, self.step, self.host.ledger, _NO_UPDATES
         if step is not None and ledger is not None:
             updates = update_rates(asked, step, self.plan(1, 1).trained, ledger, self._traffic[0])
-        known = asked.measured.python if not asked.measure_host else None
-        visit, weight = known or host_seconds(training=not asked.predict, measured=asked.measure_host)
+        visit, weight = asked.measured.python or host_seconds(training=not asked.predict, measured=asked.measure_host)
         devices, nodes = asked.devices - 1, asked.nodes - 1  # the others
         # Sums of 16 bits travel in float32.
         wide = 2 if PRECISIONS[asked.precision][0].itemsize == 2 else 1
@@ -205,10 +204,10 @@ class Estimate:
             updates: whether they take time and the host memory's bandwidth.
         """
         rates, batches = rates or self.rates, self.question.accumulate
-        last = self._batch(plan, modes, rates, updates=updates, moves=True)
+        found = self._batch(plan, modes, rates, updates=updates, moves=True)
         if batches > 1:
-            last = last.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
-        return last.slowed(self.question.measured.slower)
+            found = found.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
+        return found.slowed(self.question.measured.slower)
 
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
         """One batch, with an update or without, and with what that reads and writes on the disk or without."""
@@ -244,13 +243,12 @@ def estimate_model(question: Question) -> Estimate:
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
         notes = [] if question.lora is None else add_adapters(module, question.lora)
-        module.to(dtype)
+        if autocast is None and dtype is not torch.float32:
+            module.to(dtype)  # Lightning leaves weights as they are otherwise
         if question.checkpointing:
             enable: Any = getattr(module, "gradient_checkpointing_enable", None)
             if enable is None:
-                raise ValueError(
-                    f"{type(module).__name__} has no gradient_checkpointing_enable; leave out --checkpointing."
-                )
+                raise ValueError(f"{type(module).__name__} cannot checkpoint gradients; leave out --checkpointing.")
             enable()
         if question.loss_tokens is not None:
             chunk_loss(module, question.loss_tokens, keep_logits=question.keep_logits)

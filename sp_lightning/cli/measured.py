@@ -14,7 +14,7 @@ import torch
 from sp_lightning.cli.answer import answer
 from sp_lightning.cli.arguments import MODES, PRECISIONS, Question, number_of
 from sp_lightning.cli.estimate import estimate_model
-from sp_lightning.device.accelerator import device_for
+from sp_lightning.device.accelerator import device_for, device_found
 from sp_lightning.observe.reached import machine_of, today
 from sp_lightning.tune.rates import DTYPES, measure_rates
 
@@ -29,7 +29,7 @@ def run_rates(given: Namespace) -> str:
     Raises:
         ValueError, OSError: there is no such accelerator, or no such folder.
     """
-    there = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    there = device_found()
     kind = torch.device(given.accelerator) if given.accelerator else there
     if kind.type not in ("cpu", there.type):
         raise ValueError(f"--accelerator {given.accelerator}: torch finds {there.type} here. Leave it out, or say cpu.")
@@ -84,7 +84,9 @@ def take_rates(questions: Sequence[Question]) -> None:
         question.measured = replace(
             question.measured,
             names=frozenset(values),
-            python=tuple(measured["python"]["inference" if question.predict else "training"]),
+            python=None
+            if question.measure_host
+            else tuple(measured["python"]["inference" if question.predict else "training"]),
             synchronous=measured["synchronous"],
             notes=(*question.measured.notes, *notes),
         )

@@ -233,12 +233,11 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     make = transformers.AutoModel.from_config if kind is None else kind
     module = _make(make, config, file)
     if asked.scale is not None:
-        # What a config says of each layer, and the size of heads, follow from the rest if it does not say them.
+        # What a config says of each layer follows from their number if it does not say it.
         raw = {name: value for name, value in raw.items() if name not in ("layer_types", "max_window_layers")}
         config = transformers.AutoConfig.for_model(**{**raw, **scaled(config, module, asked.scale)})
         module = _make(make, config, file)
-    text = config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    most = _positions(config)
     if isinstance(most, int) and isinstance(asked.tokens, Usual):
         asked.tokens = Usual(min(asked.tokens, most))
     inputs = _Inputs(module, config, asked.batch, asked.tokens)
@@ -257,6 +256,12 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     uses = asked.batch * (asked.tokens if inputs.with_text else _patches(size))
     generation = partial(inputs.generation, size) if inputs.cache else None
     return ModelSource(module, batches, uses, generation, images=inputs.with_images)
+
+
+def _positions(config: Any) -> int | None:
+    """How many tokens a model can tell apart by their places, if its config says so."""
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
 
 
 def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path) -> nn.Module:

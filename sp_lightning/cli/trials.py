@@ -26,6 +26,7 @@ class Trials:
         alone_bytes: the same of one that runs alone.
         most: with how many the device computes all of the time, so that further ones save nothing; None if never.
         device_bytes: device memory of which a run gives each trial, and the base, an equal share that is enough.
+        host_bytes: host memory of all, with frozen weights once.
     """
 
     row: Row
@@ -37,6 +38,7 @@ class Trials:
     alone_bytes: int
     most: int | None
     device_bytes: int
+    host_bytes: int
 
     @classmethod
     def of(cls, estimate: Estimate, row: Row, count: int) -> Trials | None:
@@ -59,9 +61,11 @@ class Trials:
         binds = max(busy, key=busy.__getitem__)
         compute, wire = prediction.busy["compute"], prediction.busy["fetch"]
         left = compute - (1 - share) * wire
+        once = sum(weight.nbytes for weight in estimate.found.places if everything or not weight.requires_grad)
         return cls(
             row, count, prediction.seconds, min(busy[binds], prediction.seconds), binds, total - spared, total,
             math.ceil(share * wire / left) if left > 0 else None, (1 + count) * max(row.device_bytes, ON_DEVICE * max(frozen)),
+            once + count * max(0, estimate.host.nbytes - once),
         )  # fmt: skip
 
 
@@ -78,10 +82,15 @@ def best_trials(answer: Answer) -> Trials | None:
     return min((each for each in fitting if each.seconds <= enough), key=lambda each: each.device_bytes)
 
 
-def lack_room(answer: Answer, found: Trials | None = None) -> bool:
-    """Whether the trials that were asked for, :func:`best_trials` of them, are known not to fit the device."""
-    found, limit = found or best_trials(answer), answer.question.gpu_memory
-    return found is not None and limit is not None and found.device_bytes > limit
+def lacking(answer: Answer, found: Trials | None = None) -> list[str]:
+    """What the trials that were asked for, :func:`best_trials` of them, are known to lack: a base, device or host memory."""
+    found, asked = found or best_trials(answer), answer.question
+    if asked.trials == 1 or answer.estimate.why_guessed:
+        return []
+    if found is None:
+        return ["a base"]
+    limits = {"device": (found.device_bytes, asked.gpu_memory), "host": (found.host_bytes, answer.estimate.host.limit)}
+    return [name for name, (nbytes, limit) in limits.items() if limit is not None and nbytes > limit]
 
 
 def trials(answer: Answer) -> list[str]:
@@ -91,23 +100,26 @@ def trials(answer: Answer) -> list[str]:
         return []
     if found is None:
         casts = question.lora is not None or estimate.trained < estimate.parameters
-        cast = "frozen weights travel as casts; take --precision bf16-true"
+        cast = "frozen float32 weights travel as casts; load the base in bfloat16 (a factory can), or take --precision bf16-true"
         why = cast if casts else "freeze the base (--lora, or a factory)"
         return [f"trials: they have too little in common of what travels: {why}"]
+    # More than so many do not save anything where something other than transfers binds already.
     pays = "with any number" if found.most is None else f"and more than {max(found.most, 1)} save nothing"
-    limit, row = question.gpu_memory, found.row
+    limit, row, lacks = question.gpu_memory, found.row, lacking(answer, found)
     fits = room = ""
+    if limit is not None or answer.estimate.host.limit is not None:
+        fits = f" lack {' and '.join(lacks)} memory" if lacks else " fit"
     if limit is not None:
-        fits, room = " fit", f" of {in_gib(limit)}"
-        if lack_room(answer, found):
-            fits = " do not fit"
-            room += f", in which {max(0, limit * (1 + found.count) // found.device_bytes - 1)} of them fit"
+        room = f" are needed, {in_gib(limit)} are there"
+        most = max(0, limit * (1 + found.count) // found.device_bytes - 1)
+        room += f", which is enough for {most} trial{'s' * (most != 1)}" * ("device" in lacks)
     window = f"with k = {row.plan.k} and k' = {row.plan.k_prime}"
     return [
         f"trials{fits}: {found.count} at once over one SharedBase, {window}: a step of all takes at least "
         f"{found.count * found.seconds:.3g} s, {found.seconds:.3g} s for each ({found.binds} binds, {pays}), one of a trial "
         f"alone with that window {found.alone:.3g} s; {in_gib(int(found.nbytes))} come to the device per step and trial in place "
-        f"of {in_gib(found.alone_bytes)}; device memory {in_gib(found.device_bytes)}{room}, in {1 + found.count} equal shares",
+        f"of {in_gib(found.alone_bytes)}; {in_gib(found.device_bytes)} of device memory{room}, in {1 + found.count} equal "
+        f"shares; {in_gib(found.host_bytes)} of host memory",
         "",
         "One alone:",
     ]

@@ -191,6 +191,18 @@ def set_generator_states(states: Sequence[Tensor]) -> None:
     torch.cuda.set_rng_state_all(states[1:])
 
 
+def device_found() -> torch.device:
+    """The accelerator that torch finds here; the CPU if there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def name_of(device: Device) -> str | None:
+    """What an accelerator is called by its maker; None for the CPU."""
+    return (
+        None if device.computes_on_host else str(torch.get_device_module(device.device).get_device_name(device.device))
+    )
+
+
 def device_for(device: torch.device) -> Device:
     """Returns the :class:`Device` or :class:`Accelerator` for a device of torch's.
 

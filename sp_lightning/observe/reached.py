@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.device.accelerator import name_of
 from sp_lightning.device.device import Device
 from sp_lightning.device.torch_private import tree_leaves
 
@@ -64,7 +65,7 @@ def machine_of(device: Device) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "accelerator": None if device.computes_on_host else torch.get_device_module(device.device).get_device_name(),
+        "accelerator": name_of(device),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),

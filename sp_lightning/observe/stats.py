@@ -17,7 +17,8 @@ class Stats:
 
     Attributes:
         fetched_layers: how many layers were copied to the device.
-        fetched_bytes: bytes of weights copied to the device, rows of embeddings included.
+        fetched_bytes: bytes of layers' weights copied to the device, rows of embeddings included. What stays there
+            and is trained comes once more after each step, which is not counted.
         drained_bytes: bytes of gradients copied to the host.
         transfers: how many groups of layers were fetched as one.
         demand_fetches: how many layers were needed before the trace had asked for them. Compute stalls for each of them.

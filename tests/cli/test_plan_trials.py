@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from sp_lightning.__main__ import main
 from tests.support.answers import plan
@@ -43,10 +45,10 @@ def test_it_says_how_many_fit_and_what_binds(capsys: pytest.CaptureFixture[str])
     line, _, alone = capsys.readouterr().out.splitlines()[:3]
     assert alone == "One alone:"
     assert line.startswith(
-        "trials do not fit: 8 at once over one SharedBase, with k = 1 and k' = 1: a step of all takes at"
+        "trials lack device memory: 8 at once over one SharedBase, with k = 1 and k' = 1: a step of all takes at"
     )
     assert "compute binds, and more than " in line
-    assert " of 12.0 GiB, in which 3 of them fit, in 9 equal shares" in line
+    assert " are needed, 12.0 GiB are there, which is enough for 3 trials, in 9 equal shares" in line
     main(["plan", *LORA, "--gpu-memory", "12GiB", "--trials", "2"])
     assert capsys.readouterr().out.startswith("trials fit: 2 at once over one SharedBase")
 
@@ -55,18 +57,24 @@ def test_it_says_how_many_fit_and_what_binds(capsys: pytest.CaptureFixture[str])
     ("options", "why"),
     [
         (LORA[:3], "freeze the base (--lora, or a factory)"),
-        ((LORA[0], "--lora", "16"), "frozen weights travel as casts; take --precision bf16-true"),
+        (
+            (LORA[0], "--lora", "16"),
+            "frozen float32 weights travel as casts; load the base in bfloat16 (a factory can)",
+        ),
     ],
 )
 def test_what_has_nothing_in_common_is_said(
     options: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["plan", *options, "--tokens", "128", "--trials", "2"])
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *options, "--tokens", "128", "--trials", "2"])
+    assert ended.value.code == 1, "they do not run as they were asked for"
     assert why in capsys.readouterr().out
 
 
 def test_what_does_not_travel_is_not_shared(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", *LORA, "--trials", "2", "--k", "33", "--predict"])
+    with pytest.raises(SystemExit):
+        main(["plan", *LORA, "--trials", "2", "--k", "33", "--predict"])
     assert "trials: they have too little in common of what travels" in capsys.readouterr().out
 
 
@@ -76,3 +84,45 @@ def test_several_devices_share_nothing(other: tuple[str, ...], capsys: pytest.Ca
         main(["plan", *LORA, "--trials", "2", *other])
     assert ended.value.code == 2
     assert "--trials share what comes from the memory of the host to one device" in capsys.readouterr().err
+
+
+def test_the_base_is_in_host_memory_once(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = plan(capsys, *LORA, "--k", "1", "--k-prime", "1")
+    frozen = 2 * (alone["parameters"] - alone["trained_parameters"])
+    found = plan(capsys, *LORA, "--k", "1", "--k-prime", "1", "--trials", "3")["trials"]
+    assert found["host_bytes"] == frozen + 3 * (alone["host_bytes"] - frozen)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *LORA, "--trials", "40", "--host-memory", "16.5GiB"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.startswith("trials lack host memory: 40 at once")
+
+
+def test_trials_are_asked_of_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *LORA, "--batch", "1", "2", "--trials", "2"])
+    assert ended.value.code == 2
+    assert "--trials is for one answer, and these are 2 questions." in capsys.readouterr().err
+
+
+class HalfBase(nn.Module):
+    """A base in bfloat16 with a trained head, which is mixed with autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4))
+        self.blocks.to(torch.bfloat16).requires_grad_(False)
+        self.head = nn.Linear(64, 4)
+        self.example_input_array = torch.zeros(2, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_base_that_is_loaded_in_bfloat16_stays_so_beside_autocast(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(
+        capsys, "tests.cli.test_plan_trials:HalfBase", "--precision", "bf16-mixed", "--k", "1", "--trials", "2"
+    )
+    assert found["trials"] is not None
+    assert found["layers"][0]["bytes"] < 3 * 64 * 65, "not float32"

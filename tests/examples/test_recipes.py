@@ -30,6 +30,7 @@ from examples import (
     finetune_vlm,
     generate_llm,
     sweep_lora,
+    train_sparse,
     train_vision,
 )
 from examples.console import ConsoleLogger
@@ -40,7 +41,17 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]
-RECIPES = [cram_llm, finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, sweep_lora, train_vision]
+RECIPES = [
+    cram_llm,
+    finetune_llm,
+    finetune_lora,
+    finetune_moe,
+    finetune_vlm,
+    generate_llm,
+    sweep_lora,
+    train_sparse,
+    train_vision,
+]
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +312,7 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
         (sweep_lora, ["--rates", "1e-3", "0"]),
         (sweep_lora, ["--max-trials", "0"]),
         (sweep_lora, ["--model", "/no/such/folder"]),
+        (train_sparse, ["--steps", "0"]),
         (train_vision, ["--model", "no_such_model"]),
         (train_vision, ["--model", "vit_b_16", "--image", "40"]),
         (train_vision, ["--model", "inception_v3"]),

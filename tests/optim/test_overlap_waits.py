@@ -278,7 +278,12 @@ def test_what_follows_an_update_is_done_once() -> None:
     followed, submit = list[int](), BackgroundUpdates.submit
 
     def counted(self: BackgroundUpdates, layer: StreamedLayer, work: Any, then: Any = None) -> None:
-        submit(self, layer, work, lambda: (followed.append(layer.index), then and then()))
+        def after() -> None:
+            followed.append(layer.index)
+            if then is not None:
+                then()
+
+        submit(self, layer, work, after)
 
     with mock.patch.object(BackgroundUpdates, "submit", counted):
         fit(fused(lambda: Module(Stack())), vectors(2), overlapping("backward"), recorded="nothing")
