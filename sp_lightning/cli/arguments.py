@@ -281,6 +281,8 @@ def _given(question: Question) -> Iterator[list[str]]:
             words = [exact_bytes(value)]
         elif how.get("type") is _rate:
             words = [f"{value / 1e9:.15g}GB/s"]
+        elif isinstance(value, float):
+            words = [f"{value:.15g}"]
         yield [_flag(name), *map(str, words)]
 
 
