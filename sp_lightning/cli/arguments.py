@@ -38,6 +38,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 SEVERAL = ("model", "precision", "batch", "tokens", "activations", "scale")
 """The arguments that may have several values, each of which is a question of its own."""
 
+HOURS = ("least_steps", "dataset_tokens", "samples", "price")
+"""Arguments that count with ``--hours`` alone."""
+
 _GENERATE = "predict N tokens for each of --batch sequences, after prompts of --tokens; times are of the last token"
 _LOSS_TOKENS = "the loss is computed from so many tokens' logits at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
@@ -222,6 +225,11 @@ def contradictions(question: Question) -> Iterator[str]:
             yield f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
     if question.predict and (question.accumulate > 1 or question.clip or question.loss_tokens):
         yield "--accumulate, --clip and --loss-tokens are for training, and nothing is trained here; leave them out."
+    of_hours = [_flag(name) for name in HOURS if getattr(question, name) != getattr(usual, name)]
+    if question.hours is None and of_hours:
+        yield f"{of_hours[0]} counts with --hours alone. Give that, too, or leave it out."
+    if question.dataset_tokens is not None and question.samples is not None:
+        yield "--dataset-tokens and --samples both say how much data there is. Leave one of them out."
     if question.hours is not None and (question.predict or question.trials > 1):
         yield "--hours is for training, of one model at a time. Leave out --predict, --generate and --trials."
     if question.keep_logits and question.loss_tokens is None:
@@ -281,6 +289,8 @@ def _given(question: Question) -> Iterator[list[str]]:
             words = [exact_bytes(value)]
         elif how.get("type") is _rate:
             words = [f"{value / 1e9:.15g}GB/s"]
+        elif isinstance(value, float):
+            words = [f"{value:.15g}"]
         yield [_flag(name), *map(str, words)]
 
 

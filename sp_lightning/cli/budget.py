@@ -12,7 +12,7 @@ from sp_lightning.cli.arguments import PRECISIONS, Question, changed, command
 from sp_lightning.cli.estimate import Estimate, estimate_model
 from sp_lightning.cli.host import on_device
 from sp_lightning.cli.scaling import LAW, expected_loss
-from sp_lightning.cli.verdict import beside, strategy, strategy_options
+from sp_lightning.cli.verdict import beside, strategy, strategy_options, trainer_options
 from sp_lightning.plan.units import in_gib
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -57,9 +57,15 @@ class Budget:
     @property
     def epochs(self) -> float | None:
         """How often the data comes; None if nobody has said how much there is."""
+        return None if self.data is None else self.total / self.data
+
+    @property
+    def data(self) -> int | None:
+        """Tokens, images or samples that there are, if somebody has said so."""
         question = self.answer.question
-        data = question.dataset_tokens if self.unit == "tokens" else question.samples
-        return None if data is None else self.total / data
+        if self.unit != "tokens" or question.samples is None:
+            return question.dataset_tokens if self.unit == "tokens" else question.samples
+        return question.samples * question.tokens
 
     @property
     def cost(self) -> float | None:
@@ -104,11 +110,11 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
                 break  # larger batches are no faster, or fit still less
     if not found and reasons:
         raise reasons[0]
-    enough = [each for each in found if each.count <= (_data(each) or each.count)]
+    enough = [each for each in found if each.count <= (each.data or each.count)]
     if found and not enough:
         least = min(found, key=lambda each: each.count)
         raise ValueError(
-            f"The data has {_data(least):,} {least.unit}, and one step takes {least.count:,}. Give more data, or smaller "
+            f"The data has {least.data:,} {least.unit}, and one step takes {least.count:,}. Give more data, or smaller "
             "--batch, --tokens or --accumulate."
         )
     return best_first(enough)
@@ -129,11 +135,6 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
     ]
     alike.sort(key=lambda each: each.count)
     return [*alike[:1], *(each for each in ordered if each not in alike[:1])]
-
-
-def _data(each: Budget) -> int | None:
-    question = each.answer.question
-    return question.dataset_tokens if each.unit == "tokens" else question.samples
 
 
 def _takes_batches(asked: Question) -> bool:
@@ -228,12 +229,11 @@ def trainer_call(best: Budget) -> str:
     """The Trainer as it is to be written."""
     question = best.answer.question
     accumulate = f", accumulate_grad_batches={question.accumulate}" * (question.accumulate > 1)
+    devices = f", {options}" if (options := trainer_options(question)) else ""
     seconds = round(best.seconds)
     time = f'max_time={{"seconds": {seconds}}}' if seconds % 3600 else f'max_time={{"hours": {seconds // 3600}}}'
-    return (
-        f'Trainer(strategy={strategy(question, best.answer.shown.plan)}, precision="{question.precision}"{accumulate}, {time}, '
-        f"max_epochs=-1){beside(question)}"
-    )
+    options = f'precision="{question.precision}"{accumulate}{devices}, {time}, max_epochs=-1'
+    return f"Trainer(strategy={strategy(question, best.answer.shown.plan)}, {options}){beside(question)}"
 
 
 def _epochs(best: Budget) -> str:
@@ -270,8 +270,7 @@ def sizes(found: list[Budget]) -> list[str]:
 
 def _fresh(each: Budget) -> float:
     """Tokens, as many as there are of the data up to four times."""
-    data = each.answer.question.dataset_tokens
-    return max(1, each.total if data is None else min(each.total, _REPEATED * data))
+    return max(1, each.total if each.data is None else min(each.total, _REPEATED * each.data))
 
 
 def fields(best: Budget) -> dict[str, Any]:

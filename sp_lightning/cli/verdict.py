@@ -89,9 +89,11 @@ def _recommended(answer: Answer, best: Row) -> str:
     elif answer.fits_plain or answer.fits_checkpointed:
         fits = "With this strategy"
     plain = "" if limited else " Plain Lightning fits where --gpu-memory is " + in_gib(estimate.plain_bytes) + "."
+    inside = f" in Trainer({options})" if (options := trainer_options(question)) else ""
+    chosen = f"{strategy(question, best.plan)}{inside}{beside(question)}"
     if estimate.why_guessed:
-        return f"{fits}: {strategy(question, best.plan)}{beside(question)}."
-    return f"{fits}: {strategy(question, best.plan)}{beside(question)}, {speed(answer)}; {waiting(answer)}.{plain}"
+        return f"{fits}: {chosen}."
+    return f"{fits}: {chosen}, {speed(answer)}; {waiting(answer)}.{plain}"
 
 
 def speed(answer: Answer) -> str:
@@ -152,11 +154,15 @@ def strategy(question: Question, plan: Plan) -> str:
     return f"SuperpipelineStrategy({', '.join(f'{name}={json.dumps(value)}' for name, value in options.items())})"
 
 
+def trainer_options(question: Question) -> str:
+    """The devices and nodes as a Trainer takes them; empty for one."""
+    nodes = f", num_nodes={question.nodes}" * (question.nodes > 1)
+    return f"devices={question.devices}{nodes}" * (question.devices * question.nodes > 1)
+
+
 def beside(question: Question) -> str:
-    """What else the answer depends on, as half a sentence."""
+    """What of the model the answer depends on, too, as half a sentence."""
     text = ""
-    if question.devices * question.nodes > 1:
-        text += f" in Trainer(devices={question.devices}{f', num_nodes={question.nodes}' * (question.nodes > 1)})"
     if question.checkpointing:
         text += " and the model's gradient_checkpointing_enable()"
     if question.lora is not None:

@@ -62,6 +62,14 @@ def test_what_a_time_is_enough_for_is_the_best_rows_arithmetic(config: str, caps
     assert eval(found["trainer"], {"Trainer": dict, **globals()})["strategy"]._options.k == found["strategy"]["k"]
 
 
+def test_samples_are_so_many_tokens(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (config, "--hours", "0.5", "--batch", "1", "--precision", "bf16-mixed", "--tokens", "32")
+    found = plan(capsys, *asked, "--samples", "1k")["budget"]
+    assert found["epochs"] == found["total_tokens"] / 32_000
+    said = plan(capsys, *asked, "--devices", "2")["trainer"]
+    assert ", devices=2, max_time" in said
+
+
 def test_no_other_way_that_was_asked_for_is_faster(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (config, "--precision", "bf16-mixed", "--batch", "2", "--hours", "1", "--least-steps", "1")
     best = plan(capsys, *asked)["budget"]
@@ -116,6 +124,8 @@ def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixtu
         (("--hours", "-1"), "argument --hours"),
         (("--hours", "1", "--dataset-tokens", "10"), "The data has 10 tokens, and one step takes "),
         (("--hours", "1", "--predict"), "--hours is for training"),
+        (("--price", "1"), "--price counts with --hours alone"),
+        (("--hours", "1", "--samples", "1k", "--dataset-tokens", "1M"), "both say how much data there is"),
     ],
 )
 def test_a_time_that_cannot_be_is_refused(

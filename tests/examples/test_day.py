@@ -1,0 +1,57 @@
+"""The guide "A day on one card": each of its commands runs, on a small scale."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import cram_llm
+from sp_lightning.__main__ import main
+from tests.examples.test_guides import ROOT, blocks
+from tests.support.models import llama, tokens
+from tests.support.runs import loader
+
+GUIDE = ROOT / "examples" / "guide" / "day.md"
+
+
+@pytest.mark.rest(
+    "measures the machine, trains and pretrains; tests/cli and test_cram_llm have the parts in the first tier"
+)
+def test_the_days_commands_follow_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they stand there, but for the sizes: a tenth of a second for the rates, seconds in place of a day, a small model."""
+    monkeypatch.chdir(tmp_path)
+    rates, cram, corrected = (shlex.split(block.strip()) for block in blocks(GUIDE, "bash"))
+
+    assert rates == ["python", "-m", "sp_lightning", "rates", ">", "rates.json"]
+    capsys.readouterr()
+    main(["rates", "--accelerator", "cpu", "--seconds", "0.1"])
+    Path("rates.json").write_text(capsys.readouterr().out)
+
+    assert cram[:2] == ["python", "examples/cram_llm.py"]
+    small = {"--hours": "0.006", "--length": "32"}
+    words = [small.get(before, word) for before, word in zip(cram[1:], cram[2:], strict=False)]
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert (ROOT / given.pop("--config")).is_file()
+    Path(given["--text"]).write_text("A day has hours, and an hour has minutes. " * 2000)
+    cram_llm.main([*(word for pair in given.items() for word in pair), "--layers", "2", "--hidden", "32"])
+    assert "reached" in capsys.readouterr().out
+
+    model: Any = llama()
+    model.train_dataloader = lambda: loader(tokens(4))
+    namespace: dict[str, Any] = {"model": model}
+    for block in blocks(GUIDE, "python"):
+        exec(block, namespace)
+    capsys.readouterr()
+    Path("my-model").mkdir()
+    config = {**model.net.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    Path("my-model/config.json").write_text(json.dumps(config, default=str))
+    main(corrected[3:])
+    said = capsys.readouterr().out
+    assert "report.json: a batch took " in said
+    assert "(rates.json)" in said
