@@ -80,7 +80,7 @@ class Budget:
 
 
 def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
-    """Ways to train, the best first: enough steps before too few, all bits of updates before rounded ones, then the fastest.
+    """Ways to train, the best first, as :func:`best_first` orders them.
 
     Args:
         asked: what is given is kept; the rest is tried.
@@ -121,11 +121,11 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
 
 
 def best_first(found: Iterable[Budget]) -> list[Budget]:
-    """Enough steps before too few, whole updates before rounded ones; then the most tokens, or of too few the most steps."""
+    """Whole updates before rounded ones, enough steps before too few; then the most tokens, or of too few the most steps."""
 
     def order(each: Budget) -> tuple[float, ...]:
         too_few = each.steps < each.answer.question.least_steps
-        return too_few, each.rounds, -each.steps if too_few else -each.total, each.count
+        return each.rounds, too_few, -each.steps if too_few else -each.total, each.count
 
     ordered = sorted(found, key=order)
     best = ordered[0] if ordered else None

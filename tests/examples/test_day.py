@@ -11,8 +11,8 @@ import pytest
 
 from examples import cram_llm
 from sp_lightning.__main__ import main
-from tests.examples.test_guides import ROOT, blocks
 from tests.support.models import llama, tokens
+from tests.support.pages import ROOT, blocks
 from tests.support.runs import loader
 
 GUIDE = ROOT / "examples" / "guide" / "day.md"

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from sp_lightning.__main__ import main
 from tests.support.models import llama, tokens
+from tests.support.pages import ROOT, blocks
 from tests.support.runs import loader
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guide").glob("*.md"))]
 ELLIPSIS = "…"
 LINK = re.compile(r"\]\((?!https?://)([^)]+)\)")
@@ -28,11 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),
     pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary:UserWarning"),
 ]
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of one language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def named(page: Path) -> str:
