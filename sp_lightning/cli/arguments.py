@@ -230,6 +230,8 @@ def contradictions(question: Question) -> Iterator[str]:
         yield f"{of_hours[0]} counts with --hours alone. Give that, too, or leave it out."
     if question.dataset_tokens is not None and question.samples is not None:
         yield "--dataset-tokens and --samples both say how much data there is. Leave one of them out."
+    if question.from_ is not None and question.predict:
+        yield "--from has the times of a training run. Leave it out, or --predict and --generate."
     if question.hours is not None and (question.predict or question.trials > 1):
         yield "--hours is for training, of one model at a time. Leave out --predict, --generate and --trials."
     if question.keep_logits and question.loss_tokens is None:
@@ -282,7 +284,9 @@ def _given(question: Question) -> Iterator[list[str]]:
     usual = _usual()
     for name, how in _arguments():
         value = getattr(question, name)
-        if name == "model" or value == getattr(usual, name) or name in question.measured.names:
+        # With --hours, what is given is kept, and the rest is looked for.
+        kept = question.hours is not None and name in question.given and value is not None and value is not False
+        if name == "model" or name in question.measured.names or (value == getattr(usual, name) and not kept):
             continue
         words = value if isinstance(value, list) else [] if value is True else [value]
         if how.get("type") is _size:

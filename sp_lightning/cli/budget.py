@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sp_lightning.cli.answer import Answer, answer
-from sp_lightning.cli.arguments import PRECISIONS, Question, changed, command
+from sp_lightning.cli.arguments import PRECISIONS, Question, command
 from sp_lightning.cli.estimate import Estimate, estimate_model
 from sp_lightning.cli.host import on_device
 from sp_lightning.cli.scaling import LAW, expected_loss
@@ -19,6 +18,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ACCUMULATED = (4, 16)
 _PRECISIONS = ("bf16-mixed", "bf16-true")
 _SHOWN = 5  # ways
+_WINDOWS = 4  # that are tried with accumulation, too
 _GAIN = 1.02  # a larger batch has to be so much faster: a smaller one leaves more steps
 _REPEATED = 4  # times that data may come with as much use as new data, by Muennighoff et al., arXiv 2305.16264
 
@@ -63,9 +63,9 @@ class Budget:
     def data(self) -> int | None:
         """Tokens, images or samples that there are, if somebody has said so."""
         question = self.answer.question
-        if self.unit != "tokens" or question.samples is None:
-            return question.dataset_tokens if self.unit == "tokens" else question.samples
-        return question.samples * question.tokens
+        if self.unit == "tokens":
+            return question.samples * question.tokens if question.samples else question.dataset_tokens
+        return None if self.unit == "batches" else question.samples
 
     @property
     def cost(self) -> float | None:
@@ -103,13 +103,28 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
             except ValueError as error:
                 reasons.append(error)
                 continue
-            fitting = [each for each in map(_budget, _ways(estimate)) if each.answer.best is not None]
+            fitting = _fitting(estimate)
+            if not fitting and question.activations != asked.activations:
+                # What "auto" needs in its first batches may be more than what computing all again takes.
+                again = Question(**{**vars(question), "activations": "recompute"})
+                fitting = _fitting(replace(estimate, question=again))
             found += fitting
             before, fastest = fastest, max((each.total for each in fitting), default=0)
             if fastest < before * _GAIN or not fitting:
                 break  # larger batches are no faster, or fit still less
     if not found and reasons:
         raise reasons[0]
+    if found and found[0].data is None and (asked.samples or asked.dataset_tokens):
+        what = {"batches": "its batches are its own; say of what shape they are: --input SIZE SIZE …"}
+        raise ValueError(
+            f"How much data there is cannot be counted in what {asked.model!r} takes, {found[0].unit}: "
+            f"{what.get(found[0].unit, 'give --samples in place of --dataset-tokens')}."
+        )
+    if found and not any(each.steps for each in found):
+        least = min(found, key=lambda each: each.step_seconds)
+        raise ValueError(
+            f"--hours {asked.hours:g} is less than one step, which takes {least.step_seconds:.3g} s. Give more."
+        )
     enough = [each for each in found if each.count <= (each.data or each.count)]
     if found and not enough:
         least = min(found, key=lambda each: each.count)
@@ -118,6 +133,10 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
             "--batch, --tokens or --accumulate."
         )
     return best_first(enough)
+
+
+def _fitting(estimate: Estimate) -> list[Budget]:
+    return [each for each in map(_budget, _ways(estimate)) if each.answer.best is not None]
 
 
 def best_first(found: Iterable[Budget]) -> list[Budget]:
@@ -152,26 +171,34 @@ def _ways(estimate: Estimate) -> Iterator[Answer]:
     asked, step = estimate.question, estimate.step
     if step is None:
         return
-    early: tuple[Literal["off", "forward", "backward"], ...] = ("forward", "backward")
-    early = early if step.overlap == "forward" and "overlap" not in asked.given else (step.overlap,)
     alone = asked.devices * asked.nodes == 1 and "optimizer_on" not in asked.given and not step.on_device
-    for overlap, place in itertools.product(early, ("host", "device") if alone else (asked.optimizer_on,)):
-        if overlap == "backward" and (
-            asked.clip or (place == "device" and PRECISIONS[asked.precision][0].itemsize == 2)
-        ):
-            continue
-        changes: dict[str, Any] = {"optimizer_on": place} | ({"overlap": overlap} if len(early) > 1 else {})
-        question = Question(**{**vars(asked), **changes})
-        stepped = replace(step, overlap=overlap)
-        stepped = on_device(stepped, question) if place == "device" else stepped
-        found = answer(replace(estimate, question=question, step=stepped))
-        yield found
-        if "accumulate" in asked.given or found.best is None:
-            continue
-        for accumulate in _ACCUMULATED:  # with that window: the waits that it hides become fewer
-            window = {"k": [found.best.plan.k], "k_prime": [found.best.plan.k_prime], "accumulate": accumulate}
-            more = answer(replace(found.estimate, question=Question(**{**vars(question), **window})))
-            yield replace(more, question=Question(**{**vars(question), "accumulate": accumulate}))
+    for place in ("host", "device") if alone else (asked.optimizer_on,):
+        waits = place == "host" and step.overlap == "off"  # its updates cannot run in the background
+        early: tuple[Literal["off", "forward", "backward"], ...] = ("forward", "backward")
+        early = (asked.overlap,) if waits or "overlap" in asked.given else early
+        for overlap in early:
+            if overlap == "backward" and (
+                asked.clip or (place == "device" and PRECISIONS[asked.precision][0].itemsize == 2)
+            ):
+                continue
+            question = Question(**{**vars(asked), "optimizer_on": place, "overlap": overlap})
+            stepped = step if waits else replace(step, overlap=overlap)
+            stepped = on_device(stepped, question) if place == "device" else stepped
+            yield from _accumulated(answer(replace(estimate, question=question, step=stepped)))
+
+
+def _accumulated(found: Answer) -> Iterator[Answer]:
+    """An answer, and those with accumulation, if nobody has said it, of the windows that are fastest without."""
+    yield found
+    question = found.question
+    if "accumulate" in question.given or found.best is None:
+        return
+    rows = sorted((row for row in found.rows if row.fits), key=lambda row: row.prediction.seconds)[:_WINDOWS]
+    windows = {"k": sorted({row.plan.k for row in rows}), "k_prime": question.k_prime}
+    for accumulate in _ACCUMULATED:
+        asked = Question(**{**vars(question), **windows, "accumulate": accumulate})
+        more = answer(replace(found.estimate, question=asked))
+        yield replace(more, question=Question(**{**vars(question), "accumulate": accumulate}))
 
 
 def _budget(found: Answer) -> Budget:
@@ -208,10 +235,17 @@ def in_words(found: list[Budget], asked: Question) -> list[str]:
     others = list(_different(found[1:]))[: _SHOWN - 1]
     lines += ["", "other ways, and what they reach:"] * bool(others)
     lines += [
-        f"  {_short(each.total):>7} {each.unit} in {each.steps:,} steps: {changed(question, each.answer.question)}"
+        f"  {_short(each.total):>7} {each.unit} in {each.steps:,} steps: {_way(each.answer.question)}"
         for each in others
     ]
     return lines
+
+
+def _way(question: Question) -> str:
+    return (
+        f"--precision {question.precision} --batch {question.batch} --accumulate {question.accumulate} --overlap "
+        f"{question.overlap} --optimizer-on {question.optimizer_on}"
+    )
 
 
 def _different(found: list[Budget]) -> Iterator[Budget]:
@@ -230,7 +264,7 @@ def trainer_call(best: Budget) -> str:
     question = best.answer.question
     accumulate = f", accumulate_grad_batches={question.accumulate}" * (question.accumulate > 1)
     devices = f", {options}" if (options := trainer_options(question)) else ""
-    seconds = round(best.seconds)
+    seconds = max(1, round(best.seconds))
     time = f'max_time={{"seconds": {seconds}}}' if seconds % 3600 else f'max_time={{"hours": {seconds // 3600}}}'
     options = f'precision="{question.precision}"{accumulate}{devices}, {time}, max_epochs=-1'
     return f"Trainer(strategy={strategy(question, best.answer.shown.plan)}, {options}){beside(question)}"

@@ -86,8 +86,11 @@ def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[
             correct(question, _say)
         ways = best_first(way for question in group for way in budgets(question, _say))
         if not ways:
-            answers.append(_answer(group[0], []))
-            yield as_text(answers[-1], [])
+            one = _answer(group[0], answers)
+            if questions[0].json:
+                found.append(json.loads(as_json([one])))
+            else:
+                yield as_text(one, remedies(one, _say) if one.status < 3 and not one.fits_plain else [])
             continue
         answers.append(ways[0].answer)
         chosen.append(ways[0])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ def run_rates(given: Namespace) -> str:
         ValueError, OSError: there is no such accelerator, or no such folder.
     """
     there = device_found()
-    kind = torch.device(given.accelerator) if given.accelerator else there
-    if kind.type not in ("cpu", there.type):
+    kind = torch.device(given.accelerator) if given.accelerator in ("cpu", there.type) else there
+    if given.accelerator not in (None, "cpu", there.type):
         raise ValueError(f"--accelerator {given.accelerator}: torch finds {there.type} here. Leave it out, or say cpu.")
     device = device_for(kind)
     found = measure_rates(device, given.seconds, given.disk)
@@ -67,29 +68,32 @@ def take_rates(questions: Sequence[Question]) -> None:
     file = questions[0].rates
     if file is None:
         return
-    found = _read(file, "rates", "python -m sp_lightning rates > rates.json")
-    measured, here = found["measured"], machine_of(device_for(torch.device("cpu")))
-    notes = []
-    if found["machine"]["processor"] != here["processor"] or found["machine"]["cores"] != here["cores"]:
-        notes.append(f"{file} is of another machine, {_named(found['machine'])}; this one has {_named(here)}.")
-    for question in questions:
-        values = {name: measured[name] for name in _OPTIONS if name in measured and name not in question.given}
-        if question.disk is None:
-            values.pop("disk", None)  # nobody has asked for one
-        for name, value in values.items():
-            dtype, autocast = PRECISIONS[question.precision]
-            if name == "tflops":
-                value = value[next(key for key, each in DTYPES.items() if each is (autocast or dtype))]
-            setattr(question, name, number_of(name, str(value)))
-        question.measured = replace(
-            question.measured,
-            names=frozenset(values),
-            python=None
-            if question.measure_host
-            else tuple(measured["python"]["inference" if question.predict else "training"]),
-            synchronous=measured["synchronous"],
-            notes=(*question.measured.notes, *notes),
-        )
+    with _file_of("rates", file) as found:
+        measured, here = found["measured"], machine_of(device_for(torch.device("cpu")))
+        notes = []
+        if found["machine"]["processor"] != here["processor"] or found["machine"]["cores"] != here["cores"]:
+            notes.append(f"{file} is of another machine, {_named(found['machine'])}; this one has {_named(here)}.")
+        for question in questions:
+            _take(question, measured, notes)
+
+
+def _take(question: Question, measured: dict[str, Any], notes: Sequence[str]) -> None:
+    values = {name: measured[name] for name in _OPTIONS if name in measured and name not in question.given}
+    if question.disk is None:
+        values.pop("disk", None)  # nobody has asked for one
+    for name, value in values.items():
+        dtype, autocast = PRECISIONS[question.precision]
+        if name == "tflops":
+            value = value[next(key for key, each in DTYPES.items() if each is (autocast or dtype))]
+        setattr(question, name, number_of(name, str(value)))
+    visit, weight = map(float, measured["python"]["inference" if question.predict else "training"])
+    question.measured = replace(
+        question.measured,
+        names=frozenset(values),
+        python=None if question.measure_host else (visit, weight),
+        synchronous=bool(measured["synchronous"]),
+        notes=(*question.measured.notes, *notes),
+    )
 
 
 def _named(machine: dict[str, Any]) -> str:
@@ -97,14 +101,25 @@ def _named(machine: dict[str, Any]) -> str:
     return f"{accelerator}{machine['processor']}, {machine['cores']} cores"
 
 
-def _read(file: Path, kind: str, how: str) -> dict[str, Any]:
+_HOW = {
+    "rates": "python -m sp_lightning rates > rates.json",
+    "report": "Trainer(callbacks=[SuperpipelineCallback(report='report.json')])",
+}
+
+
+@contextmanager
+def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
+    """What a file says. What lacks there, or is nothing that it can be, is a ValueError that says how to make one."""
+    text = file.read_text(encoding="utf-8")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["kind"] == kind:
-            return dict(found)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no file of {kind} ({type(error).__name__}: {error}). Make one: {how}") from error
-    raise ValueError(f"{file} is a file of {found['kind']!r}, and not of {kind}. Make one: {how}")
+        found = json.loads(text)
+        if found["kind"] != kind:
+            raise ValueError(f"it is of {found['kind']!r}")
+        yield found
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ArgumentTypeError) as error:
+        raise ValueError(
+            f"{file} is no file of {kind} ({type(error).__name__}: {error}). Make one: {_HOW[kind]}"
+        ) from error
 
 
 def correct(question: Question, say: Callable[[str], None]) -> None:
@@ -116,18 +131,24 @@ def correct(question: Question, say: Callable[[str], None]) -> None:
     file = question.from_
     if file is None:
         return
-    found = _read(file, "report", "SuperpipelineCallback(report='report.json')")
+    with _file_of("report", file) as found:
+        reached, batches, model, devices = found["seconds"], found["batches"], found["model"], found["devices"]
+        counts = {name: found[name] for name in ("parameters", "trained")}
+        as_reached, _ = _as_reached(question, found), 1 / reached
+    if devices != (here := question.devices * question.nodes):
+        raise ValueError(f"{file} is of {devices} devices, and this plan of {here}. Plan as many, or leave --from out.")
     say(f"runs a batch of {question.model} as {file} had it")
-    asked = Question(**{**vars(question), "from_": None, **_as_reached(question, found)})
+    alone = replace(question.measured, slower=1.0)
+    asked = Question(**{**vars(question), "from_": None, "hours": None, "measured": alone, **as_reached})
     estimate = estimate_model(asked)
-    for name in ("parameters", "trained"):
-        if (planned := getattr(estimate, name)) != found[name]:
+    for name, count in counts.items():
+        if (planned := getattr(estimate, name)) != count:
             raise ValueError(
-                f"{file} is of {found['model']}, with {found[name]:,} {name}, and this plan has {planned:,}. Give the report of "
+                f"{file} is of {model}, with {count:,} {name}, and this plan has {planned:,}. Give the report of "
                 "this model, or the options that it was trained with (--lora, --layers, …)."
             )
     predicted = answer(estimate).shown.prediction.seconds
-    slower = found["seconds"] / predicted
+    slower = reached / predicted
     off = f"{abs(slower - 1):.0%} {'more' if slower >= 1 else 'less'} than predicted"
     off = f"{slower:.3g} times as long as predicted" if slower >= 2 else off
     question.measured = replace(
@@ -135,7 +156,7 @@ def correct(question: Question, say: Callable[[str], None]) -> None:
         slower=slower,
         notes=(
             *question.measured.notes,
-            f"{file}: a batch took {found['seconds']:.3g} s, as {found['batches']} of them did on average: {off} "
+            f"{file}: a batch took {reached:.3g} s, as {batches} of them did on average: {off} "
             f"({predicted:.3g} s). All times are corrected by that.",
         ),
     )
@@ -148,6 +169,8 @@ def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
         asked["precision"] = found["precision"]
     known = {"activations": MODES, "overlap": ("off", "forward", "backward"), "optimizer_on": ("host", "device")}
     asked |= {name: found[name] for name, choices in known.items() if found[name] in choices}
+    if question.clip and asked.get("overlap") == "backward":
+        asked["clip"] = None  # the run did not
     shape = found["shape"]
     if ":" not in question.model and shape:
         asked["batch"] = shape[0]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.cli.arguments import WANTED, Question, Usual
 from sp_lightning.cli.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
-from sp_lightning.cli.scaling import scaled
+from sp_lightning.cli.scaling import refuse_another_size, scaled
 from sp_lightning.comparison.subject import resolve
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.tune.known_values import answered
@@ -74,8 +74,8 @@ def load_model(asked: Question) -> ModelSource:
     given: dict[str, Any] = {"--input": asked.input}
     if factory:
         given = {"--image": asked.image, "--batch": asked.batch > 1 and not tokens, "--tokens": asked.input and tokens}
-    if factory or find_config(source) is None:
-        given["--scale"] = asked.scale
+    if asked.scale is not None and (factory or find_config(source) is None):
+        raise ValueError(f"--scale is for configs of transformers, and {source!r} is none. Leave it out.")
     if ignored := [option for option, value in given.items() if value]:
         instead = (
             "--input SIZE SIZE …, batch first, or change the module's example_input_array,"
@@ -237,6 +237,7 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
         raw = {name: value for name, value in raw.items() if name not in ("layer_types", "max_window_layers")}
         config = transformers.AutoConfig.for_model(**{**raw, **scaled(config, module, asked.scale)})
         module = _make(make, config, file)
+        refuse_another_size(module, asked.scale)
     most = _positions(config)
     if isinstance(most, int) and isinstance(asked.tokens, Usual):
         asked.tokens = Usual(min(asked.tokens, most))

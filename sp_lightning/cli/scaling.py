@@ -66,6 +66,16 @@ def scaled(config: Any, module: nn.Module, wanted: int) -> dict[str, Any]:
     return new
 
 
+def refuse_another_size(module: nn.Module, wanted: int) -> None:
+    """A ValueError if a scaled model has not the size that was asked for: experts, say, whose width is not the layers'."""
+    count = sum(weight.numel() for weight in module.parameters())
+    if not 0.75 * wanted <= count <= 1.25 * wanted:
+        raise ValueError(
+            f"--scale {wanted:,}: with width and depth in proportion this family comes to {count:,} parameters, because parts "
+            "of it do not grow with its width, or few layers are all that is wanted. Ask for a larger size, or make a config by hand."
+        )
+
+
 def _embedded(module: nn.Module) -> int:
     """Parameters of the embeddings and the head, which grow with the width alone. Tied weights count once."""
     found = {id(w): w.numel() for m in module.modules() if isinstance(m, nn.Embedding) for w in m.parameters()}

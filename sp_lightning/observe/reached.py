@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import statistics
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,32 +29,48 @@ class Reached:
     """
 
     def __init__(self) -> None:
-        self._last: float | None = None
-        self._seconds: list[float] = []
+        self._last: tuple[float, int] | None = None  # when the last batch ended, and after how many optimizer steps
+        self._seconds: dict[bool, list[float]] = {
+            True: [],
+            False: [],
+        }  # of batches with an optimizer step, and of others
         self._shape: list[int] = []
 
     def batch_ended(self, now: float, batch: Any, step: int) -> None:
         """To be called at a batch's end, with the number of optimizer steps so far."""
-        if self._last is not None and step > _WARM_UP:
-            self._seconds.append(now - self._last)
-            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-            self._shape = list(tensors[0].shape) if tensors else []
-        self._last = now
+        if self._last is not None and self._last[1] >= _WARM_UP:
+            self._seconds[step > self._last[1]].append(now - self._last[0])
+            self._shape = _shape_of(batch)
+        self._last = now, step
 
     def interrupted(self) -> None:
         """What follows, such as validation, belongs to no batch."""
         self._last = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Seconds of a batch on average and in the middle, how many, and the shape of the last one's first tensor; or nothing."""
-        if not self._seconds:
+    def as_dict(self, accumulate: int) -> dict[str, Any]:
+        """Seconds of a batch on average and in the middle, how many, and the shape of the last one's first tensor; or nothing.
+
+        Args:
+            accumulate: one of so many batches has an optimizer step, however many of each kind were measured.
+        """
+        stepped, others = self._seconds[True], self._seconds[False]
+        if not stepped or (accumulate > 1 and not others):
             return {}
+        seconds = [statistics.fmean(stepped), statistics.median(stepped)]
+        if accumulate > 1:
+            ways = zip(seconds, (statistics.fmean(others), statistics.median(others)), strict=True)
+            seconds = [(step + (accumulate - 1) * other) / accumulate for step, other in ways]
         return {
-            "seconds": statistics.fmean(self._seconds),
-            "median_seconds": statistics.median(self._seconds),
-            "batches": len(self._seconds),
-            "shape": self._shape,
-        }
+            "seconds": seconds[0], "median_seconds": seconds[1], "batches": len(stepped) + len(others), "shape": self._shape,
+        }  # fmt: skip
+
+
+def _shape_of(batch: Any) -> list[int]:
+    """The shape of a batch's tokens, or of its first tensor with several numbers for each sample."""
+    if isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), Tensor):
+        return list(ids.shape)
+    tensors = sorted((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), key=lambda leaf: leaf.ndim < 2)
+    return list(tensors[0].shape) if tensors else []
 
 
 def machine_of(device: Device) -> dict[str, Any]:

@@ -123,6 +123,8 @@ class SuperpipelineCallback(Callback):
         for file in self._files:  # they are tried before any work is done
             file.parent.mkdir(parents=True, exist_ok=True)
             file.open("ab").close()
+        if self._report is not None and self._records:
+            self._report.parent.mkdir(parents=True, exist_ok=True)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(training=True)
@@ -245,7 +247,7 @@ class SuperpipelineCallback(Callback):
     @property
     def _files(self) -> list[Path]:
         """Those that this rank writes in this run."""
-        return [file for file in (self._timeline, self._plot, self._report) if file is not None and self._records]
+        return [file for file in (self._timeline, self._plot) if file is not None and self._records]
 
     def _stop_recording(self) -> None:
         """What follows belongs to no batch, or to the next one."""
@@ -273,9 +275,12 @@ class SuperpipelineCallback(Callback):
             return
         log, device = self._strategy.log, self._strategy.computing_device
         assert device is not None
-        found = self._reached.as_dict()
+        found = self._reached.as_dict(trainer.accumulate_grad_batches)
         if not found:
-            log.warning("Superpipeline: %s is not written, because two optimizer steps do not count.", self._report)
+            log.warning(
+                "Superpipeline: %s is not written: no batch came right after another one, from the third step on.",
+                self._report,
+            )
             return
         (place, overlap), plan, module = self._strategy.stepping, self._strategy.plan, trainer.lightning_module
         modes = set(self._strategy.activations.values())
@@ -285,7 +290,8 @@ class SuperpipelineCallback(Callback):
             "kind": "report", "date": today(), "machine": machine_of(device),
             "model": type(module).__name__, "parameters": sum(count for count, _ in counts),
             "trained": sum(count for count, trains in counts if trains),
-            "precision": str(trainer.precision), "accumulate": trainer.accumulate_grad_batches,
+            "devices": plan.ranks * plan.nodes, "precision": str(trainer.precision),
+            "accumulate": trainer.accumulate_grad_batches,
             "k": plan.k, "k_prime": plan.k_prime, "activations": modes.pop() if len(modes) == 1 else "auto",
             "overlap": overlap, "optimizer_on": place, "device_bytes": self._strategy.stats().peak_allocated_bytes,
             "waited": waited,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
@@ -17,6 +18,7 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.__main__ import main
 from sp_lightning.cli import scaling
 from sp_lightning.device.device import Device
+from sp_lightning.observe.reached import Reached
 from sp_lightning.tune import rates as measuring
 from tests.support.answers import plan
 from tests.support.models import Module, Stack, vectors
@@ -79,6 +81,62 @@ def test_no_other_way_that_was_asked_for_is_faster(config: str, capsys: pytest.C
     ):  # fmt: skip
         other = plan(capsys, *asked, *way)["budget"]
         assert other["total_tokens"] <= 1.02 * best["total_tokens"]
+
+
+def test_a_step_that_cannot_overlap_on_the_host_may_on_the_device(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = (
+        config,
+        "--hours",
+        "1",
+        "--batch",
+        "4",
+        "--precision",
+        "bf16-mixed",
+        "--optimizer",
+        "muon",
+        "--least-steps",
+        "1",
+    )
+    best = plan(capsys, *asked, "--accumulate", "1")["budget"]
+    early = plan(capsys, *asked, "--accumulate", "1", "--overlap", "backward", "--optimizer-on", "device")["budget"]
+    assert best["total_tokens"] >= early["total_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "given", [("--batch", "1", "--accumulate", "1"), ("--optimizer-on", "host", "--overlap", "forward")]
+)
+def test_the_printed_command_answers_the_same(
+    given: tuple[str, ...], config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", config, "--hours", "1", *given])
+    said = capsys.readouterr().out
+    (command,) = [line for line in said.splitlines() if line.startswith("  python -m sp_lightning plan")]
+    main(shlex.split(command)[3:])
+    assert capsys.readouterr().out.splitlines()[0] == said.splitlines()[0]
+
+
+def test_what_fits_by_computing_again_alone_is_found(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (config, "--precision", "bf16-mixed", "--gpu-memory", "1400KiB")
+    assert plan(capsys, *asked, "--activations", "recompute")["best"] is not None
+    found = plan(capsys, *asked, "--hours", "1", "--batch", "1")
+    assert found["strategy"]["activations"] in ("auto", "recompute")
+
+
+def test_batches_of_a_factory_are_not_counted_as_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--input SIZE SIZE" in refused(capsys, FACTORY, "--hours", "1", "--samples", "1k")
+    assert plan(capsys, FACTORY, "--hours", "0.01", "--samples", "1k", "--input", "4", "16")["budget"]["epochs"] > 0
+    assert "give --samples in place" in refused(capsys, "resnet18", "--hours", "1", "--dataset-tokens", "1M")
+
+
+def test_nothing_that_fits_is_json_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, config, "--hours", "1", "--gpu-memory", "100kB")
+    assert found["best"] is None
+
+
+def test_less_than_a_step_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is less than one step, which takes" in refused(capsys, config, "--hours", "1e-9")
 
 
 def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +243,9 @@ def test_a_family_without_such_fields_is_refused(tmp_path: Path, capsys: pytest.
     file = tmp_path / "clip.json"
     file.write_text(json.dumps({"model_type": "clip", "architectures": ["CLIPModel"]}))
     assert "--scale: configs of clip have no hidden_size" in refused(capsys, str(file), "--scale", "1M")
-    assert "--scale cannot be used with 'resnet18'" in refused(capsys, "resnet18", "--scale", "1M")
+    assert "--scale is for configs of transformers, and 'resnet18' is none" in refused(
+        capsys, "resnet18", "--scale", "1M"
+    )
     file.write_text(json.dumps(SIZES))
     assert "the vocabulary of llama alone takes more" in refused(capsys, str(file), "--scale", "5k")
 
@@ -251,16 +311,19 @@ def test_rates_of_another_machine_are_said_to_be(
     assert f"{file} is of another machine, Loom, Abacus" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "report"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"kind": "report"}', '{"kind": "report", "seconds": 0, "measured": {}}']
+)
 @pytest.mark.parametrize("option", ["--rates", "--from"])
 def test_another_file_is_refused(
     option: str, text: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "other.json"
-    file.write_text(text.replace("report", "rates" if option == "--from" else "report"))
-    said = refused(capsys, config, option, str(file))
-    assert str(file) in said
-    assert "Make one: " in said
+    for kind in ("report", "rates"):
+        file.write_text(text.replace("report", kind))
+        said = refused(capsys, config, option, str(file))
+        assert f"{file} is no file of " in said
+        assert "Make one: " in said
     assert "No such file" in refused(capsys, config, option, str(tmp_path / "none.json"))
 
 
@@ -320,6 +383,8 @@ def test_a_report_of_another_model_is_refused(tmp_path: Path, config: str, capsy
     file = tmp_path / "report.json"
     trained(file)
     assert "is of Example, with " in refused(capsys, config, "--from", str(file))
+    assert "is of 1 devices, and this plan of 2" in refused(capsys, FACTORY, "--from", str(file), "--devices", "2")
+    assert "--from has the times of a training run" in refused(capsys, FACTORY, "--from", str(file), "--predict")
 
 
 def test_a_run_that_is_too_short_reports_nothing(
@@ -330,7 +395,26 @@ def test_a_run_that_is_too_short_reports_nothing(
     file = tmp_path / "report.json"
     trained(file, batches=2)
     assert not file.exists()
-    assert "is not written, because two optimizer steps do not count" in caplog.text
+    assert "from the third step on no batch came right after another one" in caplog.text
+
+
+def test_accumulated_batches_count_as_often_as_they_come() -> None:
+    """A step of 0.2 s after eight batches of 0.02 s, three of which were measured."""
+    reached, now, step = Reached(), 0.0, 0
+    for batch in range(1, 28):
+        now += 0.22 if batch % 8 == 0 else 0.02
+        step += batch % 8 == 0
+        reached.batch_ended(now, torch.zeros(2), step)
+    found = reached.as_dict(8)
+    assert found["seconds"] == pytest.approx((8 * 0.02 + 0.2) / 8)
+    assert found["batches"] == 11, "the third step's batches, and three more"
+
+
+def test_tokens_are_the_shape_of_a_batch() -> None:
+    reached = Reached()
+    for step in range(4):
+        reached.batch_ended(step, {"labels": torch.zeros(4), "input_ids": torch.zeros(4, 32)}, step)
+    assert reached.as_dict(1)["shape"] == [4, 32]
 
 
 def test_validation_is_no_batch(tmp_path: Path) -> None:
