@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -25,7 +25,7 @@ from sp_lightning.engine.placement import Placement
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.sharing.common import ON_DEVICE, Common, SharedUploads, TrialBlock
-from sp_lightning.sharing.turns import TURNS, ProcessState, Turn
+from sp_lightning.sharing.turns import TURNS, Turn
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.uploads import Uploads
 
@@ -39,7 +39,7 @@ class SharedBase:
     Each of them, a *trial*, is an ordinary function that makes a module and an ordinary Trainer with the strategy
     ``"superpipeline"``, one device, and fits, validates or predicts. All of it is bitwise what it would be alone: the turn, and
     with it the process's random state, goes from trial to trial where layers come to the device. A trial begins with the random
-    state that the process had when this object was made; ``seed_everything`` in it is its own.
+    state and the settings that the process has outside of trials; ``seed_everything`` in it is its own.
 
     What trials have in common is found by comparing bytes: one copy of it is on the host, and it comes to the device once for
     all. What a trial trains or writes is its own.
@@ -70,7 +70,6 @@ class SharedBase:
         _check_counts(max_trials=max_trials, layers=layers)
         self.max_trials = max_trials
         self._common = Common(layers)
-        self._first = ProcessState()
         self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
         self._under_way = set[Trial]()
         self._computes_on: torch.device | None = None
@@ -95,37 +94,38 @@ class SharedBase:
     def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
         """Makes a function a trial, for threads of others: ``study.optimize(base.wrap(objective), n_jobs=4)``.
 
-        Raises:
-            TypeError: it is a generator or a coroutine, whose code would run when it is not its turn.
+        What it returns may be no generator or coroutine, whose code would run when it is not its turn: a TypeError.
         """
-        return self._wrapped(function, self.max_trials)
-
-    def _wrapped(self, function: Callable[P, R], at_once: int | None) -> Callable[P, R]:
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function.__name__} is a generator or a coroutine. A trial is a function that returns.")
 
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             _refuse_inside()
-            with self._places:
-                trial = Trial(self, Turn(self._first, self._common.there), at_once)
-                TURNS.begin(trial.turn)
-                self._under_way.add(trial)
-                token = scope.set(trial)
-                try:
-                    # On an accelerator one thread of autograd's would run the backwards of all trials, and change no turns.
-                    with torch.autograd.set_multithreading_enabled(False):
-                        return function(*args, **kwargs)
-                finally:
-                    trial.close()
-                    scope.reset(token)
-                    self._under_way.remove(trial)
-                    if not self._under_way:
-                        self._common.free()
-                        self._free = None
-                    TURNS.end(trial.turn)
+            return self._run(Trial(self, self.max_trials), function, *args, **kwargs)
 
         return run
+
+    def _run(self, trial: Trial, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._places, ExitStack() as ends:  # which all run, the last one first, whatever one of them raises
+            TURNS.begin(trial.turn)
+            ends.callback(TURNS.end, trial.turn)
+            self._under_way.add(trial)
+            ends.callback(self._leave, trial)
+            ends.callback(scope.reset, scope.set(trial))
+            ends.callback(trial.close)
+            # On an accelerator one thread of autograd's would run the backwards of all trials, and change no turns.
+            with torch.autograd.set_multithreading_enabled(False):
+                result = function(*args, **kwargs)
+            if isinstance(result, (GeneratorType, AsyncGeneratorType, CoroutineType)):
+                raise TypeError(
+                    f"{function!r} returns a {type(result).__name__}. A trial returns what it has computed."
+                )
+            return result
+
+    def _leave(self, trial: Trial) -> None:
+        self._under_way.remove(trial)
+        if not self._under_way:
+            self._free = None
+            self._common.free()
 
     def map(
         self,
@@ -153,21 +153,31 @@ class SharedBase:
         _check_counts(max_trials=max_trials)
         calls = list(zip(*arguments, strict=True))
         at_once = max(1, min(each for each in (max_trials, self.max_trials, len(calls)) if each is not None))
+        trials = [Trial(self, at_once) for _ in calls]
         with ThreadPoolExecutor(at_once, "superpipeline-trial") as pool:
-            futures = [pool.submit(self._wrapped(function, at_once), *call) for call in calls]
+            futures = [
+                pool.submit(self._run, trial, function, *call) for trial, call in zip(trials, calls, strict=True)
+            ]
             try:
                 errors = [each.exception() for each in futures]
-            except BaseException:  # Ctrl-C: each trial ends at its next layer
+            except BaseException:  # Ctrl-C: each trial ends at its next layer, or before it begins
                 pool.shutdown(wait=False, cancel_futures=True)
-                for trial in list(self._under_way):
+                for trial in trials:
                     trial.turn.error = CancelledError("The trials are ended: who waits for them was interrupted.")
                 raise
         for error, call in zip(errors, calls, strict=True):
             if error is not None:
-                error.add_note(f"A trial of a SharedBase has raised this, with {', '.join(map(repr, call))}.")
+                error.add_note(f"A trial of a SharedBase has raised this, with {', '.join(map(_shown, call))}.")
         if not return_exceptions:
             return [each.result() for each in futures]
-        return [error or each.result() for error, each in zip(errors, futures, strict=True)]
+        return [each.result() if error is None else error for error, each in zip(errors, futures, strict=True)]
+
+
+def _shown(argument: Any) -> str:
+    try:
+        return repr(argument)
+    except Exception:  # it must not hide what the trial has raised
+        return f"a {type(argument).__name__}"
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -204,15 +214,15 @@ class Trial(Placement):
 
     Args:
         base: whose trial it is.
-        turn: its turn.
         at_once: how many trials may be under way at once; None if that is not known.
 
     Attributes:
+        turn: its turn.
         taken: what is this trial's own: modules, data modules, callbacks, loggers.
     """
 
-    def __init__(self, base: SharedBase, turn: Turn, at_once: int | None) -> None:
-        self.turn = turn
+    def __init__(self, base: SharedBase, at_once: int | None) -> None:
+        self.turn = Turn(base._common.there)
         self.taken = WeakSet[Any]()
         self._base = base
         self._at_once = at_once

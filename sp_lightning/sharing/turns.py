@@ -84,11 +84,10 @@ class Turn:
     """A trial, as turns see it.
 
     Args:
-        state: the process's, with which it begins.
         there: says whether a layer that it wants is on the device.
 
     Attributes:
-        state: the process's, as this trial has left it.
+        state: the process's, as this trial has left it: at first, as it is outside of trials.
         wants: the layer that it needs next; None if it waits for no layer.
         waited: how many turns others have had since its own.
         error: that its next turn ends with; None for none.
@@ -96,10 +95,10 @@ class Turn:
         comes: tells its thread alone that its turn has come.
     """
 
+    state: ProcessState
     comes: threading.Condition
 
-    def __init__(self, state: ProcessState, there: Callable[[Hashable], bool]) -> None:
-        self.state = state
+    def __init__(self, there: Callable[[Hashable], bool]) -> None:
         self.wants: Hashable = None
         self.waited = 0
         self.error: Exception | None = None
@@ -110,6 +109,12 @@ class Turn:
     def ready(self) -> bool:
         """Whether what it wants is there."""
         return self.wants is None or self._there(self.wants)
+
+    def fail(self) -> None:
+        """Raises the error that the turn is to end with, once."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
 
 class TrialTurns:
@@ -124,16 +129,22 @@ class TrialTurns:
         self._outside: ProcessState
 
     def begin(self, turn: Turn) -> None:
-        """Begins a trial. Returns once it is its turn."""
+        """Begins a trial. Returns once it is its turn.
+
+        Raises:
+            Exception: the error that the turn is to end with.
+        """
         turn.comes = threading.Condition(self._lock)
         with self._lock:
             if not self._waiting and self._running is None:
                 self._outside = ProcessState()
+            turn.state = self._outside
             self._waiting.append(turn)
             try:
                 if self._running is None:
                     self._give()
                 self._await(turn)
+                turn.fail()
             except BaseException:
                 self.end(turn)
                 raise
@@ -148,15 +159,16 @@ class TrialTurns:
             with self._lock:
                 turn.wants, turn.waited = wants, 0
                 self._waiting.append(turn)
-                if self._chosen() is turn:
-                    self._waiting.remove(turn)
-                else:
-                    turn.state = ProcessState()
+                chosen = self._chosen()
+                self._waiting.remove(turn)
+                if chosen is not turn:
+                    turn.state = (
+                        ProcessState()
+                    )  # if it cannot be read, this trial has the turn still, and does not wait
+                    self._waiting.append(turn)
                     self._give()
                     self._await(turn)
-        if turn.error is not None:
-            error, turn.error = turn.error, None
-            raise error
+        turn.fail()
 
     def end(self, turn: Turn) -> None:
         """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""

@@ -30,7 +30,6 @@ class Machine:
         self.there: list[int] = []
         self.room = room
         self.turns = TrialTurns()
-        self.state = ProcessState()
         self.inside = 0
         self.done: list[tuple[int, int | None]] = []
         self.brought = 0
@@ -53,7 +52,7 @@ class Machine:
             self.turns.end(turn)
 
     def begin(self) -> Turn:
-        turn = Turn(self.state, self.there.__contains__)
+        turn = Turn(self.there.__contains__)
         self.turns.begin(turn)
         return turn
 
@@ -182,7 +181,7 @@ def test_trials_that_are_cancelled_end_at_their_next_layer() -> None:
 def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> None:
     """Ctrl-C comes while another trial computes. Nobody waits for ever, and no two compute at once."""
     machine, go_on = Machine(room=1), threading.Event()
-    ours = machine.begin() if begun else Turn(machine.state, machine.there.__contains__)
+    ours = machine.begin() if begun else Turn(machine.there.__contains__)
     order = list[str]()
 
     def other() -> None:
