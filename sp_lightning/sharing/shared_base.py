@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -14,7 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
@@ -80,16 +82,21 @@ class SharedBase:
         """Bytes of the base that were copied to the device for several trials together."""
         return self._common.fetched_bytes
 
-    def _refuse_taken(self, trial: Trial, things: Iterable[Any]) -> None:
-        """Refuses what another trial has: a RuntimeError."""
-        for thing in things:
-            if any(thing in other.taken for other in self._under_way if other is not trial):
+    def _refuse_taken(self, trial: Trial, things: Iterable[tuple[str, Any]]) -> None:
+        """Refuses what another trial has, the same object or, of a buffer, the same memory: a RuntimeError."""
+        for place, thing in things:
+            held = thing.untyped_storage() if type(thing) is Tensor and thing.layout is torch.strided else thing
+            for other in self._under_way - {trial}:
+                if other.taken.get(id(held), lambda: None)() is not held:
+                    continue
+                if id(thing) in other.trainers:
+                    thing.trainer = other.trainers[id(thing)]()
                 raise RuntimeError(
-                    f"A {type(thing).__name__} is in two trials of a SharedBase at once. Make it or copy it (deepcopy) in each: "
-                    "modules with all that is in them, data modules, callbacks, loggers, and loaders with a generator "
-                    "or workers that persist are each trial's own. Equal frozen weights are found, and shared."
+                    f"A {type(thing).__name__} is in two trials of a SharedBase at once: {place}. Make it or copy it in each "
+                    "(copy.deepcopy; .clone() of a weight or a buffer): modules with all that is in them, data modules, "
+                    "callbacks, loggers, profilers and loaders with a state are each trial's own. Equal weights are shared."
                 )
-            trial.taken.add(thing)
+            trial.taken[id(held)] = _reference(held)
 
     def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
         """Makes a function a trial, for threads of others: ``study.optimize(base.wrap(objective), n_jobs=4)``.
@@ -180,6 +187,13 @@ def _shown(argument: Any) -> str:
         return f"a {type(argument).__name__}"
 
 
+def _reference(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # of a builtin iterator, say
+        return lambda: thing
+
+
 def _check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and (type(value) is not int or value < 1):
@@ -218,18 +232,32 @@ class Trial(Placement):
 
     Attributes:
         turn: its turn.
-        taken: what is this trial's own: modules, data modules, callbacks, loggers.
+        taken: references to what is this trial's own, by identities: what is equal may be another trial's.
+        trainers: references to the trainers that modules and data modules among it have.
     """
 
     def __init__(self, base: SharedBase, at_once: int | None) -> None:
         self.turn = Turn(base._common.there)
-        self.taken = WeakSet[Any]()
+        self.taken: dict[int, Callable[[], Any]] = {}
+        self.trainers: dict[int, Callable[[], Any]] = {}
         self._base = base
         self._at_once = at_once
         self._runs = WeakSet[Any]()
         self._blocks: list[TrialBlock] = []
         self._travels = 0  # bytes of frozen weights, or of their casts
         self._shares = False
+
+    def takes(self, trainer: Any, module: nn.Module) -> None:
+        """Takes what a trainer has: before anything is done with it, but that the module and its data have the trainer.
+
+        Raises:
+            RuntimeError: another trial has a part of it.
+        """
+        one = [(name, getattr(trainer, name, None)) for name in ("datamodule", "profiler", "precision_plugin")]
+        some = [(name, each) for name in ("callbacks", "loggers") for each in getattr(trainer, name)]
+        named = ((f"trainer.{name}", each) for name, each in (*one, *some) if each is not None)
+        self._base._refuse_taken(self, (*_parts(module), *named))
+        self.trainers.update({id(each): weakref.ref(trainer) for each in (module, one[0][1])})
 
     def begin(self, run: Any, budget: int | float | None, device: torch.device, *, on_disk: bool) -> int | float | None:
         """Begins a run, whose trainer's bars are off: of several in one terminal none can be read, and Rich raises.
@@ -244,7 +272,6 @@ class Trial(Placement):
             The run's budget: its share of the device's memory, if the user has given none.
 
         Raises:
-            RuntimeError: another trial has the module, a data module, a callback or a logger of this one.
             ValueError: no share can be told, weights may be on a disk, or it is another device than that of other trials.
         """
         base = self._base
@@ -256,20 +283,10 @@ class Trial(Placement):
         if on_disk:
             raise ValueError(f"disk= keeps weights where a SharedBase does not look for them. {_APART}")
         trainer = run.module.trainer
-        stateful = (each for each in run.module.modules() if each._parameters or each._buffers)
-        things = (run.module, *stateful, getattr(trainer, "datamodule", None))
-        base._refuse_taken(self, (each for each in (*things, *trainer.callbacks, *trainer.loggers) if each is not None))
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.disable()
         self._runs.add(run)
         return budget if budget is not None or device.type == "cpu" else self._share(device)
-
-    def loop_begins(self, trainer: Any, phase: str) -> None:
-        """Refuses data loaders that another trial has, too, and that have a state: a RuntimeError."""
-        name = {"train": "train_dataloader", "validate": "val_dataloaders"}.get(phase, f"{phase}_dataloaders")
-        found = [each for each in tree_leaves(getattr(trainer, name)) if isinstance(each, DataLoader)]
-        taken = [each for each in found if each.persistent_workers or each.generator is not None]
-        self._base._refuse_taken(self, taken)
 
     def _share(self, device: torch.device) -> int | None:
         if self._at_once is None:
@@ -292,8 +309,13 @@ class Trial(Placement):
             if getattr(run, "streamer", None) is not None:
                 run.close()
 
-    def finds(self, find: Callable[..., Found]) -> Callable[..., Found]:
-        """Finds layers with their frozen weights first, which lie alike then, whatever adapters a trial has beside them."""
+    def finds(self, module: nn.Module, find: Callable[..., Found]) -> Callable[..., Found]:
+        """Finds layers with their frozen weights first, which lie alike then, whatever adapters a trial has beside them.
+
+        Raises:
+            RuntimeError: another trial has a module, a parameter or a buffer of the module.
+        """
+        self._base._refuse_taken(self, _parts(module))
 
         def found(**how: Any) -> Found:
             plain = find(**how)
@@ -332,6 +354,37 @@ class Trial(Placement):
                 "shared, in the dtype in which they travel: under bf16-mixed load the base in bfloat16.", 100 * common // travels,
             )  # fmt: skip
         return SharedUploads(device, base._common, partial(TURNS.pass_on, self.turn), lambda: len(base._under_way) == 1)
+
+
+def _parts(module: nn.Module) -> list[tuple[str, Any]]:
+    modules = ((name or "the LightningModule", each) for name, each in module.named_modules())
+    return [*modules, *module.named_parameters(), *module.named_buffers()]
+
+
+def refuse_shared_loaders(name: str, loaders: Any) -> None:
+    """Refuses what another trial has of loaders, too, and that has a state: a RuntimeError. It has not been iterated yet."""
+    if (trial := current()) is not None:
+        found = (each for loader in tree_leaves(loaders) for each in _with_state(loader))
+        trial._base._refuse_taken(trial, ((f"a part of {name}", each) for each in found))
+
+
+def _with_state(loader: Any) -> Iterator[Any]:
+    """What of a loader changes when it is iterated, as far as one can tell."""
+    if not isinstance(loader, DataLoader):
+        if not hasattr(loader, "__getitem__"):  # it may be its own iterator
+            yield loader
+        for each in tree_leaves(getattr(loader, "iterables", ())):  # of a CombinedLoader
+            yield from _with_state(each)
+        return
+    if loader.persistent_workers or loader.generator is not None or hasattr(loader, "state_dict"):
+        yield loader
+    if isinstance(loader.dataset, IterableDataset):
+        yield loader.dataset
+    batches: Any = loader.batch_sampler
+    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
+        known = hasattr(sampler, "__getitem__") or type(sampler).__module__.startswith("torch.")
+        if sampler is not None and (not known or getattr(sampler, "generator", None) is not None):
+            yield sampler
 
 
 def _frozen_first(layer: Layer) -> Layer:

@@ -158,8 +158,14 @@ class StreamingStrategy(LoopStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         refuse_from_elsewhere(self._made_in)
-        super().connect(model)
         trainer = trainer_of(model)  # none yet, where it is connected by hand; the trainer does it again
+        if trainer is not None and (trial := current()) is not None:
+            try:
+                trial.takes(trainer, model)
+            except RuntimeError:
+                forget_module(self)  # which is another trial's: the base class would move it
+                raise
+        super().connect(model)
         if trainer is None or not self._options.callback:
             return
         if not any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
-from torch import nn
-from torch.utils.data import DataLoader
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torchmetrics import MeanMetric
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.sharing.shared_base import current
-from tests.support.runs import fit, loader, trainer_for
+from tests.support.runs import Outcome, assert_equal, fit, loader, trainer_for
 from tests.support.trials import RATES, WIDTH, Learner, batches, learn
 
 
@@ -124,29 +128,147 @@ class Data(pl.LightningDataModule):
         return loader(batches(1e-3))
 
 
-THINGS: dict[str, Callable[[], Any]] = {
-    "Learner": lambda: Learner(1e-3),
-    "Linear": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),  # a copy was forgotten
-    "Data": Data,
-    "EarlyStopping": lambda: EarlyStopping("loss"),
-    "DataLoader": lambda: DataLoader(batches(1e-3), batch_size=None, generator=torch.Generator()),  # type: ignore[arg-type]
+class Counts(IterableDataset[Tensor]):
+    """It goes on where it was, whoever asks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.count % 5 < 4:
+            self.count += 1
+            yield torch.full((4, WIDTH), float(self.count))
+        self.count += 1
+
+
+class Itself:
+    """An iterator as a loader."""
+
+    def __iter__(self) -> Itself:
+        self.left = batches(1e-3)
+        return self
+
+    def __next__(self) -> Tensor:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+
+def drawn() -> RandomSampler:
+    return RandomSampler(range(4), generator=torch.Generator().manual_seed(3))
+
+
+def loaded(**options: Any) -> DataLoader[Tensor]:
+    return DataLoader(options.pop("dataset", batches(1e-3)), batch_size=None, **options)
+
+
+THINGS: dict[str, tuple[Callable[[], Any], str]] = {
+    "Learner": (lambda: Learner(1e-3), "the LightningModule"),
+    "Linear": (lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False), "net.1.base"),  # a copy was forgotten
+    "Parameter": (lambda: nn.Parameter(torch.eye(WIDTH), requires_grad=False), "net.1.base.weight"),
+    "Tensor": (lambda: torch.zeros(WIDTH), "net.1.buffer"),
+    "MeanMetric": (MeanMetric, "metric"),
+    "Data": (Data, "trainer.datamodule"),
+    "EarlyStopping": (lambda: EarlyStopping("loss"), "trainer.callbacks"),
+    "SimpleProfiler": (SimpleProfiler, "trainer.profiler"),
+    "DataLoader": (lambda: loaded(generator=torch.Generator().manual_seed(3), shuffle=True), "train_dataloader"),
+    "RandomSampler": (drawn, "train_dataloader"),
+    "Counts": (Counts, "train_dataloader"),
+    "CombinedLoader": (lambda: CombinedLoader(loaded(), "max_size_cycle"), "train_dataloader"),
+    "Itself": (Itself, "train_dataloader"),
+    "zip": (lambda: zip(batches(1e-3), strict=True), "train_dataloader"),
 }
+"""What makes a thing that has a state, and where trials have it in common."""
+
+
+class Measures(Learner):
+    metric: MeanMetric
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch[0] if isinstance(batch, tuple) else batch, batch_idx)
+        self.metric.update(loss)
+        self.log("mean", self.metric.compute())
+        return loss
+
+
+def use(thing: Any, kind: str) -> Any:
+    """A trial."""
+    torch.manual_seed(5)
+    module = thing if kind == "Learner" else Measures(1e-3)
+    module.metric = thing if kind == "MeanMetric" else MeanMetric()
+    if kind == "Linear":
+        module.net[1].base = thing
+    if kind == "Parameter":
+        module.load_state_dict({"net.1.base.weight": thing}, strict=False, assign=True)
+    if kind == "Tensor":
+        module.net[1].register_buffer("buffer", thing.detach())  # as each ``state_dict()`` gives it out
+    data = {"RandomSampler": lambda: loaded(sampler=thing), "Counts": lambda: loaded(dataset=thing)}.get(
+        kind, lambda: thing
+    )
+    options: dict[str, Any] = {"EarlyStopping": {"callbacks": [thing]}, "SimpleProfiler": {"profiler": thing}}.get(
+        kind, {}
+    )
+    trainer = trainer_for(SuperpipelineStrategy(k=1), max_epochs=2, **options)
+    trainer.fit(module, data() if kind == "Data" or "loader" in THINGS[kind][1] else loader(batches(1e-3)))
+    assert module.trainer is trainer
+    return dict(module.state_dict()), dict(trainer.callback_metrics)
 
 
 @pytest.mark.parametrize("kind", THINGS)
 def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
-    thing = THINGS[kind]()
+    """The trial that comes second is refused, and the first one is not disturbed."""
+    make, place = THINGS[kind]
+    torch.manual_seed(2)
+    alone = use(make(), kind)
+    torch.manual_seed(2)
+    thing, base = make(), SharedBase()
+    found = base.map(lambda _: use(thing, kind), range(2), return_exceptions=True)
+    first, second = sorted(found, key=lambda each: isinstance(each, RuntimeError))
+    assert f"A {kind} is in two trials of a SharedBase at once: " in str(second)
+    assert f"{place}. Make it" in str(second)
+    assert_equal(first, alone, "the first one")
+    base.map(lambda _: use(thing, kind), range(2), max_trials=1)
 
-    def run(_: int) -> None:
-        callbacks = [thing] if kind == "EarlyStopping" else []
-        trainer = trainer_for(SuperpipelineStrategy(k=1), callbacks=callbacks, max_epochs=2)
-        module = thing if kind == "Learner" else Learner(1e-3)
-        if kind == "Linear":
-            module.net[1].base = thing
-        data = thing if kind in ("Data", "DataLoader") else loader(batches(1e-3))
-        trainer.fit(module, data)
 
-    base = SharedBase()
+def test_parameters_of_another_trial_are_refused_in_the_middle() -> None:
+    base, theirs = SharedBase(), Learner(1e-3)
+
+    class Assigns(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.net.load_state_dict(dict(theirs.net.named_parameters()), assign=True)  # type: ignore[arg-type, union-attr]
+
+    def run(at: int) -> Any:
+        return learn(RATES[at], make=(lambda _: theirs, Assigns)[at], max_epochs=2)
+
     found = base.map(run, range(2), return_exceptions=True)
-    assert sum(isinstance(each, RuntimeError) and f"A {kind} is in two trials" in str(each) for each in found) == 1
-    assert base.map(run, range(2), max_trials=1) == [None, None]
+    (refused,) = (each for each in found if not isinstance(each, Outcome))
+    assert "A Parameter is in two trials" in str(refused)
+
+
+@dataclass
+class Equal(Callback):
+    """It is equal to others of its class, and has no hash."""
+
+    number: int = 1
+
+
+@dataclass
+class EqualData(Data):
+    number: int = 1
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+def test_what_trials_may_have() -> None:
+    """What is only equal is each trial's own; loaders and datasets without a state may be everybody's."""
+    common = loaded(shuffle=True)
+
+    def run(at: int) -> Any:
+        module = Learner(RATES[at])
+        torch.manual_seed(at)
+        trainer_for(SuperpipelineStrategy(k=1), callbacks=[Equal()]).fit(module, EqualData() if at == 2 else common)
+        return dict(module.state_dict())
+
+    assert_equal(SharedBase().map(run, range(3)), [run(at) for at in range(3)], "together and alone")
