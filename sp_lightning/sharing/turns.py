@@ -20,6 +20,12 @@ import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 
 from sp_lightning.device.accelerator import generator_states, set_generator_states
+from sp_lightning.device.torch_private import (
+    attention_order,
+    float32_precisions,
+    set_attention_order,
+    set_float32_precisions,
+)
 
 LONG = 60.0
 """Seconds without another turn after which a log says what the trial does whose turn it is."""
@@ -46,18 +52,53 @@ _anomalies: Access = (
     lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
     lambda value: torch.set_anomaly_enabled(*value),
 )
+
+
+def _reductions(name: str) -> Access:
+    """Of products in few bits: whether they may be reduced in as few, and in parts."""
+    products = torch.backends.cuda.matmul
+    name = f"allow_{name}_reduced_precision_reduction"
+    parts = f"{name}_split_k" if hasattr(products, f"{name}_split_k") else name
+    return (
+        lambda: (getattr(products, name), getattr(products, parts)),
+        lambda value: setattr(products, name, value if parts != name else value[0]),
+    )
+
+
+_B = torch.backends
+_random: Any = np.random  # which does not say that it has all of these
+_ATTRIBUTES: tuple[tuple[Any, str], ...] = (
+    (_B.cudnn, "enabled benchmark benchmark_limit deterministic"),
+    (_B.mkldnn, "enabled deterministic allow_tf32"),
+    (_B.cuda.matmul, "allow_fp16_accumulation"),
+    (_B.opt_einsum, "enabled strategy"),
+    (_B.quantized, "engine"),
+    (_B.miopen, "immediate"),
+    (torch.utils.deterministic, "fill_uninitialized_memory"),
+)
 _SETTINGS: tuple[Access, ...] = (
+    (_random.get_bit_generator, _random.set_bit_generator),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (float32_precisions, set_float32_precisions),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _anomalies,
-    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *(_attribute(owner, name) for owner, names in _ATTRIBUTES for name in names.split() if hasattr(owner, name)),
+    *map(_reductions, ("fp16", "bf16")),
+    (_B.mha.get_fastpath_enabled, _B.mha.set_fastpath_enabled),
+    (_B.cuda.flash_sdp_enabled, _B.cuda.enable_flash_sdp),
+    (_B.cuda.mem_efficient_sdp_enabled, _B.cuda.enable_mem_efficient_sdp),
+    (_B.cuda.math_sdp_enabled, _B.cuda.enable_math_sdp),
+    (_B.cuda.cudnn_sdp_enabled, _B.cuda.enable_cudnn_sdp),
+    (_B.cuda.fp16_bf16_reduction_math_sdp_allowed, _B.cuda.allow_fp16_bf16_reduction_math_sdp),
+    (attention_order, set_attention_order),
+    *((library, library) for library in (_B.cuda.preferred_linalg_library, _B.cuda.preferred_blas_library)),
+    *(
+        (getattr(torch.__future__, f"get_{name}"), getattr(torch.__future__, f"set_{name}"))
+        for name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion")
+    ),
     *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
+    _environment("CUBLAS_WORKSPACE_CONFIG"),  # of its Trainer(deterministic=True)
 )
 """What a process has once, and how it is read and written. Grad mode, autocast and modes of dispatch are each thread's own."""
 
@@ -72,12 +113,12 @@ class ProcessState:
 
     def restore(self) -> None:
         """Makes it the process's again."""
-        set_generator_states(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
         for (read, write), value in zip(_SETTINGS, self._settings, strict=True):
             if read() != value:
                 write(value)
+        set_generator_states(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
 
 
 class Turn:
