@@ -46,6 +46,9 @@ class SharedBase:
     What trials have in common is found by comparing bytes: one copy of it is on the host, and it comes to the device once for
     all. What a trial trains or writes is its own.
 
+    While trials run, nothing else of the process may train, draw random numbers or change settings. What a trial waits for may
+    not wait for a turn: trials that a thread of its own begins never come to theirs, and a log says so after a minute.
+
     Args:
         max_trials: how many trials run at once at most; further ones wait until one has ended. None for no limit.
         layers: how many layers of the base are on the device at once, beside the trials' own windows.
@@ -216,6 +219,12 @@ def refuse_from_elsewhere(made_in: Trial | None) -> None:
             "A trial of a SharedBase uses a Trainer or a strategy that was made outside of it. Make both in the trial: they have "
             "the state of one run."
         )
+
+
+def refuse_beside_trials(trainer: Any) -> None:
+    """Refuses a run outside of trials while there are any under way: a RuntimeError."""
+    if current() is None:
+        TURNS.refuse_beside(trainer)
 
 
 def _refuse_inside() -> None:

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
@@ -168,16 +169,33 @@ class TrialTurns:
         self._thread = 0  # of the one that runs
         self._given = 0  # how often a turn has begun
         self._outside: ProcessState
+        self._others = WeakSet[Any]()  # trainers outside of trials
+
+    def refuse_beside(self, trainer: Any) -> None:
+        """Refuses a run outside of trials beside them: a RuntimeError. A trial that begins while it runs is refused, too."""
+        with self._lock:
+            if self._waiting or self._running is not None:
+                raise RuntimeError(
+                    "This trainer is used outside of the trials of a SharedBase while they run: what it draws and sets is the "
+                    "process's, and theirs. Use it in a trial (base.wrap), or before or after them."
+                )
+            self._others.add(trainer)
 
     def begin(self, turn: Turn) -> None:
         """Begins a trial. Returns once it is its turn.
 
         Raises:
             Exception: the error that the turn is to end with.
+            RuntimeError: a run outside of trials is under way.
         """
         turn.comes = threading.Condition(self._lock)
         with self._lock:
             if not self._waiting and self._running is None:
+                if any(each.state.status == "running" for each in self._others):
+                    raise RuntimeError(
+                        "A trial of a SharedBase cannot begin while a trainer with this strategy runs outside of trials, in "
+                        "another thread or around it: what either draws and sets is the process's. Wait until that has ended."
+                    )
                 self._outside = ProcessState()
             turn.state = self._outside
             self._waiting.append(turn)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import resource
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +25,7 @@ from torchmetrics import MeanMetric
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.sharing.shared_base import current
-from tests.support.runs import Outcome, assert_equal, fit, loader, trainer_for
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.trials import RATES, WIDTH, Learner, batches, learn
 
 
@@ -272,3 +278,67 @@ def test_what_trials_may_have() -> None:
         return dict(module.state_dict())
 
     assert_equal(SharedBase().map(run, range(3)), [run(at) for at in range(3)], "together and alone")
+
+
+def test_a_run_outside_of_trials_is_refused_beside_them() -> None:
+    """It would draw from their random state. They are what they are alone."""
+    alone, step, go_on = [learn(rate) for rate in RATES[:2]], threading.Event(), threading.Event()
+    trainer, module = trainer_for(SuperpipelineStrategy(k=1)), Learner(1e-3)
+
+    class Steps(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            step.set()
+            assert go_on.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        trials = pool.submit(SharedBase().map, lambda rate: learn(rate, make=Steps), RATES[:2])
+        assert step.wait(20)
+        for use in (trainer.fit, trainer.validate, trainer.predict):
+            with pytest.raises(RuntimeError, match="used outside of the trials of a SharedBase while they run"):
+                use(module, loader(batches(1e-3)))
+        go_on.set()
+    for ours, its in zip(trials.result(), alone, strict=True):
+        assert_same(ours, its)
+    trainer.fit(module, loader(batches(1e-3)))
+
+
+def test_a_trial_is_refused_beside_a_run_outside_of_trials() -> None:
+    """Around it, too; and it may begin once that has ended, by an error as well."""
+
+    class Begins(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            SharedBase().map(learn, [1e-3])
+
+    outside = trainer_for(SuperpipelineStrategy(k=1))
+    with pytest.raises(RuntimeError, match="cannot begin while a trainer with this strategy runs outside"):
+        outside.fit(Begins(1e-3), loader(batches(1e-3)))
+    SharedBase().map(learn, [1e-3])
+
+
+def test_files_that_are_open(tmp_path: Path) -> None:
+    """One for each layer while there is a base, whatever trials there are; too few are told."""
+
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    class Looks(Learner):
+        def on_train_end(self) -> None:
+            seen.append(count())
+
+    gc.collect()
+    before, seen, base = count(), list[int](), SharedBase()
+    base.map(lambda rate: learn(rate, make=Looks), RATES[:5])
+    assert max(seen) < before + 4 + 3  # layers of the base, and what else is open for a moment
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = os.open(tmp_path, os.O_RDONLY)
+    os.close(few)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few + 3, limits[1]))
+    try:
+        (found,) = SharedBase().map(learn, [1e-3], return_exceptions=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert isinstance(found, OSError)
+    assert "`ulimit -n 65536`" in str(found)
+    del base, found
+    gc.collect()
+    assert count() <= before
