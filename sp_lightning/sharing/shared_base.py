@@ -89,10 +89,9 @@ class SharedBase:
         """Refuses what another trial has, the same object or, of a buffer, the same memory: a RuntimeError."""
         for place, thing in things:
             held = thing.untyped_storage() if type(thing) is Tensor and thing.layout is torch.strided else thing
-            for other in self._under_way - {trial}:
-                if other.taken.get(id(held), lambda: None)() is not held:
-                    continue
-                if id(thing) in other.trainers:
+            others = self._under_way - {trial}
+            for other in (each for each in others if each.taken.get(id(held), lambda: None)() is held):
+                if id(thing) in other.trainers:  # Lightning has given the thing to this trial's trainer already
                     thing.trainer = other.trainers[id(thing)]()
                 raise RuntimeError(
                     f"A {type(thing).__name__} is in two trials of a SharedBase at once: {place}. Make it or copy it in each "
@@ -126,9 +125,7 @@ class SharedBase:
             with torch.autograd.set_multithreading_enabled(False):
                 result = function(*args, **kwargs)
             if isinstance(result, (GeneratorType, AsyncGeneratorType, CoroutineType)):
-                raise TypeError(
-                    f"{function!r} returns a {type(result).__name__}. A trial returns what it has computed."
-                )
+                raise TypeError(f"{function!r} returns a {type(result).__name__}. A trial returns results.")
             return result
 
     def _leave(self, trial: Trial) -> None:
@@ -165,9 +162,8 @@ class SharedBase:
         at_once = max(1, min(each for each in (max_trials, self.max_trials, len(calls)) if each is not None))
         trials = [Trial(self, at_once) for _ in calls]
         with ThreadPoolExecutor(at_once, "superpipeline-trial") as pool:
-            futures = [
-                pool.submit(self._run, trial, function, *call) for trial, call in zip(trials, calls, strict=True)
-            ]
+            each_with = zip(trials, calls, strict=True)
+            futures = [pool.submit(self._run, trial, function, *call) for trial, call in each_with]
             try:
                 errors = [each.exception() for each in futures]
             except BaseException:  # Ctrl-C: each trial ends at its next layer, or before it begins
@@ -221,12 +217,6 @@ def refuse_from_elsewhere(made_in: Trial | None) -> None:
         )
 
 
-def refuse_beside_trials(trainer: Any) -> None:
-    """Refuses a run outside of trials while there are any under way: a RuntimeError."""
-    if current() is None:
-        TURNS.refuse_beside(trainer)
-
-
 def _refuse_inside() -> None:
     if current() is not None:
         raise RuntimeError("A trial of a SharedBase cannot begin inside of another one.")
@@ -255,18 +245,6 @@ class Trial(Placement):
         self._blocks: list[TrialBlock] = []
         self._travels = 0  # bytes of frozen weights, or of their casts
         self._shares = False
-
-    def takes(self, trainer: Any, module: nn.Module) -> None:
-        """Takes what a trainer has: before anything is done with it, but that the module and its data have the trainer.
-
-        Raises:
-            RuntimeError: another trial has a part of it.
-        """
-        one = [(name, getattr(trainer, name, None)) for name in ("datamodule", "profiler", "precision_plugin")]
-        some = [(name, each) for name in ("callbacks", "loggers") for each in getattr(trainer, name)]
-        named = ((f"trainer.{name}", each) for name, each in (*one, *some) if each is not None)
-        self._base._refuse_taken(self, (*_parts(module), *named))
-        self.trainers.update({id(each): weakref.ref(trainer) for each in (module, one[0][1])})
 
     def begin(self, run: Any, budget: int | float | None, device: torch.device, *, on_disk: bool) -> int | float | None:
         """Begins a run, whose trainer's bars are off: of several in one terminal none can be read, and Rich raises.
@@ -365,6 +343,21 @@ class Trial(Placement):
         return SharedUploads(device, base._common, partial(TURNS.pass_on, self.turn), lambda: len(base._under_way) == 1)
 
 
+def take(trainer: Any, module: nn.Module) -> None:
+    """Refuses a trainer a part of which another trial has, or outside of trials while any are under way: a RuntimeError.
+
+    Nothing has been done with the parts yet, but that the module and the data module have the trainer.
+    """
+    if (trial := current()) is None:
+        TURNS.refuse_beside(trainer)
+        return
+    one = [(name, getattr(trainer, name, None)) for name in ("datamodule", "profiler", "precision_plugin")]
+    some = [(name, each) for name in ("callbacks", "loggers") for each in getattr(trainer, name)]
+    named = ((f"trainer.{name}", each) for name, each in (*one, *some) if each is not None)
+    trial._base._refuse_taken(trial, (*_parts(module), *named))
+    trial.trainers.update({id(each): weakref.ref(trainer) for each in (module, one[0][1])})
+
+
 def _parts(module: nn.Module) -> list[tuple[str, Any]]:
     modules = ((name or "the LightningModule", each) for name, each in module.named_modules())
     return [*modules, *module.named_parameters(), *module.named_buffers()]
@@ -392,7 +385,8 @@ def _with_state(loader: Any) -> Iterator[Any]:
     batches: Any = loader.batch_sampler
     for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
         known = hasattr(sampler, "__getitem__") or type(sampler).__module__.startswith("torch.")
-        if sampler is not None and (not known or getattr(sampler, "generator", None) is not None):
+        stateful = getattr(sampler, "generator", None) is not None or hasattr(sampler, "set_epoch")
+        if sampler is not None and (stateful or not known):
             yield sampler
 
 

@@ -33,11 +33,20 @@ LONG = 60.0
 PATIENCE = 64
 """After so many turns of others a trial that waits comes next, whatever layer it needs."""
 
+_BESIDE = (
+    "A trainer with this strategy is used outside of the trials of a SharedBase while they run, in another thread or around "
+    "them: what it draws and sets is the process's, and theirs. Use it in a trial (base.wrap), or before or after them."
+)
+
 Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _attribute(owner: Any, name: str) -> Access:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _pairs(owner: Any, read: str, write: str, names: str) -> list[Access]:
+    return [(getattr(owner, read.format(name)), getattr(owner, write.format(name))) for name in names.split()]
 
 
 def _environment(name: str) -> Access:
@@ -74,7 +83,6 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (_B.cuda.matmul, "allow_fp16_accumulation"),
     (_B.opt_einsum, "enabled strategy"),
     (_B.quantized, "engine"),
-    (_B.miopen, "immediate"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
 )
 _SETTINGS: tuple[Access, ...] = (
@@ -87,16 +95,12 @@ _SETTINGS: tuple[Access, ...] = (
     *(_attribute(owner, name) for owner, names in _ATTRIBUTES for name in names.split() if hasattr(owner, name)),
     *map(_reductions, ("fp16", "bf16")),
     (_B.mha.get_fastpath_enabled, _B.mha.set_fastpath_enabled),
-    (_B.cuda.flash_sdp_enabled, _B.cuda.enable_flash_sdp),
-    (_B.cuda.mem_efficient_sdp_enabled, _B.cuda.enable_mem_efficient_sdp),
-    (_B.cuda.math_sdp_enabled, _B.cuda.enable_math_sdp),
-    (_B.cuda.cudnn_sdp_enabled, _B.cuda.enable_cudnn_sdp),
+    *_pairs(_B.cuda, "{}_sdp_enabled", "enable_{}_sdp", "flash mem_efficient math cudnn"),
     (_B.cuda.fp16_bf16_reduction_math_sdp_allowed, _B.cuda.allow_fp16_bf16_reduction_math_sdp),
     (attention_order, set_attention_order),
     *((library, library) for library in (_B.cuda.preferred_linalg_library, _B.cuda.preferred_blas_library)),
-    *(
-        (getattr(torch.__future__, f"get_{name}"), getattr(torch.__future__, f"set_{name}"))
-        for name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion")
+    *_pairs(
+        torch.__future__, "get_{}_params_on_conversion", "set_{}_params_on_conversion", "overwrite_module swap_module"
     ),
     *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
     _environment("CUBLAS_WORKSPACE_CONFIG"),  # of its Trainer(deterministic=True)
@@ -175,10 +179,7 @@ class TrialTurns:
         """Refuses a run outside of trials beside them: a RuntimeError. A trial that begins while it runs is refused, too."""
         with self._lock:
             if self._waiting or self._running is not None:
-                raise RuntimeError(
-                    "This trainer is used outside of the trials of a SharedBase while they run: what it draws and sets is the "
-                    "process's, and theirs. Use it in a trial (base.wrap), or before or after them."
-                )
+                raise RuntimeError(_BESIDE)
             self._others.add(trainer)
 
     def begin(self, turn: Turn) -> None:
@@ -192,10 +193,7 @@ class TrialTurns:
         with self._lock:
             if not self._waiting and self._running is None:
                 if any(each.state.status == "running" for each in self._others):
-                    raise RuntimeError(
-                        "A trial of a SharedBase cannot begin while a trainer with this strategy runs outside of trials, in "
-                        "another thread or around it: what either draws and sets is the process's. Wait until that has ended."
-                    )
+                    raise RuntimeError(_BESIDE)
                 self._outside = ProcessState()
             turn.state = self._outside
             self._waiting.append(turn)

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from torchmetrics import MeanMetric
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
@@ -179,6 +179,7 @@ THINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "SimpleProfiler": (SimpleProfiler, "trainer.profiler"),
     "DataLoader": (lambda: loaded(generator=torch.Generator().manual_seed(3), shuffle=True), "train_dataloader"),
     "RandomSampler": (drawn, "train_dataloader"),
+    "DistributedSampler": (lambda: DistributedSampler(range(4), 1, 0), "train_dataloader"),  # type: ignore[arg-type]
     "Counts": (Counts, "train_dataloader"),
     "CombinedLoader": (lambda: CombinedLoader(loaded(), "max_size_cycle"), "train_dataloader"),
     "Itself": (Itself, "train_dataloader"),
@@ -208,9 +209,11 @@ def use(thing: Any, kind: str) -> Any:
         module.load_state_dict({"net.1.base.weight": thing}, strict=False, assign=True)
     if kind == "Tensor":
         module.net[1].register_buffer("buffer", thing.detach())  # as each ``state_dict()`` gives it out
-    data = {"RandomSampler": lambda: loaded(sampler=thing), "Counts": lambda: loaded(dataset=thing)}.get(
-        kind, lambda: thing
-    )
+    data = {
+        "RandomSampler": lambda: loaded(sampler=thing),
+        "DistributedSampler": lambda: loaded(sampler=thing),
+        "Counts": lambda: loaded(dataset=thing),
+    }.get(kind, lambda: thing)
     options: dict[str, Any] = {"EarlyStopping": {"callbacks": [thing]}, "SimpleProfiler": {"profiler": thing}}.get(
         kind, {}
     )
@@ -294,7 +297,7 @@ def test_a_run_outside_of_trials_is_refused_beside_them() -> None:
         trials = pool.submit(SharedBase().map, lambda rate: learn(rate, make=Steps), RATES[:2])
         assert step.wait(20)
         for use in (trainer.fit, trainer.validate, trainer.predict):
-            with pytest.raises(RuntimeError, match="used outside of the trials of a SharedBase while they run"):
+            with pytest.raises(RuntimeError, match="is used outside of the trials of a SharedBase"):
                 use(module, loader(batches(1e-3)))
         go_on.set()
     for ours, its in zip(trials.result(), alone, strict=True):
@@ -310,7 +313,9 @@ def test_a_trial_is_refused_beside_a_run_outside_of_trials() -> None:
             SharedBase().map(learn, [1e-3])
 
     outside = trainer_for(SuperpipelineStrategy(k=1))
-    with pytest.raises(RuntimeError, match="cannot begin while a trainer with this strategy runs outside"):
+    with pytest.raises(
+        RuntimeError, match="outside of the trials of a SharedBase while they run, in another thread or around them"
+    ):
         outside.fit(Begins(1e-3), loader(batches(1e-3)))
     SharedBase().map(learn, [1e-3])
 
