@@ -141,9 +141,7 @@ class OwnView:
 
     def written(self, begin: int = 0, end: int | None = None) -> list[Page]:
         """Returns the runs of pages that this process has written since they were last dropped."""
-        base = self.bytes.data_ptr()
-        end = self.bytes.nbytes if end is None else end
-        return [(first - base, last - base) for first, last in _written_pages(base + begin, base + end)]
+        return [(begin + first, begin + last) for first, last in written_pages(self.bytes[begin:end])]
 
     def drop(self, *parts: Page, commit: bool = False) -> int:
         """Forgets what this process has written in these parts, which do not overlap, or anywhere: it sees common values again.
@@ -177,6 +175,12 @@ def commit_or_drop(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> in
     for view, part in parts:
         by_view.setdefault(view, []).append(part)
     return sum(view.drop(*each, commit=commit) for view, each in by_view.items())
+
+
+def written_pages(view: Tensor) -> list[Page]:
+    """Returns the runs of pages of a private mapping, flat ``uint8`` from a page's start, that this process has written."""
+    base = view.data_ptr()
+    return [(first - base, last - base) for first, last in _written_pages(base, base + view.nbytes)]
 
 
 def was_written(tensor: Tensor) -> bool:

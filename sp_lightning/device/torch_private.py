@@ -123,6 +123,51 @@ tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 """A nested value from its leaves and its structure."""
 
+# ------------------------------------------------------------------------------------------------------------ settings
+
+# What others inherit from comes first: "none" is what the backend has for all operations, or what all backends have.
+_FLOAT32 = [
+    ("generic", "all"),
+    *((backend, of) for of in ("all", "matmul", "conv", "rnn") for backend in ("cuda", "mkldnn")),
+]
+
+
+def float32_precisions() -> tuple[Any, ...]:
+    """What torch computes in float32's place, by the legacy names for it and by the new ones of each backend and operation.
+
+    The public ones answer with what is inherited, raise errors where both were used, and cannot set mkldnn's.
+    """
+    new = []
+    for place in _FLOAT32:
+        new.append(torch._C._get_fp32_precision_getter(*place))
+        torch._C._set_fp32_precision_setter(*place, "none")
+    products = torch.get_float32_matmul_precision()
+    try:
+        convolutions = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # now that the new ones are "none" it is only readable if it is False
+        convolutions = True
+    _set_new_precisions(new)
+    return products, convolutions, *new
+
+
+def set_float32_precisions(found: tuple[Any, ...]) -> None:
+    """Sets what :func:`float32_precisions` has returned."""
+    torch.set_float32_matmul_precision(found[0])
+    torch.backends.cudnn.allow_tf32 = found[1]
+    _set_new_precisions(found[2:])
+
+
+def _set_new_precisions(found: Sequence[str]) -> None:
+    for place, precision in zip(_FLOAT32, found, strict=True):
+        torch._C._set_fp32_precision_setter(*place, precision)
+
+
+attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
+"""In which order ``scaled_dot_product_attention`` tries its ways. The public ``sdpa_kernel`` only sets it, as a context."""
+
+set_attention_order: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
+"""Sets what :data:`attention_order` has returned."""
+
 # -------------------------------------------------------------------------------------------------- storages, operators
 
 no_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction

@@ -7,7 +7,11 @@ says which ones they are, so that nothing has to be declared, and nothing can be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import errno
+import os
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +22,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import bytes_of, view, whole_pages
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.shared_memory import SharedMemory, create
+from sp_lightning.device.shared_memory import create, written_pages
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
@@ -39,18 +43,44 @@ class CommonLayer:
         pin: whether it is page-locked.
 
     Attributes:
-        memory: its pages.
+        nbytes: of its pages.
         bytes: the frozen weights, flat ``uint8``.
         pinned: whether they are page-locked.
         filled: whether the first trial has filled it.
     """
 
     def __init__(self, device: Device, nbytes: int, most: int, *, pin: bool) -> None:
-        self.memory = SharedMemory(create(whole_pages(most), "superpipeline-base"), whole_pages(most))
-        self._locked = PinnedMemory(device, memory=self.memory.common[: whole_pages(nbytes)], pin=pin)
-        self.bytes = self.memory.common[:nbytes]
+        self.nbytes = whole_pages(most)
+        with _enough_descriptors():
+            self._file = create(self.nbytes, "superpipeline-base")
+        weakref.finalize(self, os.close, self._file)
+        memory = self._map(self.nbytes, shared=True)
+        self._locked = PinnedMemory(device, memory=memory[: whole_pages(nbytes)], pin=pin)
+        self.bytes = memory[:nbytes]
         self.pinned = self._locked.pinned
         self.filled = False
+
+    def view(self, nbytes: int) -> Tensor:
+        """Returns a view of the first so many bytes, in whole pages, in which a page becomes its own when it is written."""
+        return self._map(whole_pages(nbytes), shared=False)
+
+    def _map(self, nbytes: int, *, shared: bool) -> Tensor:
+        # Unlike Python's, torch's map keeps no descriptor: the layer needs one, however many trials there are.
+        with _enough_descriptors():
+            return torch.from_file(f"/proc/self/fd/{self._file}", shared=shared, size=nbytes, dtype=torch.uint8)
+
+
+@contextmanager
+def _enough_descriptors() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if os.strerror(errno.EMFILE) not in str(error):
+            raise
+        raise OSError(
+            errno.EMFILE, "A SharedBase needs an open file for each layer, and this process may have no more. Raise its limit: "
+            "`ulimit -n 65536` in the shell that starts it",
+        ) from error  # fmt: skip
 
 
 class TrialMemory(BlockMemory):
@@ -68,8 +98,8 @@ class TrialMemory(BlockMemory):
     def __init__(self, device: Device, shared: CommonLayer, nbytes: int) -> None:
         self._device, self._nbytes, self._pin = device, nbytes, False
         self.shared: CommonLayer | None = shared
-        self._view = shared.memory.view_anew(0, whole_pages(nbytes))
-        self.common = self._view.bytes[: self._nbytes]
+        self._view = shared.view(nbytes)
+        self.common = self._view[: self._nbytes]
         self.pinned = shared.pinned  # nearly all comes from there
 
     def anew(self) -> None:
@@ -78,7 +108,7 @@ class TrialMemory(BlockMemory):
 
     def own(self, end: int) -> list[tuple[int, int]]:
         """Where this trial's own pages begin and end before ``end``, in order."""
-        return [(begin, min(last, end)) for begin, last in self._view.written(0, whole_pages(end))]
+        return [(begin, min(last, end)) for begin, last in written_pages(self._view[: whole_pages(end)])]
 
 
 class TrialBlock(HostBlock):
@@ -164,7 +194,7 @@ class Common:
         spans = planned.spans[:frozen]
         place, nbytes = (planned.name, spans), max(span.offset + span.nbytes for span in spans)
         found = self._host.get(place)
-        if found is None or found.memory.nbytes < planned.nbytes:
+        if found is None or found.nbytes < planned.nbytes:
             found = self._host[place] = CommonLayer(device, nbytes, 2 * planned.nbytes, pin=pin)
         return found
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
@@ -25,7 +27,7 @@ from sp_lightning.engine.placement import Placement
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.sharing.common import ON_DEVICE, Common, SharedUploads, TrialBlock
-from sp_lightning.sharing.turns import TURNS, ProcessState, Turn
+from sp_lightning.sharing.turns import TURNS, Turn
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.uploads import Uploads
 
@@ -39,10 +41,13 @@ class SharedBase:
     Each of them, a *trial*, is an ordinary function that makes a module and an ordinary Trainer with the strategy
     ``"superpipeline"``, one device, and fits, validates or predicts. All of it is bitwise what it would be alone: the turn, and
     with it the process's random state, goes from trial to trial where layers come to the device. A trial begins with the random
-    state that the process had when this object was made; ``seed_everything`` in it is its own.
+    state and the settings that the process has outside of trials; ``seed_everything`` in it is its own.
 
     What trials have in common is found by comparing bytes: one copy of it is on the host, and it comes to the device once for
     all. What a trial trains or writes is its own.
+
+    While trials run, nothing else of the process may train, draw random numbers or change settings. What a trial waits for may
+    not wait for a turn: trials that a thread of its own begins never come to theirs, and a log says so after a minute.
 
     Args:
         max_trials: how many trials run at once at most; further ones wait until one has ended. None for no limit.
@@ -70,7 +75,6 @@ class SharedBase:
         _check_counts(max_trials=max_trials, layers=layers)
         self.max_trials = max_trials
         self._common = Common(layers)
-        self._first = ProcessState()
         self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
         self._under_way = set[Trial]()
         self._computes_on: torch.device | None = None
@@ -81,51 +85,54 @@ class SharedBase:
         """Bytes of the base that were copied to the device for several trials together."""
         return self._common.fetched_bytes
 
-    def _refuse_taken(self, trial: Trial, things: Iterable[Any]) -> None:
-        """Refuses what another trial has: a RuntimeError."""
-        for thing in things:
-            if any(thing in other.taken for other in self._under_way if other is not trial):
+    def _refuse_taken(self, trial: Trial, things: Iterable[tuple[str, Any]]) -> None:
+        """Refuses what another trial has, the same object or, of a buffer, the same memory: a RuntimeError."""
+        for place, thing in things:
+            held = thing.untyped_storage() if type(thing) is Tensor and thing.layout is torch.strided else thing
+            others = self._under_way - {trial}
+            for other in (each for each in others if each.taken.get(id(held), lambda: None)() is held):
+                if id(thing) in other.trainers:  # Lightning has given the thing to this trial's trainer already
+                    thing.trainer = other.trainers[id(thing)]()
                 raise RuntimeError(
-                    f"A {type(thing).__name__} is in two trials of a SharedBase at once. Make it or copy it (deepcopy) in each: "
-                    "modules with all that is in them, data modules, callbacks, loggers, and loaders with a generator "
-                    "or workers that persist are each trial's own. Equal frozen weights are found, and shared."
+                    f"A {type(thing).__name__} is in two trials of a SharedBase at once: {place}. Make it or copy it in each "
+                    "(copy.deepcopy; .clone() of a weight or a buffer): modules with all that is in them, data modules, "
+                    "callbacks, loggers, profilers and loaders with a state are each trial's own. Equal weights are shared."
                 )
-            trial.taken.add(thing)
+            trial.taken[id(held)] = _reference(held)
 
     def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
         """Makes a function a trial, for threads of others: ``study.optimize(base.wrap(objective), n_jobs=4)``.
 
-        Raises:
-            TypeError: it is a generator or a coroutine, whose code would run when it is not its turn.
+        What it returns may be no generator or coroutine, whose code would run when it is not its turn: a TypeError.
         """
-        return self._wrapped(function, self.max_trials)
-
-    def _wrapped(self, function: Callable[P, R], at_once: int | None) -> Callable[P, R]:
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function.__name__} is a generator or a coroutine. A trial is a function that returns.")
 
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             _refuse_inside()
-            with self._places:
-                trial = Trial(self, Turn(self._first, self._common.there), at_once)
-                TURNS.begin(trial.turn)
-                self._under_way.add(trial)
-                token = scope.set(trial)
-                try:
-                    # On an accelerator one thread of autograd's would run the backwards of all trials, and change no turns.
-                    with torch.autograd.set_multithreading_enabled(False):
-                        return function(*args, **kwargs)
-                finally:
-                    trial.close()
-                    scope.reset(token)
-                    self._under_way.remove(trial)
-                    if not self._under_way:
-                        self._common.free()
-                        self._free = None
-                    TURNS.end(trial.turn)
+            return self._run(Trial(self, self.max_trials), function, *args, **kwargs)
 
         return run
+
+    def _run(self, trial: Trial, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._places, ExitStack() as ends:  # which all run, the last one first, whatever one of them raises
+            TURNS.begin(trial.turn)
+            ends.callback(TURNS.end, trial.turn)
+            self._under_way.add(trial)
+            ends.callback(self._leave, trial)
+            ends.callback(scope.reset, scope.set(trial))
+            ends.callback(trial.close)
+            # On an accelerator one thread of autograd's would run the backwards of all trials, and change no turns.
+            with torch.autograd.set_multithreading_enabled(False):
+                result = function(*args, **kwargs)
+            if isinstance(result, (GeneratorType, AsyncGeneratorType, CoroutineType)):
+                raise TypeError(f"{function!r} returns a {type(result).__name__}. A trial returns results.")
+            return result
+
+    def _leave(self, trial: Trial) -> None:
+        self._under_way.remove(trial)
+        if not self._under_way:
+            self._free = None
+            self._common.free()
 
     def map(
         self,
@@ -153,21 +160,37 @@ class SharedBase:
         _check_counts(max_trials=max_trials)
         calls = list(zip(*arguments, strict=True))
         at_once = max(1, min(each for each in (max_trials, self.max_trials, len(calls)) if each is not None))
+        trials = [Trial(self, at_once) for _ in calls]
         with ThreadPoolExecutor(at_once, "superpipeline-trial") as pool:
-            futures = [pool.submit(self._wrapped(function, at_once), *call) for call in calls]
+            each_with = zip(trials, calls, strict=True)
+            futures = [pool.submit(self._run, trial, function, *call) for trial, call in each_with]
             try:
                 errors = [each.exception() for each in futures]
-            except BaseException:  # Ctrl-C: each trial ends at its next layer
+            except BaseException:  # Ctrl-C: each trial ends at its next layer, or before it begins
                 pool.shutdown(wait=False, cancel_futures=True)
-                for trial in list(self._under_way):
+                for trial in trials:
                     trial.turn.error = CancelledError("The trials are ended: who waits for them was interrupted.")
                 raise
         for error, call in zip(errors, calls, strict=True):
             if error is not None:
-                error.add_note(f"A trial of a SharedBase has raised this, with {', '.join(map(repr, call))}.")
+                error.add_note(f"A trial of a SharedBase has raised this, with {', '.join(map(_shown, call))}.")
         if not return_exceptions:
             return [each.result() for each in futures]
-        return [error or each.result() for error, each in zip(errors, futures, strict=True)]
+        return [each.result() if error is None else error for error, each in zip(errors, futures, strict=True)]
+
+
+def _shown(argument: Any) -> str:
+    try:
+        return repr(argument)
+    except Exception:  # it must not hide what the trial has raised
+        return f"a {type(argument).__name__}"
+
+
+def _reference(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # of a builtin iterator, say
+        return lambda: thing
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -204,16 +227,18 @@ class Trial(Placement):
 
     Args:
         base: whose trial it is.
-        turn: its turn.
         at_once: how many trials may be under way at once; None if that is not known.
 
     Attributes:
-        taken: what is this trial's own: modules, data modules, callbacks, loggers.
+        turn: its turn.
+        taken: references to what is this trial's own, by identities: what is equal may be another trial's.
+        trainers: references to the trainers that modules and data modules among it have.
     """
 
-    def __init__(self, base: SharedBase, turn: Turn, at_once: int | None) -> None:
-        self.turn = turn
-        self.taken = WeakSet[Any]()
+    def __init__(self, base: SharedBase, at_once: int | None) -> None:
+        self.turn = Turn(base._common.there)
+        self.taken: dict[int, Callable[[], Any]] = {}
+        self.trainers: dict[int, Callable[[], Any]] = {}
         self._base = base
         self._at_once = at_once
         self._runs = WeakSet[Any]()
@@ -234,7 +259,6 @@ class Trial(Placement):
             The run's budget: its share of the device's memory, if the user has given none.
 
         Raises:
-            RuntimeError: another trial has the module, a data module, a callback or a logger of this one.
             ValueError: no share can be told, weights may be on a disk, or it is another device than that of other trials.
         """
         base = self._base
@@ -246,20 +270,10 @@ class Trial(Placement):
         if on_disk:
             raise ValueError(f"disk= keeps weights where a SharedBase does not look for them. {_APART}")
         trainer = run.module.trainer
-        stateful = (each for each in run.module.modules() if each._parameters or each._buffers)
-        things = (run.module, *stateful, getattr(trainer, "datamodule", None))
-        base._refuse_taken(self, (each for each in (*things, *trainer.callbacks, *trainer.loggers) if each is not None))
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.disable()
         self._runs.add(run)
         return budget if budget is not None or device.type == "cpu" else self._share(device)
-
-    def loop_begins(self, trainer: Any, phase: str) -> None:
-        """Refuses data loaders that another trial has, too, and that have a state: a RuntimeError."""
-        name = {"train": "train_dataloader", "validate": "val_dataloaders"}.get(phase, f"{phase}_dataloaders")
-        found = [each for each in tree_leaves(getattr(trainer, name)) if isinstance(each, DataLoader)]
-        taken = [each for each in found if each.persistent_workers or each.generator is not None]
-        self._base._refuse_taken(self, taken)
 
     def _share(self, device: torch.device) -> int | None:
         if self._at_once is None:
@@ -282,8 +296,13 @@ class Trial(Placement):
             if getattr(run, "streamer", None) is not None:
                 run.close()
 
-    def finds(self, find: Callable[..., Found]) -> Callable[..., Found]:
-        """Finds layers with their frozen weights first, which lie alike then, whatever adapters a trial has beside them."""
+    def finds(self, module: nn.Module, find: Callable[..., Found]) -> Callable[..., Found]:
+        """Finds layers with their frozen weights first, which lie alike then, whatever adapters a trial has beside them.
+
+        Raises:
+            RuntimeError: another trial has a module, a parameter or a buffer of the module.
+        """
+        self._base._refuse_taken(self, _parts(module))
 
         def found(**how: Any) -> Found:
             plain = find(**how)
@@ -322,6 +341,53 @@ class Trial(Placement):
                 "shared, in the dtype in which they travel: under bf16-mixed load the base in bfloat16.", 100 * common // travels,
             )  # fmt: skip
         return SharedUploads(device, base._common, partial(TURNS.pass_on, self.turn), lambda: len(base._under_way) == 1)
+
+
+def take(trainer: Any, module: nn.Module) -> None:
+    """Refuses a trainer a part of which another trial has, or outside of trials while any are under way: a RuntimeError.
+
+    Nothing has been done with the parts yet, but that the module and the data module have the trainer.
+    """
+    if (trial := current()) is None:
+        TURNS.refuse_beside(trainer)
+        return
+    one = [(name, getattr(trainer, name, None)) for name in ("datamodule", "profiler", "precision_plugin")]
+    some = [(name, each) for name in ("callbacks", "loggers") for each in getattr(trainer, name)]
+    named = ((f"trainer.{name}", each) for name, each in (*one, *some) if each is not None)
+    trial._base._refuse_taken(trial, (*_parts(module), *named))
+    trial.trainers.update({id(each): weakref.ref(trainer) for each in (module, one[0][1])})
+
+
+def _parts(module: nn.Module) -> list[tuple[str, Any]]:
+    modules = ((name or "the LightningModule", each) for name, each in module.named_modules())
+    return [*modules, *module.named_parameters(), *module.named_buffers()]
+
+
+def refuse_shared_loaders(name: str, loaders: Any) -> None:
+    """Refuses what another trial has of loaders, too, and that has a state: a RuntimeError. It has not been iterated yet."""
+    if (trial := current()) is not None:
+        found = (each for loader in tree_leaves(loaders) for each in _with_state(loader))
+        trial._base._refuse_taken(trial, ((f"a part of {name}", each) for each in found))
+
+
+def _with_state(loader: Any) -> Iterator[Any]:
+    """What of a loader changes when it is iterated, as far as one can tell."""
+    if not isinstance(loader, DataLoader):
+        if not hasattr(loader, "__getitem__"):  # it may be its own iterator
+            yield loader
+        for each in tree_leaves(getattr(loader, "iterables", ())):  # of a CombinedLoader
+            yield from _with_state(each)
+        return
+    if loader.persistent_workers or loader.generator is not None or hasattr(loader, "state_dict"):
+        yield loader
+    if isinstance(loader.dataset, IterableDataset):
+        yield loader.dataset
+    batches: Any = loader.batch_sampler
+    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
+        known = hasattr(sampler, "__getitem__") or type(sampler).__module__.startswith("torch.")
+        stateful = getattr(sampler, "generator", None) is not None or hasattr(sampler, "set_epoch")
+        if sampler is not None and (stateful or not known):
+            yield sampler
 
 
 def _frozen_first(layer: Layer) -> Layer:

@@ -15,22 +15,38 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 
 from sp_lightning.device.accelerator import generator_states, set_generator_states
+from sp_lightning.device.torch_private import (
+    attention_order,
+    float32_precisions,
+    set_attention_order,
+    set_float32_precisions,
+)
 
 LONG = 60.0
 """Seconds without another turn after which a log says what the trial does whose turn it is."""
 PATIENCE = 64
 """After so many turns of others a trial that waits comes next, whatever layer it needs."""
 
+_BESIDE = (
+    "A trainer with this strategy is used outside of the trials of a SharedBase while they run, in another thread or around "
+    "them: what it draws and sets is the process's, and theirs. Use it in a trial (base.wrap), or before or after them."
+)
+
 Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _attribute(owner: Any, name: str) -> Access:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _pairs(owner: Any, read: str, write: str, names: str) -> list[Access]:
+    return [(getattr(owner, read.format(name)), getattr(owner, write.format(name))) for name in names.split()]
 
 
 def _environment(name: str) -> Access:
@@ -46,18 +62,48 @@ _anomalies: Access = (
     lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
     lambda value: torch.set_anomaly_enabled(*value),
 )
+
+
+def _reductions(name: str) -> Access:
+    """Of products in few bits: whether they may be reduced in as few, and in parts."""
+    products = torch.backends.cuda.matmul
+    name = f"allow_{name}_reduced_precision_reduction"
+    parts = f"{name}_split_k" if hasattr(products, f"{name}_split_k") else name
+    return (
+        lambda: (getattr(products, name), getattr(products, parts)),
+        lambda value: setattr(products, name, value if parts != name else value[0]),
+    )
+
+
+_B = torch.backends
+_random: Any = np.random  # which does not say that it has all of these
+_ATTRIBUTES: tuple[tuple[Any, str], ...] = (
+    (_B.cudnn, "enabled benchmark benchmark_limit deterministic"),
+    (_B.mkldnn, "enabled deterministic allow_tf32"),
+    (_B.cuda.matmul, "allow_fp16_accumulation"),
+    (_B.opt_einsum, "enabled strategy"),
+    (_B.quantized, "engine"),
+    (torch.utils.deterministic, "fill_uninitialized_memory"),
+)
 _SETTINGS: tuple[Access, ...] = (
+    (_random.get_bit_generator, _random.set_bit_generator),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (float32_precisions, set_float32_precisions),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _anomalies,
-    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *(_attribute(owner, name) for owner, names in _ATTRIBUTES for name in names.split() if hasattr(owner, name)),
+    *map(_reductions, ("fp16", "bf16")),
+    (_B.mha.get_fastpath_enabled, _B.mha.set_fastpath_enabled),
+    *_pairs(_B.cuda, "{}_sdp_enabled", "enable_{}_sdp", "flash mem_efficient math cudnn"),
+    (_B.cuda.fp16_bf16_reduction_math_sdp_allowed, _B.cuda.allow_fp16_bf16_reduction_math_sdp),
+    (attention_order, set_attention_order),
+    *((library, library) for library in (_B.cuda.preferred_linalg_library, _B.cuda.preferred_blas_library)),
+    *_pairs(
+        torch.__future__, "get_{}_params_on_conversion", "set_{}_params_on_conversion", "overwrite_module swap_module"
+    ),
     *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
+    _environment("CUBLAS_WORKSPACE_CONFIG"),  # of its Trainer(deterministic=True)
 )
 """What a process has once, and how it is read and written. Grad mode, autocast and modes of dispatch are each thread's own."""
 
@@ -72,23 +118,22 @@ class ProcessState:
 
     def restore(self) -> None:
         """Makes it the process's again."""
-        set_generator_states(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
         for (read, write), value in zip(_SETTINGS, self._settings, strict=True):
             if read() != value:
                 write(value)
+        set_generator_states(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
 
 
 class Turn:
     """A trial, as turns see it.
 
     Args:
-        state: the process's, with which it begins.
         there: says whether a layer that it wants is on the device.
 
     Attributes:
-        state: the process's, as this trial has left it.
+        state: the process's, as this trial has left it: at first, as it is outside of trials.
         wants: the layer that it needs next; None if it waits for no layer.
         waited: how many turns others have had since its own.
         error: that its next turn ends with; None for none.
@@ -96,10 +141,10 @@ class Turn:
         comes: tells its thread alone that its turn has come.
     """
 
+    state: ProcessState
     comes: threading.Condition
 
-    def __init__(self, state: ProcessState, there: Callable[[Hashable], bool]) -> None:
-        self.state = state
+    def __init__(self, there: Callable[[Hashable], bool]) -> None:
         self.wants: Hashable = None
         self.waited = 0
         self.error: Exception | None = None
@@ -110,6 +155,12 @@ class Turn:
     def ready(self) -> bool:
         """Whether what it wants is there."""
         return self.wants is None or self._there(self.wants)
+
+    def fail(self) -> None:
+        """Raises the error that the turn is to end with, once."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
 
 class TrialTurns:
@@ -122,18 +173,35 @@ class TrialTurns:
         self._thread = 0  # of the one that runs
         self._given = 0  # how often a turn has begun
         self._outside: ProcessState
+        self._others = WeakSet[Any]()  # trainers outside of trials
+
+    def refuse_beside(self, trainer: Any) -> None:
+        """Refuses a run outside of trials beside them: a RuntimeError. A trial that begins while it runs is refused, too."""
+        with self._lock:
+            if self._waiting or self._running is not None:
+                raise RuntimeError(_BESIDE)
+            self._others.add(trainer)
 
     def begin(self, turn: Turn) -> None:
-        """Begins a trial. Returns once it is its turn."""
+        """Begins a trial. Returns once it is its turn.
+
+        Raises:
+            Exception: the error that the turn is to end with.
+            RuntimeError: a run outside of trials is under way.
+        """
         turn.comes = threading.Condition(self._lock)
         with self._lock:
             if not self._waiting and self._running is None:
+                if any(each.state.status == "running" for each in self._others):
+                    raise RuntimeError(_BESIDE)
                 self._outside = ProcessState()
+            turn.state = self._outside
             self._waiting.append(turn)
             try:
                 if self._running is None:
                     self._give()
                 self._await(turn)
+                turn.fail()
             except BaseException:
                 self.end(turn)
                 raise
@@ -148,15 +216,16 @@ class TrialTurns:
             with self._lock:
                 turn.wants, turn.waited = wants, 0
                 self._waiting.append(turn)
-                if self._chosen() is turn:
-                    self._waiting.remove(turn)
-                else:
-                    turn.state = ProcessState()
+                chosen = self._chosen()
+                self._waiting.remove(turn)
+                if chosen is not turn:
+                    turn.state = (
+                        ProcessState()
+                    )  # if it cannot be read, this trial has the turn still, and does not wait
+                    self._waiting.append(turn)
                     self._give()
                     self._await(turn)
-        if turn.error is not None:
-            error, turn.error = turn.error, None
-            raise error
+        turn.fail()
 
     def end(self, turn: Turn) -> None:
         """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""

@@ -13,6 +13,7 @@ object says which of them it belongs to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 import lightning.pytorch as pl
@@ -103,6 +104,22 @@ def meet_before_batches(trainer: Any, meet: Callable[[], None] | None) -> None:
         broadcast()
 
     vars(loop)[name] = together
+
+
+def look_at_loaders(trainer: Any, look: Callable[[str, Any], None]) -> None:
+    """Has a function look at what loops get from a hook or from the trainer's caller, by the hook's name, before they iterate it.
+
+    Lightning iterates it before any public hook comes.
+    """
+    fitting = trainer.fit_loop
+    for loop in (fitting, fitting.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        vars(loop._data_source)["dataloader"] = partial(_looked_at, loop._data_source, look)
+
+
+def _looked_at(source: Any, look: Callable[[str, Any], None]) -> Any:
+    found = type(source).dataloader(source)
+    look(source.name, found)
+    return found
 
 
 def logged_step(trainer: Any) -> int:

@@ -212,7 +212,6 @@ class LoopStrategy(HostStrategy):
             self._loop_begun = True
             self._compare_nodes("before the first batch")
         self._run.hooks.loop_starts()
-        self._run.loop_begins(phase)
         if self._run.ranks is not None:
             self._run.ranks.board.place = f"the beginning of the loop {phase!r}"
         if phase == "train":

@@ -38,8 +38,8 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode, resolve, summary
 from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
-from sp_lightning.sharing.shared_base import current
-from sp_lightning.trainer.compat import note_device
+from sp_lightning.sharing.shared_base import current, refuse_shared_loaders
+from sp_lightning.trainer.compat import look_at_loaders, note_device
 from sp_lightning.trainer.disk_tier import place
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
@@ -117,6 +117,7 @@ class Run:
         k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
         if self._trial is not None:
             budget = self._trial.begin(self, options.memory_budget, device, on_disk=options.disk is not None)
+            look_at_loaders(module.trainer, refuse_shared_loaders)
         there = options.optimizer_on
         self._window = Window(
             *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there
@@ -263,7 +264,7 @@ class Run:
         """Finds the layers, makes the plan, and says what becomes of activations at first."""
         layers = self._options.layers
         find: Any = partial(find_layers, self.module, resident=self._options.resident, autocast=self._autocast)
-        find = find if self._trial is None else self._trial.finds(find)
+        find = find if self._trial is None else self._trial.finds(self.module, find)
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
         unlimited = self._options.activations == "auto" and not self._balanced
@@ -325,11 +326,6 @@ class Run:
         """With several devices, overwrites the buffers of all ranks by those of rank 0. Collective."""
         if self.ranks is not None:
             self.ranks.broadcast([buffer for buffer in self.module.buffers() if buffer.numel()])
-
-    def loop_begins(self, phase: str) -> None:
-        """A loop begins."""
-        if self._trial is not None:
-            self._trial.loop_begins(self.module.trainer, phase)
 
     def step_begins(self) -> None:
         """A step of a loop begins: buffers are sent when DistributedDataParallel would send them, after a step of training."""

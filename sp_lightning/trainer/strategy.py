@@ -19,7 +19,7 @@ from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import Count, Fused, OptimizerOn, Overlap, Transfer, by_name
-from sp_lightning.sharing.shared_base import current, refuse_from_elsewhere
+from sp_lightning.sharing.shared_base import current, refuse_from_elsewhere, take
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_folder import common_tensors, write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for, load
@@ -158,8 +158,14 @@ class StreamingStrategy(LoopStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         refuse_from_elsewhere(self._made_in)
-        super().connect(model)
         trainer = trainer_of(model)  # none yet, where it is connected by hand; the trainer does it again
+        if trainer is not None:
+            try:
+                take(trainer, model)
+            except RuntimeError:
+                forget_module(self)  # which may be another trial's: the base class would move it
+                raise
+        super().connect(model)
         if trainer is None or not self._options.callback:
             return
         if not any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):

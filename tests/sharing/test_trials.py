@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -16,15 +16,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import transformers
-from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.data import DataLoader
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.sharing import shared_base
-from sp_lightning.sharing.common import TrialMemory
-from sp_lightning.sharing.shared_base import current
+from sp_lightning.sharing.common import Common, TrialMemory
+from sp_lightning.sharing.shared_base import Trial, current
 from sp_lightning.sharing.turns import TURNS
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.tiers import first
@@ -244,16 +242,27 @@ def test_generation_brings_the_weights_once_for_a_token_of_each_trial() -> None:
     assert base.fetched_bytes < 1.4 * fetched[0]
 
 
-def test_a_trial_begins_with_the_random_state_of_before() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["map", "wrap"])
+def test_a_trial_begins_with_the_process_as_it_is_when_it_is_called(wrapped: bool) -> None:
+    def run(_: int) -> Any:
+        found = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.rand(4)
+        torch.manual_seed(7)
+        torch.set_default_dtype(torch.float32)
+        return found
+
     base = SharedBase()
-    torch.manual_seed(4)
-    after = torch.get_rng_state()
-    for drawn in base.map(lambda _: torch.rand(4), range(3)):
-        assert torch.equal(drawn, expected)
-    assert torch.equal(torch.get_rng_state(), after)
+    trial = base.wrap(run)
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    before = torch.get_rng_state()
+    try:
+        found = [trial(each) for each in range(3)] if wrapped else base.map(run, range(3))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert_equal(found, 3 * [(torch.float64, True, torch.rand(4))], "what each trial finds")
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
 
 
 def test_the_base_is_once_in_memory() -> None:
@@ -468,6 +477,42 @@ def test_an_interrupt_ends_all_trials() -> None:
     assert set(begun) <= set(RATES[:3]), "no further one begins"
 
 
+def test_an_interrupt_ends_trials_that_have_not_begun() -> None:
+    """Ctrl-C comes while the first one makes its model."""
+    begun = list[float]()
+
+    def run(rate: float) -> Outcome:
+        begun.append(rate)
+        trial = current()
+        assert trial is not None
+        if len(begun) == 1:
+            while len(TURNS._waiting) < 3:
+                time.sleep(0.01)
+            interrupt()
+            while trial.turn.error is None:
+                time.sleep(0.01)
+        return learn(rate)
+
+    with interruptible() as interrupt, pytest.raises(KeyboardInterrupt):
+        SharedBase().map(run, RATES[:4])
+    assert len(begun) == 1
+    assert TURNS._running is None
+
+
+@pytest.mark.parametrize("part", [Trial, Common], ids=["the trial", "the device's memory"])
+def test_what_fails_at_the_end_of_a_trial_ends_its_turn(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(part, "close" if part is Trial else "free", fails)
+    found = SharedBase().map(learn, RATES[:3], return_exceptions=True)
+    assert [str(each) for each in found if not isinstance(each, Outcome)] == ["the device is gone"] * (
+        3 if part is Trial else 1
+    )
+    assert not TURNS._waiting
+    assert TURNS._running is None
+
+
 def test_shares_of_the_devices_memory_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever trials before it have taken by then. One alone has what a run has that is no trial."""
     free, shares = iter((1000, 600, 400)), list[int | None]()
@@ -488,112 +533,3 @@ def test_shares_of_the_devices_memory_are_equal(monkeypatch: pytest.MonkeyPatch)
     assert shares[3:] == [None]
     base.map(run, [1, 0])
     assert shares[4:] == [400 // 3, 400 // 3], "what is free when none is under way any more"
-
-
-# ---------------------------------------------------------------------- bad input
-
-
-def test_what_cannot_share_is_told_before_work() -> None:
-    def nothing_frozen() -> None:
-        learn(1e-3, make=lambda rate: Learner(rate).requires_grad_(True))  # type: ignore[return-value]
-
-    outside = trainer_for("superpipeline")
-
-    def trainer_of_before() -> None:
-        outside.fit(Learner(1e-3), loader(batches(1e-3)))
-
-    def strategy_of_before() -> None:
-        trainer_for(of_before).fit(Learner(1e-3), loader(batches(1e-3)))
-
-    of_before = SuperpipelineStrategy()
-
-    def another_base() -> None:
-        def made(rate: float) -> Learner:
-            module = Learner(rate)
-            for p in module.parameters():
-                torch.nn.init.uniform_(p)
-            return module
-
-        learn(1e-3, make=made)
-
-    def on_disk() -> None:
-        fit(lambda: Learner(1e-3), batches(1e-3), SuperpipelineStrategy(disk="/tmp"))
-
-    def two_devices() -> None:
-        trainer_for("superpipeline", devices=2)
-
-    def inside() -> None:
-        base.map(lambda _: None, [1])
-
-    for bad, message in (
-        (nothing_frozen, "in common with others: it has none"),
-        (another_base, "others than those of the trial before"),
-        (on_disk, "disk= keeps weights where"),
-        (two_devices, "this trainer has several"),
-    ):
-        base = SharedBase()
-        base.map(learn, [1e-3])
-        with pytest.raises(ValueError, match=message):
-            base.wrap(bad)()
-
-    def on_another_device() -> None:
-        trial = current()
-        assert trial is not None
-        trial.begin(None, None, torch.device("meta"), on_disk=False)
-
-    base = SharedBase()
-    base.map(learn, [1e-3])
-    with pytest.raises(ValueError, match="this trial computes on meta, one before it on cpu"):
-        base.wrap(on_another_device)()
-    for before in (trainer_of_before, strategy_of_before):
-        with pytest.raises(RuntimeError, match="was made outside of it"):
-            base.wrap(before)()
-    with pytest.raises(RuntimeError, match="cannot begin inside of another"):
-        base.wrap(inside)()
-    for wrong in (0, -1, 1.5, True, "2"):
-        with pytest.raises(ValueError, match="has to be a number of at least 1"):
-            SharedBase(max_trials=wrong)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="has to be a number of at least 1"):
-            base.map(learn, RATES, max_trials=wrong)  # type: ignore[arg-type]
-
-    def generator(rate: float) -> Iterator[float]:
-        yield rate
-
-    async def coroutine() -> None: ...
-
-    for no_function in (generator, coroutine):
-        with pytest.raises(TypeError, match="is a generator or a coroutine"):
-            base.wrap(no_function)
-
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return loader(batches(1e-3))
-
-
-THINGS: dict[str, Callable[[], Any]] = {
-    "Learner": lambda: Learner(1e-3),
-    "Linear": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),  # a copy was forgotten
-    "Data": Data,
-    "EarlyStopping": lambda: EarlyStopping("loss"),
-    "DataLoader": lambda: DataLoader(batches(1e-3), batch_size=None, generator=torch.Generator()),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("kind", THINGS)
-def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
-    thing = THINGS[kind]()
-
-    def run(_: int) -> None:
-        callbacks = [thing] if kind == "EarlyStopping" else []
-        trainer = trainer_for(SuperpipelineStrategy(k=1), callbacks=callbacks, max_epochs=2)
-        module = thing if kind == "Learner" else Learner(1e-3)
-        if kind == "Linear":
-            module.net[1].base = thing
-        data = thing if kind in ("Data", "DataLoader") else loader(batches(1e-3))
-        trainer.fit(module, data)
-
-    base = SharedBase()
-    found = base.map(run, range(2), return_exceptions=True)
-    assert sum(isinstance(each, RuntimeError) and f"A {kind} is in two trials" in str(each) for each in found) == 1
-    assert base.map(run, range(2), max_trials=1) == [None, None]

@@ -1,0 +1,349 @@
+"""What trials may not have in common, and what else of a trial is refused by name."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torchmetrics import MeanMetric
+
+from sp_lightning import SharedBase, SuperpipelineStrategy
+from sp_lightning.sharing.shared_base import current
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
+from tests.support.trials import RATES, WIDTH, Learner, batches, learn
+
+
+def test_what_cannot_share_is_told_before_work() -> None:
+    def nothing_frozen() -> None:
+        learn(1e-3, make=lambda rate: Learner(rate).requires_grad_(True))  # type: ignore[return-value]
+
+    outside = trainer_for("superpipeline")
+
+    def trainer_of_before() -> None:
+        outside.fit(Learner(1e-3), loader(batches(1e-3)))
+
+    def strategy_of_before() -> None:
+        trainer_for(of_before).fit(Learner(1e-3), loader(batches(1e-3)))
+
+    of_before = SuperpipelineStrategy()
+
+    def another_base() -> None:
+        def made(rate: float) -> Learner:
+            module = Learner(rate)
+            for p in module.parameters():
+                torch.nn.init.uniform_(p)
+            return module
+
+        learn(1e-3, make=made)
+
+    def on_disk() -> None:
+        fit(lambda: Learner(1e-3), batches(1e-3), SuperpipelineStrategy(disk="/tmp"))
+
+    def two_devices() -> None:
+        trainer_for("superpipeline", devices=2)
+
+    def inside() -> None:
+        base.map(lambda _: None, [1])
+
+    for bad, message in (
+        (nothing_frozen, "in common with others: it has none"),
+        (another_base, "others than those of the trial before"),
+        (on_disk, "disk= keeps weights where"),
+        (two_devices, "this trainer has several"),
+    ):
+        base = SharedBase()
+        base.map(learn, [1e-3])
+        with pytest.raises(ValueError, match=message):
+            base.wrap(bad)()
+
+    def on_another_device() -> None:
+        trial = current()
+        assert trial is not None
+        trial.begin(None, None, torch.device("meta"), on_disk=False)
+
+    base = SharedBase()
+    base.map(learn, [1e-3])
+    with pytest.raises(ValueError, match="this trial computes on meta, one before it on cpu"):
+        base.wrap(on_another_device)()
+    for before in (trainer_of_before, strategy_of_before):
+        with pytest.raises(RuntimeError, match="was made outside of it"):
+            base.wrap(before)()
+    with pytest.raises(RuntimeError, match="cannot begin inside of another"):
+        base.wrap(inside)()
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="has to be a number of at least 1"):
+            SharedBase(max_trials=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="has to be a number of at least 1"):
+            base.map(learn, RATES, max_trials=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
+def test_a_trial_returns_what_it_has_computed() -> None:
+    """The code of a generator or a coroutine would run outside of its turn."""
+
+    def generator(rate: float) -> Iterator[float]:
+        yield rate
+
+    async def coroutine(rate: float) -> None: ...
+
+    async def both(rate: float) -> AsyncIterator[float]:
+        yield rate
+
+    base = SharedBase()
+    functions: list[Any] = [generator, both, coroutine, partial(generator), lambda rate: generator(rate)]
+    for later in functions:
+        with pytest.raises(TypeError, match=r"returns a (generator|async_generator|coroutine)\. A trial returns"):
+            base.wrap(later)(1e-3)
+
+
+class Odd(Exception):
+    def __len__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        raise ValueError("it has no name")
+
+
+def test_errors_are_told_whatever_they_and_the_arguments_are() -> None:
+    def fails(argument: Any) -> None:
+        raise argument
+
+    (found,) = SharedBase().map(fails, [Odd()], return_exceptions=True)
+    assert isinstance(found, Odd)
+    assert found.__notes__ == ["A trial of a SharedBase has raised this, with a Odd."]
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader(batches(1e-3))
+
+
+class Counts(IterableDataset[Tensor]):
+    """It goes on where it was, whoever asks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.count % 5 < 4:
+            self.count += 1
+            yield torch.full((4, WIDTH), float(self.count))
+        self.count += 1
+
+
+class Itself:
+    """An iterator as a loader."""
+
+    def __iter__(self) -> Itself:
+        self.left = batches(1e-3)
+        return self
+
+    def __next__(self) -> Tensor:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+
+def drawn() -> RandomSampler:
+    return RandomSampler(range(4), generator=torch.Generator().manual_seed(3))
+
+
+def loaded(**options: Any) -> DataLoader[Tensor]:
+    return DataLoader(options.pop("dataset", batches(1e-3)), batch_size=None, **options)
+
+
+THINGS: dict[str, tuple[Callable[[], Any], str]] = {
+    "Learner": (lambda: Learner(1e-3), "the LightningModule"),
+    "Linear": (lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False), "net.1.base"),  # a copy was forgotten
+    "Parameter": (lambda: nn.Parameter(torch.eye(WIDTH), requires_grad=False), "net.1.base.weight"),
+    "Tensor": (lambda: torch.zeros(WIDTH), "net.1.buffer"),
+    "MeanMetric": (MeanMetric, "metric"),
+    "Data": (Data, "trainer.datamodule"),
+    "EarlyStopping": (lambda: EarlyStopping("loss"), "trainer.callbacks"),
+    "SimpleProfiler": (SimpleProfiler, "trainer.profiler"),
+    "DataLoader": (lambda: loaded(generator=torch.Generator().manual_seed(3), shuffle=True), "train_dataloader"),
+    "RandomSampler": (drawn, "train_dataloader"),
+    "DistributedSampler": (lambda: DistributedSampler(range(4), 1, 0), "train_dataloader"),  # type: ignore[arg-type]
+    "Counts": (Counts, "train_dataloader"),
+    "CombinedLoader": (lambda: CombinedLoader(loaded(), "max_size_cycle"), "train_dataloader"),
+    "Itself": (Itself, "train_dataloader"),
+    "zip": (lambda: zip(batches(1e-3), strict=True), "train_dataloader"),
+}
+"""What makes a thing that has a state, and where trials have it in common."""
+
+
+class Measures(Learner):
+    metric: MeanMetric
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch[0] if isinstance(batch, tuple) else batch, batch_idx)
+        self.metric.update(loss)
+        self.log("mean", self.metric.compute())
+        return loss
+
+
+def use(thing: Any, kind: str) -> Any:
+    """A trial."""
+    torch.manual_seed(5)
+    module = thing if kind == "Learner" else Measures(1e-3)
+    module.metric = thing if kind == "MeanMetric" else MeanMetric()
+    if kind == "Linear":
+        module.net[1].base = thing
+    if kind == "Parameter":
+        module.load_state_dict({"net.1.base.weight": thing}, strict=False, assign=True)
+    if kind == "Tensor":
+        module.net[1].register_buffer("buffer", thing.detach())  # as each ``state_dict()`` gives it out
+    data = {
+        "RandomSampler": lambda: loaded(sampler=thing),
+        "DistributedSampler": lambda: loaded(sampler=thing),
+        "Counts": lambda: loaded(dataset=thing),
+    }.get(kind, lambda: thing)
+    options: dict[str, Any] = {"EarlyStopping": {"callbacks": [thing]}, "SimpleProfiler": {"profiler": thing}}.get(
+        kind, {}
+    )
+    trainer = trainer_for(SuperpipelineStrategy(k=1), max_epochs=2, **options)
+    trainer.fit(module, data() if kind == "Data" or "loader" in THINGS[kind][1] else loader(batches(1e-3)))
+    assert module.trainer is trainer
+    return dict(module.state_dict()), dict(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("kind", THINGS)
+def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
+    """The trial that comes second is refused, and the first one is not disturbed."""
+    make, place = THINGS[kind]
+    torch.manual_seed(2)
+    alone = use(make(), kind)
+    torch.manual_seed(2)
+    thing, base = make(), SharedBase()
+    found = base.map(lambda _: use(thing, kind), range(2), return_exceptions=True)
+    first, second = sorted(found, key=lambda each: isinstance(each, RuntimeError))
+    assert f"A {kind} is in two trials of a SharedBase at once: " in str(second)
+    assert f"{place}. Make it" in str(second)
+    assert_equal(first, alone, "the first one")
+    base.map(lambda _: use(thing, kind), range(2), max_trials=1)
+
+
+def test_parameters_of_another_trial_are_refused_in_the_middle() -> None:
+    base, theirs = SharedBase(), Learner(1e-3)
+
+    class Assigns(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.net.load_state_dict(dict(theirs.net.named_parameters()), assign=True)  # type: ignore[arg-type, union-attr]
+
+    def run(at: int) -> Any:
+        return learn(RATES[at], make=(lambda _: theirs, Assigns)[at], max_epochs=2)
+
+    found = base.map(run, range(2), return_exceptions=True)
+    (refused,) = (each for each in found if not isinstance(each, Outcome))
+    assert "A Parameter is in two trials" in str(refused)
+
+
+@dataclass
+class Equal(Callback):
+    """It is equal to others of its class, and has no hash."""
+
+    number: int = 1
+
+
+@dataclass
+class EqualData(Data):
+    number: int = 1
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+def test_what_trials_may_have() -> None:
+    """What is only equal is each trial's own; loaders and datasets without a state may be everybody's."""
+    common = loaded(shuffle=True)
+
+    def run(at: int) -> Any:
+        module = Learner(RATES[at])
+        torch.manual_seed(at)
+        trainer_for(SuperpipelineStrategy(k=1), callbacks=[Equal()]).fit(module, EqualData() if at == 2 else common)
+        return dict(module.state_dict())
+
+    assert_equal(SharedBase().map(run, range(3)), [run(at) for at in range(3)], "together and alone")
+
+
+def test_a_run_outside_of_trials_is_refused_beside_them() -> None:
+    """It would draw from their random state. They are what they are alone."""
+    alone, step, go_on = [learn(rate) for rate in RATES[:2]], threading.Event(), threading.Event()
+    trainer, module = trainer_for(SuperpipelineStrategy(k=1)), Learner(1e-3)
+
+    class Steps(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            step.set()
+            assert go_on.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        trials = pool.submit(SharedBase().map, lambda rate: learn(rate, make=Steps), RATES[:2])
+        assert step.wait(20)
+        for use in (trainer.fit, trainer.validate, trainer.predict):
+            with pytest.raises(RuntimeError, match="is used outside of the trials of a SharedBase"):
+                use(module, loader(batches(1e-3)))
+        go_on.set()
+    for ours, its in zip(trials.result(), alone, strict=True):
+        assert_same(ours, its)
+    trainer.fit(module, loader(batches(1e-3)))
+
+
+def test_a_trial_is_refused_beside_a_run_outside_of_trials() -> None:
+    """Around it, too; and it may begin once that has ended, by an error as well."""
+
+    class Begins(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            SharedBase().map(learn, [1e-3])
+
+    outside = trainer_for(SuperpipelineStrategy(k=1))
+    with pytest.raises(
+        RuntimeError, match="outside of the trials of a SharedBase while they run, in another thread or around them"
+    ):
+        outside.fit(Begins(1e-3), loader(batches(1e-3)))
+    SharedBase().map(learn, [1e-3])
+
+
+def test_files_that_are_open(tmp_path: Path) -> None:
+    """One for each layer while there is a base, whatever trials there are; too few are told."""
+
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    class Looks(Learner):
+        def on_train_end(self) -> None:
+            seen.append(count())
+
+    gc.collect()
+    before, seen, base = count(), list[int](), SharedBase()
+    base.map(lambda rate: learn(rate, make=Looks), RATES[:5])
+    assert max(seen) < before + 4 + 3  # layers of the base, and what else is open for a moment
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = os.open(tmp_path, os.O_RDONLY)
+    os.close(few)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few + 3, limits[1]))
+    try:
+        (found,) = SharedBase().map(learn, [1e-3], return_exceptions=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert isinstance(found, OSError)
+    assert "`ulimit -n 65536`" in str(found)
+    del base, found
+    gc.collect()
+    assert count() <= before
