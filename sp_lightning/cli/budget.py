@@ -114,6 +114,12 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
                 break  # larger batches are no faster, or fit still less
     if not found and reasons:
         raise reasons[0]
+    _refuse_data(found, asked)
+    return best_first(each for each in found if each.count <= (each.data or each.count))
+
+
+def _refuse_data(found: list[Budget], asked: Question) -> None:
+    """A ValueError if the data cannot be counted, or the data or the time is less than one step."""
     if found and found[0].data is None and (asked.samples or asked.dataset_tokens):
         what = {"batches": "its batches are its own; say of what shape they are: --input SIZE SIZE …"}
         raise ValueError(
@@ -125,14 +131,12 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
         raise ValueError(
             f"--hours {asked.hours:g} is less than one step, which takes {least.step_seconds:.3g} s. Give more."
         )
-    enough = [each for each in found if each.count <= (each.data or each.count)]
-    if found and not enough:
+    if found and all(each.count > (each.data or each.count) for each in found):
         least = min(found, key=lambda each: each.count)
         raise ValueError(
             f"The data has {least.data:,} {least.unit}, and one step takes {least.count:,}. Give more data, or smaller "
             "--batch, --tokens or --accumulate."
         )
-    return best_first(enough)
 
 
 def _fitting(estimate: Estimate) -> list[Budget]:

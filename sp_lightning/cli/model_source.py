@@ -238,8 +238,7 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
         config = transformers.AutoConfig.for_model(**{**raw, **scaled(config, module, asked.scale)})
         module = _make(make, config, file)
         refuse_another_size(module, asked.scale)
-    most = _positions(config)
-    if isinstance(most, int) and isinstance(asked.tokens, Usual):
+    if isinstance(most := _positions(config), int) and isinstance(asked.tokens, Usual):
         asked.tokens = Usual(min(asked.tokens, most))
     inputs = _Inputs(module, config, asked.batch, asked.tokens)
     if asked.image is not None and not inputs.with_images:

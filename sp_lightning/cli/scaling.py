@@ -72,7 +72,7 @@ def refuse_another_size(module: nn.Module, wanted: int) -> None:
     if not 0.75 * wanted <= count <= 1.25 * wanted:
         raise ValueError(
             f"--scale {wanted:,}: with width and depth in proportion this family comes to {count:,} parameters, because parts "
-            "of it do not grow with its width, or few layers are all that is wanted. Ask for a larger size, or make a config by hand."
+            "of it do not grow with its width, or it has too few layers. Ask for a larger size, or make a config by hand."
         )
 
 
