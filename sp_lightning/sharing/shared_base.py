@@ -196,16 +196,16 @@ def _reference(thing: Any) -> Callable[[], Any]:
 def _check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} is {value!r}; it has to be a number of at least 1.")
+            raise ValueError(f"{name} is {repr(value)[:40]}; it has to be a number of at least 1 (no base is passed).")
 
 
-_APART = "Leave one of them out: run the trials one after the other, without base.map or base.wrap."
+_APART = "Leave that out, or run the trials one after the other, without base.map or base.wrap."
 
 
 def refuse_several_devices() -> None:
     """Refuses a trainer with several devices within a trial: a ValueError."""
     if current() is not None:
-        raise ValueError(f"A SharedBase is one device's, and this trainer has several (devices=, num_nodes=). {_APART}")
+        raise ValueError(f"A SharedBase is for devices=1 and num_nodes=1, and this trainer has more. {_APART}")
 
 
 def refuse_from_elsewhere(made_in: Trial | None) -> None:

@@ -43,10 +43,10 @@ bitsandbytes' (110 lines, 1 class), where they step is measured (170 lines, 2 fi
 classes), and a forward finds new casts there (60 lines, 1 file);
 a dry run's mode remembers operators, which halves its time (80 lines, 1 class); kernels update a
 layer in one walk, as torch's compilers for two kinds of processors round (580 lines, 5 files, 11 classes); trainings
-share a base (600 lines, 4 files, 12 classes; torch's settings go with a turn, 50 lines), and ``plan`` counts them (85 lines, 1 file); gradients of rows come without a
-wait (10 lines), and a run and ``plan`` say what updates under backward would take (20 lines); ``plan`` says what some hours
-are enough for, of which size of a family, by rates that ``rates`` has measured and by what a run has reached (780 lines, 5
-files, 3 classes)."""
+share a base (600 lines, 4 files, 12 classes), torch's settings go with a turn (50 lines), and ``plan`` counts them (85
+lines, 1 file); gradients of rows come without a wait (10 lines), and a run and ``plan`` say what updates under backward
+would take (20 lines); ``plan`` says what some hours are enough for, of which size of a family, by rates that ``rates`` has
+measured and by what a run has reached (780 lines, 5 files, 3 classes)."""
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = {}
 """What is longer than that, by name, with the reason why it is not cut."""

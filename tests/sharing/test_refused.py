@@ -65,7 +65,7 @@ def test_what_cannot_share_is_told_before_work() -> None:
         (nothing_frozen, "in common with others: it has none"),
         (another_base, "others than those of the trial before"),
         (on_disk, "disk= keeps weights where"),
-        (two_devices, "this trainer has several"),
+        (two_devices, "this trainer has more"),
     ):
         base = SharedBase()
         base.map(learn, [1e-3])
@@ -347,3 +347,8 @@ def test_files_that_are_open(tmp_path: Path) -> None:
     del base, found
     gc.collect()
     assert count() <= before
+
+
+def test_a_model_is_not_passed() -> None:
+    with pytest.raises(ValueError, match="no base is passed"):
+        SharedBase(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
