@@ -24,6 +24,7 @@ from tests.support.answers import plan
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, fused
 
+ONE = ("--batch", "1", "--precision", "32-true")  # one batch is tried
 SIZES = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
     "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -49,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_what_a_time_is_enough_for_is_the_best_rows_arithmetic(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    data = ("--dataset-tokens", "100k", "--price", "3")
+    data = ("--dataset-tokens", "100k", "--price", "3", "--batch", "2", "--precision", "bf16-mixed")
     found = plan(capsys, config, "--hours", "0.5", "--least-steps", "10", *data)
     best, row = found["budget"], found["best"]
     step = best["batch"] * best["tokens"] * best["accumulate"]
@@ -125,9 +126,22 @@ def test_what_fits_by_computing_again_alone_is_found(config: str, capsys: pytest
 
 
 def test_batches_of_a_factory_are_not_counted_as_samples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--input SIZE SIZE" in refused(capsys, FACTORY, "--hours", "1", "--samples", "1k")
-    assert plan(capsys, FACTORY, "--hours", "0.01", "--samples", "1k", "--input", "4", "16")["budget"]["epochs"] > 0
-    assert "give --samples in place" in refused(capsys, "resnet18", "--hours", "1", "--dataset-tokens", "1M")
+    hours = (
+        "--hours",
+        "1",
+        "--precision",
+        "bf16-mixed",
+        "--overlap",
+        "forward",
+        "--optimizer-on",
+        "host",
+        "--accumulate",
+        "1",
+    )
+    assert "--input SIZE SIZE" in refused(capsys, FACTORY, *hours, "--samples", "1k")
+    assert plan(capsys, FACTORY, *hours, "--samples", "1k", "--input", "4", "16")["budget"]["epochs"] > 0
+    image = ("--batch", "1", "--dataset-tokens", "1M")
+    assert "give --samples in place" in refused(capsys, "resnet18", *hours, *image)
 
 
 def test_nothing_that_fits_is_json_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +150,8 @@ def test_nothing_that_fits_is_json_too(config: str, capsys: pytest.CaptureFixtur
 
 
 def test_less_than_a_step_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is less than one step, which takes" in refused(capsys, config, "--hours", "1e-9")
+    asked = ("--hours", "1e-9", "--batch", "1", "--precision", "bf16-mixed")
+    assert "is less than one step, which takes" in refused(capsys, config, *asked)
 
 
 def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,6 +182,7 @@ def test_enough_steps_come_before_more_tokens(config: str, capsys: pytest.Captur
     assert many["total_tokens"] <= few["total_tokens"]
 
 
+@pytest.mark.rest("two searches over everything; the arithmetic of one is in the first tier")
 def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, config, "--hours", "1")["precision"] == "bf16-mixed"
     main(["plan", config, "--hours", "1", "--batch", "1", "--dram", "1GB/s"])
@@ -180,7 +196,10 @@ def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixtu
     [
         (("--hours", "0"), "argument --hours"),
         (("--hours", "-1"), "argument --hours"),
-        (("--hours", "1", "--dataset-tokens", "10"), "The data has 10 tokens, and one step takes "),
+        (
+            ("--hours", "1", "--dataset-tokens", "10", "--batch", "1", "--precision", "32-true"),
+            "The data has 10 tokens, and one step takes ",
+        ),
         (("--hours", "1", "--predict"), "--hours is for training"),
         (("--price", "1"), "--price counts with --hours alone"),
         (("--hours", "1", "--samples", "1k", "--dataset-tokens", "1M"), "both say how much data there is"),

@@ -86,6 +86,7 @@ def test_several_devices_share_nothing(other: tuple[str, ...], capsys: pytest.Ca
     assert "--trials share what comes from the memory of the host to one device" in capsys.readouterr().err
 
 
+@pytest.mark.rest("plans 8 billion parameters three times; what fits the device is in the first tier")
 def test_the_base_is_in_host_memory_once(capsys: pytest.CaptureFixture[str]) -> None:
     alone = plan(capsys, *LORA, "--k", "1", "--k-prime", "1")
     frozen = 2 * (alone["parameters"] - alone["trained_parameters"])
