@@ -10,7 +10,7 @@ from sp_lightning.cli.answer import Answer, answer
 from sp_lightning.cli.arguments import PRECISIONS, Question, command
 from sp_lightning.cli.estimate import Estimate, estimate_model
 from sp_lightning.cli.host import on_device
-from sp_lightning.cli.scaling import LAW, expected_loss
+from sp_lightning.cli.scaling import FITTED_TO, LAW, expected_loss
 from sp_lightning.cli.verdict import beside, strategy, strategy_options, trainer_options
 from sp_lightning.plan.units import in_gib
 
@@ -303,6 +303,10 @@ def sizes(found: list[Budget]) -> list[str]:
         for loss, each in losses
     ]
     _, best = min(losses, key=lambda each: each[0])
+    if any(each.answer.estimate.parameters < FITTED_TO for each in found):
+        lines.append(
+            f"  The law was fitted to {_short(FITTED_TO)} parameters and more: of smaller models it says nothing."
+        )
     return [*lines, f"  the least: {_short(best.answer.estimate.parameters)}"]
 
 

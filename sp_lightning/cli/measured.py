@@ -156,7 +156,7 @@ def correct(question: Question, say: Callable[[str], None]) -> None:
         slower=slower,
         notes=(
             *question.measured.notes,
-            f"{file}: a batch took {reached:.3g} s, as {batches} of them did on average: {off} "
+            f"{file}: a batch in {asked.precision} took {reached:.3g} s, as {batches} of them did on average: {off} "
             f"({predicted:.3g} s). All times are corrected by that.",
         ),
     )

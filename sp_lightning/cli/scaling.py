@@ -10,6 +10,9 @@ from torch import nn
 LAW = "L = 1.82 + 482 / N^0.348 + 2085 / D^0.366 (Chinchilla's data, fitted anew by Besiroglu et al., arXiv 2404.10102)"
 """The law of :func:`expected_loss`, in words."""
 
+FITTED_TO = 44_000_000
+"""The parameters of the smallest model that the law was fitted to."""
+
 
 def expected_loss(parameters: int, tokens: float) -> float:
     """Nats per token that a language model of so many parameters has after so many tokens, none of which comes twice.

@@ -243,6 +243,7 @@ def test_sizes_are_compared_by_a_law(config: str, capsys: pytest.CaptureFixture[
     main(["plan", config, "--hours", "0.1", "--scale", "400k", "4M", "--batch", "4", "--precision", "bf16-mixed"])
     said = capsys.readouterr().out
     assert scaling.LAW in said
+    assert "The law was fitted to 44M parameters and more" in said
     losses = {size: float(loss) for size, loss in _losses(said)}
     assert f"the least: {min(losses, key=losses.__getitem__)}" in said
 
@@ -395,7 +396,7 @@ def test_a_plan_is_corrected_by_what_a_run_has_reached(tmp_path: Path, capsys: p
     assert after[0]["seconds"] == pytest.approx(found["seconds"])
     assert after[1]["seconds"] / before[1]["seconds"] == pytest.approx(found["seconds"] / before[0]["seconds"])
     main(["plan", FACTORY, "--from", str(file)])
-    assert f"{file}: a batch took " in capsys.readouterr().out
+    assert f"{file}: a batch in 32-true took " in capsys.readouterr().out
 
 
 def test_a_report_of_another_model_is_refused(tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]) -> None:

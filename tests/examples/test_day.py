@@ -53,5 +53,5 @@ def test_the_days_commands_follow_one_another(
     Path("my-model/config.json").write_text(json.dumps(config, default=str))
     main(corrected[3:])
     said = capsys.readouterr().out
-    assert "report.json: a batch took " in said
+    assert "report.json: a batch in 32-true took " in said
     assert "(rates.json)" in said
