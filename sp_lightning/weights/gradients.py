@@ -170,7 +170,7 @@ class Gradients(GradientSink[_Drain]):
                 own = target = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
             if target is None or target.dtype is not gradient.dtype:
                 staging = staging or self._staging.take(_staged_bytes(gradients.values()))
-                span, begin = block.planned.spans[index], staging.common.storage_offset() + used
+                span, begin = block.planned.spans[index], int(staging.common.storage_offset()) + used
                 target = strided(staging.common, begin, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
             rows = None if layer.whole else layer.rows.gradient_rows(index)
