@@ -23,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     parser = make_parser()
     given = parser.parse_args(arguments, namespace=Question())
-    given.given = frozenset(vars(make_parser(usual=False).parse_args(arguments)))
     try:
         if given.command == "convert":
             run_convert(given.source, given.target, trust=given.trust)
@@ -32,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif given.command == "rates":
             print(run_rates(given))
         else:
+            given.given = frozenset(vars(make_parser(usual=False).parse_args(arguments)))
             run_plan(separate(given))
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.exit(2, f"{parser.prog} {given.command}: {error}\n")

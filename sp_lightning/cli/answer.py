@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sp_lightning.cli.arguments import Question, changed
+from sp_lightning.cli.arguments import Overlap, Place, Question, changed, contradictions
 from sp_lightning.cli.estimate import Estimate
 from sp_lightning.cli.host import on_device
 from sp_lightning.plan.activation_policy import Modes
@@ -113,8 +113,8 @@ class Answer:
         return found | ({"several things at once": left} if left > 0 else {})
 
     @property
-    def rate(self) -> tuple[float, str]:
-        """How many tokens, images or samples all devices finish in a second, and which of them."""
+    def batch(self) -> tuple[int, str]:
+        """How many tokens, images or samples a batch of all devices has, and which of them."""
         asked, items = self.question, self.estimate.items
         count, what = asked.batch * asked.tokens, "tokens"
         if asked.generate is not None:
@@ -123,24 +123,42 @@ class Answer:
             count, what = asked.input[0], "samples"
         elif "token" not in items:
             count, what = (asked.batch, "images") if "image" in items else (1, "batches")
-        return count * asked.devices * asked.nodes / (self.shown.prediction.seconds or 1e-9), what
+        return count * asked.devices * asked.nodes, what
+
+    @property
+    def rate(self) -> tuple[float, str]:
+        """How many of them all devices finish in a second."""
+        count, what = self.batch
+        return count / (self.shown.prediction.seconds or 1e-9), what
+
+
+def stepped(estimate: Estimate, overlap: Overlap, place: Place) -> Estimate | None:
+    """The same if the optimizer steps at another time, or in another place; None where that cannot be, or nothing is trained."""
+    question, step = estimate.question.but(overlap=overlap, optimizer_on=place), estimate.step
+    if step is None or any(True for _ in contradictions(question)):
+        return None
+    if place == "device":
+        step = on_device(step, question)
+    elif step.overlap != "off":
+        step = replace(step, overlap=overlap)
+    elif overlap != estimate.question.overlap:
+        return None  # it cannot run in the background
+    return replace(estimate, question=question, step=step)
 
 
 def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, int]]:
     """Ways to step that may be faster, by their options: seconds of a batch, and bytes of device memory more."""
-    question, step, found = estimate.question, estimate.step, dict[str, tuple[float, int]]()
-    if step is None:
-        return found
-    early, device = (
-        Question(**{**vars(question), **way}) for way in ({"overlap": "backward"}, {"optimizer_on": "device"})
-    )
-    ways = [(early, replace(step, overlap="backward"))] * (step.overlap == "forward" and not question.clip)
-    ways += [(device, on_device(step, device))] * (not step.on_device and question.devices * question.nodes == 1)
-    for asked, stepped in ways:
-        other = replace(estimate, question=asked, step=stepped)
-        plan = other.plan(row.plan.k, row.plan.k_prime)
-        more = plan.update_bytes - row.plan.update_bytes
-        found[changed(question, asked)] = other.predict(plan, row.modes).seconds, more
+    asked, found = estimate.question, dict[str, tuple[float, int]]()
+    ways: list[tuple[Overlap, Place]] = []
+    if estimate.step is not None and estimate.step.overlap == "forward":
+        ways.append(("backward", asked.optimizer_on))
+    if asked.optimizer_on == "host":
+        ways.append((asked.overlap, "device"))
+    for other in (stepped(estimate, *way) for way in ways):
+        if other is not None:
+            plan = other.plan(row.plan.k, row.plan.k_prime)
+            more = plan.update_bytes - row.plan.update_bytes
+            found[changed(asked, other.question)] = other.predict(plan, row.modes).seconds, more
     return found
 
 

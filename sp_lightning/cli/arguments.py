@@ -8,8 +8,8 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -35,12 +35,15 @@ PRECISIONS = {
 }
 """By Lightning's name: the dtype of the parameters, and the dtype of autocast, if there is one."""
 MODES: tuple[Mode, ...] = get_args(Mode)
+Overlap = Literal["off", "forward", "backward"]
+Place = Literal["host", "device"]
+OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+PLACES: tuple[Place, ...] = get_args(Place)
+"""When updates run, and where the optimizer steps, as far as that is chosen before a run."""
 SEVERAL = ("model", "precision", "batch", "tokens", "activations", "scale")
 """The arguments that may have several values, each of which is a question of its own."""
 
-HOURS = ("least_steps", "dataset_tokens", "samples", "price")
-"""Arguments that count with ``--hours`` alone."""
-
+_OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # they count with --hours alone
 _GENERATE = "predict N tokens for each of --batch sequences, after prompts of --tokens; times are of the last token"
 _LOSS_TOKENS = "the loss is computed from so many tokens' logits at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
@@ -67,9 +70,7 @@ _HOURS = (
     "what is trained in so many hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
     "the optimizer, of those that are not given"
 )
-_STEPS = (
-    "with --hours, at least so many optimizer steps, so that the learning rate can warm up and anneal (%(default)s)"
-)
+_STEPS = "with --hours, at least so many optimizer steps, in which a learning rate can rise and fall (%(default)s)"
 _SCALE = "a transformers config in such sizes, 0.5B 3B for example; with --hours, which of them expects the least loss"
 _MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 
@@ -129,6 +130,7 @@ class Measured:
 
     Attributes:
         names: the arguments whose values were measured.
+        tflops: of the device, by the dtype in which it multiplies.
         python: seconds of Python for each visit of a layer, and for each weight in it; None if they were not measured.
         synchronous: whether everything else stands still during a copy, as where the host computes.
         slower: how many times as long as predicted a run has taken.
@@ -136,6 +138,7 @@ class Measured:
     """
 
     names: frozenset[str] = frozenset()
+    tflops: Mapping[torch.dtype, float] = field(default_factory=dict)
     python: tuple[float, float] | None = None
     synchronous: bool = False
     slower: float = 1.0
@@ -168,14 +171,8 @@ class Question(argparse.Namespace):
         Mode | Literal["auto"],
         _option("of all layers (%(default)s)", choices=(*MODES, "auto"), default="keep", nargs="+"),
     ]
-    overlap: Annotated[
-        Literal["off", "forward", "backward"],
-        _option("optimizer_overlap (%(default)s)", choices=("off", "forward", "backward"), default="forward"),
-    ]
-    optimizer_on: Annotated[
-        Literal["host", "device"],
-        _option("where the optimizer steps (%(default)s)", choices=("host", "device"), default="host"),
-    ]
+    overlap: Annotated[Overlap, _option("optimizer_overlap (%(default)s)", choices=OVERLAPS, default="forward")]
+    optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="host")]
     optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd", "muon"))]
     step_seconds: Annotated[float | None, _option(_STEP_SECONDS, type=positive_number, metavar="S")]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
@@ -216,6 +213,14 @@ class Question(argparse.Namespace):
     measured = Measured()
     """What ``--rates`` and ``--from`` say beside the arguments."""
 
+    def but(self, **changes: Any) -> Question:
+        """The question with other values of some arguments. How fast the device multiplies depends on the precision."""
+        asked = Question(**{**vars(self), **changes})
+        if "tflops" in asked.measured.names:
+            dtype, autocast = PRECISIONS[asked.precision]
+            asked.tflops = asked.measured.tflops[autocast or dtype]
+        return asked
+
 
 def contradictions(question: Question) -> Iterator[str]:
     """Why a question cannot be answered, whatever the model: arguments that exclude each other, or need others."""
@@ -225,7 +230,7 @@ def contradictions(question: Question) -> Iterator[str]:
             yield f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
     if question.predict and (question.accumulate > 1 or question.clip or question.loss_tokens):
         yield "--accumulate, --clip and --loss-tokens are for training, and nothing is trained here; leave them out."
-    of_hours = [_flag(name) for name in HOURS if getattr(question, name) != getattr(usual, name)]
+    of_hours = [_flag(name) for name in _OF_HOURS if getattr(question, name) != getattr(usual, name)]
     if question.hours is None and of_hours:
         yield f"{of_hours[0]} counts with --hours alone. Give that, too, or leave it out."
     if question.dataset_tokens is not None and question.samples is not None:
@@ -263,7 +268,7 @@ def separate(given: Question) -> list[Question]:
     for name, does in (("plot", "draws"), ("trials", "is for")):
         if getattr(given, name) not in (None, 1) and len(chosen) > 1:
             raise ValueError(f"--{name} {does} one answer, and these are {len(chosen)} questions. Ask one of them.")
-    return [Question(**{**vars(given), **each}) for each in chosen]
+    return [given.but(**each) for each in chosen]
 
 
 def command(question: Question) -> str:

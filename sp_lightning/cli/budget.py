@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from sp_lightning.cli.answer import Answer, answer
-from sp_lightning.cli.arguments import PRECISIONS, Question, command
+from sp_lightning.cli.answer import Answer, answer, stepped
+from sp_lightning.cli.arguments import PLACES, Overlap, Question, command
 from sp_lightning.cli.estimate import Estimate, estimate_model
-from sp_lightning.cli.host import on_device
+from sp_lightning.cli.report import ROUNDED, rounds
 from sp_lightning.cli.scaling import FITTED_TO, LAW, expected_loss
 from sp_lightning.cli.verdict import beside, strategy, strategy_options, trainer_options
-from sp_lightning.plan.units import in_gib
+from sp_lightning.plan.units import in_gib, number
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ACCUMULATED = (4, 16)
+_OVERLAPS: tuple[Overlap, ...] = ("forward", "backward")
 _PRECISIONS = ("bf16-mixed", "bf16-true")
 _SHOWN = 5  # ways
 _WINDOWS = 4  # that are tried with accumulation, too
@@ -73,91 +74,90 @@ class Budget:
         price = self.answer.question.price
         return None if price is None else price * self.seconds / 3600
 
-    @property
-    def rounds(self) -> bool:
-        """Whether weights have no float32 values, so that updates are rounded."""
-        return PRECISIONS[self.answer.question.precision][0].itemsize == 2
-
 
 def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
-    """Ways to train, the best first, as :func:`best_first` orders them.
+    """Ways to train that fit, in no order.
 
     Args:
         asked: what is given is kept; the rest is tried.
         say: is told what takes its time.
 
     Raises:
-        ValueError: the data is less than one step.
+        ValueError: the model takes no such batch; the data cannot be counted; the data, or the time, is less than one step.
     """
     found: list[Budget] = []
     reasons: list[ValueError] = []
-    precisions = _PRECISIONS if "precision" not in asked.given else (asked.precision,)
-    for precision in precisions:
-        batches = _BATCHES if "batch" not in asked.given and _takes_batches(asked) else (asked.batch,)
+    for precision in _PRECISIONS if "precision" not in asked.given else (asked.precision,):
         fastest = 0
-        for batch in batches:
-            question = Question(**{**vars(asked), "precision": precision, "batch": batch, **_activations(asked)})
+        for batch in _BATCHES if "batch" not in asked.given and _takes_batches(asked) else (asked.batch,):
+            question = asked.but(precision=precision, batch=batch, **_activations(asked))
             say(f"runs a batch of {batch} in {precision}")
             try:
                 estimate = estimate_model(question)
-            except ValueError as error:
+            except ValueError as error:  # one batch or precision of several may be what the model cannot take
                 reasons.append(error)
                 continue
             fitting = _fitting(estimate)
             if not fitting and question.activations != asked.activations:
                 # What "auto" needs in its first batches may be more than what computing all again takes.
-                again = Question(**{**vars(question), "activations": "recompute"})
-                fitting = _fitting(replace(estimate, question=again))
+                fitting = _fitting(replace(estimate, question=question.but(activations="recompute")))
             found += fitting
             before, fastest = fastest, max((each.total for each in fitting), default=0)
             if fastest < before * _GAIN or not fitting:
                 break  # larger batches are no faster, or fit still less
     if not found and reasons:
         raise reasons[0]
-    _refuse_data(found, asked)
-    return best_first(each for each in found if each.count <= (each.data or each.count))
+    return _with_enough(found, asked)
 
 
-def _refuse_data(found: list[Budget], asked: Question) -> None:
-    """A ValueError if the data cannot be counted, or the data or the time is less than one step."""
-    if found and found[0].data is None and (asked.samples or asked.dataset_tokens):
-        what = {"batches": "its batches are its own; say of what shape they are: --input SIZE SIZE …"}
-        raise ValueError(
-            f"How much data there is cannot be counted in what {asked.model!r} takes, {found[0].unit}: "
-            f"{what.get(found[0].unit, 'give --samples in place of --dataset-tokens')}."
+def _with_enough(found: list[Budget], asked: Question) -> list[Budget]:
+    """Those ways for which there is data; a ValueError if it cannot be counted, or if data or time is less than one step."""
+    if not found:
+        return []
+    unit = found[0].unit
+    if found[0].data is None and (asked.samples or asked.dataset_tokens):
+        instead = (
+            "--input SIZE SIZE …, which says how many a batch has"
+            if unit == "batches"
+            else "--samples in place of --dataset-tokens"
         )
-    if found and not any(each.steps for each in found):
-        least = min(found, key=lambda each: each.step_seconds)
         raise ValueError(
-            f"--hours {asked.hours:g} is less than one step, which takes {least.step_seconds:.3g} s. Give more."
+            f"How much data there is cannot be counted in {unit}, which {asked.model!r} takes: give {instead}."
         )
-    if found and all(each.count > (each.data or each.count) for each in found):
-        least = min(found, key=lambda each: each.count)
+    quickest = min(each.step_seconds for each in found)
+    if all(not each.steps for each in found):
+        raise ValueError(f"--hours {asked.hours:g} is less than one step, which takes {quickest:.3g} s. Give more.")
+    enough = [each for each in found if each.data is None or each.count <= each.data]
+    if not enough:
+        least = min(each.count for each in found)
         raise ValueError(
-            f"The data has {least.data:,} {least.unit}, and one step takes {least.count:,}. Give more data, or smaller "
-            "--batch, --tokens or --accumulate."
+            f"The data has {found[0].data:,} {unit}, and one step takes {least:,}. Give more data, or smaller --batch, "
+            "--tokens or --accumulate."
         )
+    return enough
 
 
 def _fitting(estimate: Estimate) -> list[Budget]:
-    return [each for each in map(_budget, _ways(estimate)) if each.answer.best is not None]
+    return [_budget(each) for each in _ways(estimate) if each.best is not None]
 
 
 def best_first(found: Iterable[Budget]) -> list[Budget]:
     """Whole updates before rounded ones, enough steps before too few; then the most tokens, or of too few the most steps."""
 
-    def order(each: Budget) -> tuple[float, ...]:
-        too_few = each.steps < each.answer.question.least_steps
-        return each.rounds, too_few, -each.steps if too_few else -each.total, each.count
+    def kind(each: Budget) -> tuple[bool, bool]:
+        return rounds(each.answer.question), each.steps < each.answer.question.least_steps
+
+    def order(each: Budget) -> tuple[bool, bool, int, int]:
+        rounded, too_few = kind(each)
+        return rounded, too_few, -(each.steps if too_few else each.total), each.count
 
     ordered = sorted(found, key=order)
-    best = ordered[0] if ordered else None
-    # Of nearly as many tokens, those with the smallest step learn the most.
-    alike = [
-        each for each in ordered if best and order(each)[:2] == order(best)[:2] and each.total * _GAIN >= best.total
-    ]
-    alike.sort(key=lambda each: each.count)
-    return [*alike[:1], *(each for each in ordered if each not in alike[:1])]
+    if ordered:
+        # Of nearly as many tokens, the smallest step leaves the most steps.
+        alike = [each for each in ordered if kind(each) == kind(ordered[0]) and each.total * _GAIN >= ordered[0].total]
+        first = min(alike, key=lambda each: each.count)
+        ordered = [first, *(each for each in ordered if each is not first)]
+    return ordered
 
 
 def _takes_batches(asked: Question) -> bool:
@@ -173,22 +173,13 @@ def _activations(asked: Question) -> dict[str, Any]:
 def _ways(estimate: Estimate) -> Iterator[Answer]:
     """The answers for each time and place of the optimizer, and accumulation, of those that are not given."""
     asked, step = estimate.question, estimate.step
-    if step is None:
-        return
-    alone = asked.devices * asked.nodes == 1 and "optimizer_on" not in asked.given and not step.on_device
-    for place in ("host", "device") if alone else (asked.optimizer_on,):
-        waits = place == "host" and step.overlap == "off"  # its updates cannot run in the background
-        early: tuple[Literal["off", "forward", "backward"], ...] = ("forward", "backward")
-        early = (asked.overlap,) if waits or "overlap" in asked.given else early
-        for overlap in early:
-            if overlap == "backward" and (
-                asked.clip or (place == "device" and PRECISIONS[asked.precision][0].itemsize == 2)
-            ):
-                continue
-            question = Question(**{**vars(asked), "optimizer_on": place, "overlap": overlap})
-            stepped = step if waits else replace(step, overlap=overlap)
-            stepped = on_device(stepped, question) if place == "device" else stepped
-            yield from _accumulated(answer(replace(estimate, question=question, step=stepped)))
+    for place in PLACES if "optimizer_on" not in asked.given else (asked.optimizer_on,):
+        # On the host some optimizers' updates cannot run in the background, and --overlap says nothing of them.
+        waits = place == "host" and step is not None and step.overlap == "off"
+        for overlap in _OVERLAPS if "overlap" not in asked.given and not waits else (asked.overlap,):
+            other = stepped(estimate, overlap, place)
+            if other is not None:
+                yield from _accumulated(answer(other))
 
 
 def _accumulated(found: Answer) -> Iterator[Answer]:
@@ -198,18 +189,15 @@ def _accumulated(found: Answer) -> Iterator[Answer]:
     if "accumulate" in question.given or found.best is None:
         return
     rows = sorted((row for row in found.rows if row.fits), key=lambda row: row.prediction.seconds)[:_WINDOWS]
-    windows = {"k": sorted({row.plan.k for row in rows}), "k_prime": question.k_prime}
+    ks = sorted({row.plan.k for row in rows})
     for accumulate in _ACCUMULATED:
-        asked = Question(**{**vars(question), **windows, "accumulate": accumulate})
-        more = answer(replace(found.estimate, question=asked))
-        yield replace(more, question=Question(**{**vars(question), "accumulate": accumulate}))
+        more = answer(replace(found.estimate, question=question.but(k=ks, accumulate=accumulate)))
+        yield replace(more, question=question.but(accumulate=accumulate))
 
 
 def _budget(found: Answer) -> Budget:
-    question = found.question
-    rate, unit = found.rate
-    count = round(rate * found.shown.prediction.seconds) * question.accumulate
-    return Budget(found, (question.hours or 0) * 3600, count, unit)
+    count, unit = found.batch
+    return Budget(found, (found.question.hours or 0) * 3600, count * found.question.accumulate, unit)
 
 
 # ---------------------------------------------------------------------- words
@@ -221,7 +209,7 @@ def in_words(found: list[Budget], asked: Question) -> list[str]:
     question, row = best.answer.question, best.answer.shown
     lines = [
         f"In {asked.hours:g} h: {best.steps:,} steps of {best.count:,} {best.unit}, {best.step_seconds:.3g} s each, "
-        f"{_short(best.total)} {best.unit}{_epochs(best)}{_cost(best)}.",
+        f"{number(best.total)} {best.unit}{_epochs(best)}{_cost(best)}.",
         f"  {trainer_call(best)}",
         f"  {row.prediction.binds} binds; {in_gib(row.device_bytes)} of device and {in_gib(best.answer.estimate.host.nbytes)} of "
         "host memory",
@@ -231,15 +219,14 @@ def in_words(found: list[Budget], asked: Question) -> list[str]:
         lines.append(
             f"  No way that fits reaches {asked.least_steps:,} steps (--least-steps); more hours do, or fewer --tokens."
         )
-    if faster := next((b for b in found if b.rounds and not best.rounds and b.total > best.total * _GAIN), None):
-        lines.append(
-            f"  {faster.answer.question.precision} reaches {_short(faster.total)} {faster.unit}, but without float32 weights "
-            "each update is rounded to 8 bits of mantissa, and small ones are lost (--precision bf16-true)."
-        )
+    rounded = [each for each in found if rounds(each.answer.question) and each.total > best.total * _GAIN]
+    if rounded and not rounds(question):
+        precision, most = rounded[0].answer.question.precision, number(rounded[0].total)
+        lines.append(f"  {precision} reaches {most} {best.unit}, but {ROUNDED} (--precision {precision}).")
     others = list(_different(found[1:]))[: _SHOWN - 1]
     lines += ["", "other ways, and what they reach:"] * bool(others)
     lines += [
-        f"  {_short(each.total):>7} {each.unit} in {each.steps:,} steps: {_way(each.answer.question)}"
+        f"  {number(each.total):>8} {each.unit} in {each.steps:,} steps: {_way(each.answer.question)}"
         for each in others
     ]
     return lines
@@ -285,13 +272,6 @@ def _cost(best: Budget) -> str:
     return "" if best.cost is None else f", for {best.cost:.4g}"
 
 
-def _short(count: float) -> str:
-    for limit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= limit:
-            return f"{count / limit:.3g}{name}"
-    return f"{count:g}"
-
-
 def sizes(found: list[Budget]) -> list[str]:
     """Which of several sizes of a language model expects the least loss; nothing where no size is one, or there is but one."""
     if len(found) < 2 or any(each.unit != "tokens" for each in found):
@@ -299,15 +279,15 @@ def sizes(found: list[Budget]) -> list[str]:
     losses = [(expected_loss(each.answer.estimate.parameters, _fresh(each)), each) for each in found]
     lines = ["", f"expected loss by {LAW}, an estimate of nats per token on web text:"]
     lines += [
-        f"  {_short(each.answer.estimate.parameters):>7} parameters, {_short(each.total):>7} tokens: {loss:.3f}"
+        f"  {number(each.answer.estimate.parameters):>8} parameters, {number(each.total):>8} tokens: {loss:.3f}"
         for loss, each in losses
     ]
     _, best = min(losses, key=lambda each: each[0])
     if any(each.answer.estimate.parameters < FITTED_TO for each in found):
         lines.append(
-            f"  The law was fitted to {_short(FITTED_TO)} parameters and more: of smaller models it says nothing."
+            f"  The law was fitted to {FITTED_TO // 10**6}M parameters and more: of smaller models it says nothing."
         )
-    return [*lines, f"  the least: {_short(best.answer.estimate.parameters)}"]
+    return [*lines, f"  the least: {number(best.answer.estimate.parameters)}"]
 
 
 def _fresh(each: Budget) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import os
 import pickle
@@ -14,16 +13,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from sp_lightning.cli.answer import Answer, answer
 from sp_lightning.cli.arguments import SUBJECT, TRAINER, Question
 from sp_lightning.cli.budget import Budget, best_first, budgets, fields, in_words, sizes
 from sp_lightning.cli.estimate import estimate_model
-from sp_lightning.cli.measured import correct, take_rates
+from sp_lightning.cli.measured import corrected, with_rates
 from sp_lightning.cli.model_source import find_config
 from sp_lightning.cli.remedies import remedies
-from sp_lightning.cli.report import as_json, as_table, as_text
+from sp_lightning.cli.report import as_fields, as_table, as_text, in_json
 from sp_lightning.cli.trials import lacking
 from sp_lightning.cli.verdict import verdict
 from sp_lightning.comparison.check import check
@@ -40,8 +38,8 @@ def run_plan(questions: Sequence[Question]) -> None:
         ValueError, ImportError: a question cannot be answered.
         SystemExit: with :attr:`~sp_lightning.cli.answer.Answer.status`, unless that is 0.
     """
+    questions = with_rates(questions)
     first = questions[0]
-    take_rates(questions)
     if first.plot is not None:
         require_matplotlib()
         first.plot.parent.mkdir(parents=True, exist_ok=True)
@@ -65,49 +63,46 @@ def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str
     if questions[0].hours is not None:
         yield from _in_hours(questions, answers)
         return
-    found = (_answer(question, answers) for question in questions)
+    found = (_answer(corrected(question, _say), answers) for question in questions)
     if questions[0].json:
-        yield as_json(list(found))
+        yield in_json([as_fields(each) for each in found])
     elif len(questions) > 1:
         yield from as_table(questions, found)
     else:
         (one,) = found
-        yield as_text(one, remedies(one, _say) if one.status < 3 and not one.fits_plain else [])
+        yield _with_remedies(one)
+
+
+def _with_remedies(one: Answer) -> str:
+    return as_text(one, remedies(one, _say) if one.status < 3 and not one.fits_plain else [])
 
 
 def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
-    """What the time is enough for: of each model, size and length one answer, the best, with what it rests on."""
+    """What the time is enough for: of each model, size and length the best way, with what it rests on."""
     groups: dict[tuple[object, ...], list[Question]] = {}
     for question in questions:
-        groups.setdefault((question.model, question.tokens, question.scale), []).append(question)
-    found, chosen = list[dict[str, Any]](), list[Budget]()
-    for group in groups.values():
-        for question in group:
-            correct(question, _say)
-        ways = best_first(way for question in group for way in budgets(question, _say))
-        if not ways:
-            one = _answer(group[0], answers)
-            if questions[0].json:
-                found.append(json.loads(as_json([one])))
-            else:
-                yield as_text(one, remedies(one, _say) if one.status < 3 and not one.fits_plain else [])
-            continue
-        answers.append(ways[0].answer)
-        chosen.append(ways[0])
-        if questions[0].json:
-            found.append({**json.loads(as_json([ways[0].answer])), **fields(ways[0])})
+        key = question.model, question.tokens, question.scale
+        groups.setdefault(key, []).append(corrected(question, _say))
+    chosen, found = list[Budget](), list[dict[str, object]]()
+    for first, *more in groups.values():
+        ways = best_first(way for question in (first, *more) for way in budgets(question, _say))
+        answers.append(ways[0].answer if ways else answer(estimate_model(first)))
+        if first.json:
+            found.append(as_fields(answers[-1]) | (fields(ways[0]) if ways else {}))
+        elif ways:
+            rest = as_text(answers[-1], []) if len(groups) == 1 else verdict(answers[-1])
+            yield "\n".join([*in_words(ways, first), "", rest, ""])
         else:
-            rest = as_text(ways[0].answer, []) if len(groups) == 1 else verdict(ways[0].answer)
-            yield "\n".join([*in_words(ways, group[0]), "", rest, ""])
-    if questions[0].json:
-        yield json.dumps(found if len(found) > 1 else found[0], indent=2)
+            yield _with_remedies(answers[-1])
+        chosen += ways[:1]
+    if found:
+        yield in_json(found)
     else:
         yield from sizes(chosen)
 
 
 def _answer(question: Question, answers: list[Answer]) -> Answer:
     question.predict = question.predict or question.generate is not None
-    correct(question, _say)
     _say(f"runs a batch of {question.model} without values")
     answers.append(answer(estimate_model(question)))
     return answers[-1]

@@ -172,11 +172,12 @@ class Estimate:
             disk=asked.disk or math.inf,
             sliced=asked.transfer == "sliced" and devices > 0,
             synchronous=asked.measured.synchronous,
-        )
+        ).slowed(asked.measured.slower)
 
     def _balance(self, plan: Plan, rates: Rates) -> Balance:
         """What a batch does if all activations are kept, and which choices of their modes there are."""
-        visits = self.work.visits(flops=self.question.tflops * 1e12, memory=self.question.device_bandwidth)
+        asked, pace = self.question, 1 / self.question.measured.slower
+        visits = self.work.visits(flops=pace * asked.tflops * 1e12, memory=pace * asked.device_bandwidth)
         return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
 
     def modes(self, plan: Plan) -> Modes:
@@ -204,10 +205,10 @@ class Estimate:
             updates: whether they take time and the host memory's bandwidth.
         """
         rates, batches = rates or self.rates, self.question.accumulate
-        found = self._batch(plan, modes, rates, updates=updates, moves=True)
-        if batches > 1:
-            found = found.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
-        return found.slowed(self.question.measured.slower)
+        last = self._batch(plan, modes, rates, updates=updates, moves=True)
+        if batches == 1:
+            return last
+        return last.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
 
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
         """One batch, with an update or without, and with what that reads and writes on the disk or without."""
@@ -238,8 +239,7 @@ def estimate_model(question: Question) -> Estimate:
     dtype, autocast = PRECISIONS[question.precision]
     with default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        source = load_model(question)
-        module = source.module
+        module = (source := load_model(question)).module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
         notes = [] if question.lora is None else add_adapters(module, question.lora)
@@ -271,9 +271,9 @@ def _with_whole_tables(made: Estimate) -> Estimate:
     """Another estimate if the model reads the whole weight of an embedding, as for a head tied by code: that is a layer then."""
     if not made.work.whole:
         return made
-    layers = [*(made.question.layers or ()), *sorted(made.work.whole)]
-    again = estimate_model(Question(**{**vars(made.question), "layers": layers}))
-    note = f"{', '.join(sorted(made.work.whole))}: more than rows of it are read, outside its call, so layers= moves it whole"
+    whole = sorted(made.work.whole)
+    again = estimate_model(made.question.but(layers=[*(made.question.layers or ()), *whole]))
+    note = f"{', '.join(whole)}: more than rows of it are read, outside its call, so layers= moves it whole"
     return replace(again, notes=(*again.notes, note))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.cli.arguments import PRECISIONS, Question
+from sp_lightning.cli.arguments import PRECISIONS, Overlap, Question
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.fused import has_fused_step
 from sp_lightning.plan.host_memory import kept_for_processes
@@ -44,7 +44,7 @@ class HostStep:
 
     name: str
     optimizers: tuple[torch.optim.Optimizer, ...]
-    overlap: Literal["off", "forward", "backward"]
+    overlap: Overlap
     seconds: float | None = None
     why: str = ""
     source: str = "--optimizer"

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from sp_lightning.cli.answer import answer
-from sp_lightning.cli.arguments import MODES, PRECISIONS, Question, number_of
+from sp_lightning.cli.arguments import MODES, OVERLAPS, PLACES, PRECISIONS, Question, number_of
 from sp_lightning.cli.estimate import estimate_model
 from sp_lightning.device.accelerator import device_for, device_found
 from sp_lightning.observe.reached import machine_of, today
-from sp_lightning.tune.rates import DTYPES, measure_rates
+from sp_lightning.tune.rates import DTYPES, OF_DEVICE, measure_rates
 
-_OF_DEVICE = ("tflops", "device_bandwidth", "pcie")
 _BYTES = ("device_bandwidth", "pcie", "dram", "disk")
 _OPTIONS = ("tflops", "host_tflops", *_BYTES)
 
@@ -31,20 +30,17 @@ def run_rates(given: Namespace) -> str:
         ValueError, OSError: there is no such accelerator, or no such folder.
     """
     there = device_found()
-    kind = torch.device(given.accelerator) if given.accelerator in ("cpu", there.type) else there
     if given.accelerator not in (None, "cpu", there.type):
         raise ValueError(f"--accelerator {given.accelerator}: torch finds {there.type} here. Leave it out, or say cpu.")
-    device = device_for(kind)
-    found = measure_rates(device, given.seconds, given.disk)
+    device = device_for(torch.device("cpu") if given.accelerator == "cpu" else there)
     # Without an accelerator nothing is known of the one that a plan is for; by name, the host is what computes.
-    unknown = _OF_DEVICE if device.computes_on_host and not given.accelerator else ()
-    measured = {name: _in_words(name, value) for name, value in found.items() if name not in unknown}
-    if unknown:
-        measured["synchronous"] = False
+    unknown = device.computes_on_host and given.accelerator is None
+    found = measure_rates(None if unknown else device, given.seconds, given.disk)
+    measured = {name: _in_words(name, value) for name, value in found.items()}
     return json.dumps(
         {
             "kind": "rates", "date": today(), "machine": machine_of(device),
-            "measured": measured, "assumed": list(unknown),
+            "measured": measured, "assumed": [name for name in OF_DEVICE if name not in measured],
         },
         indent=1,
     )  # fmt: skip
@@ -59,41 +55,39 @@ def _in_words(name: str, value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def take_rates(questions: Sequence[Question]) -> None:
-    """Sets the rates of a file that ``--rates`` names, but for those that the command line has.
+def with_rates(questions: Sequence[Question]) -> Sequence[Question]:
+    """The questions with the rates of the file that ``--rates`` names, but for those that the command line has.
 
     Raises:
         ValueError, OSError: the file is not one of ``rates``.
     """
     file = questions[0].rates
     if file is None:
-        return
+        return questions
     with _file_of("rates", file) as found:
         measured, here = found["measured"], machine_of(device_for(torch.device("cpu")))
         notes = []
         if found["machine"]["processor"] != here["processor"] or found["machine"]["cores"] != here["cores"]:
             notes.append(f"{file} is of another machine, {_named(found['machine'])}; this one has {_named(here)}.")
-        for question in questions:
-            _take(question, measured, notes)
+        return [_with_rates(question, measured, notes) for question in questions]
 
 
-def _take(question: Question, measured: dict[str, Any], notes: Sequence[str]) -> None:
+def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[str]) -> Question:
     values = {name: measured[name] for name in _OPTIONS if name in measured and name not in question.given}
     if question.disk is None:
         values.pop("disk", None)  # nobody has asked for one
-    for name, value in values.items():
-        dtype, autocast = PRECISIONS[question.precision]
-        if name == "tflops":
-            value = value[next(key for key, each in DTYPES.items() if each is (autocast or dtype))]
-        setattr(question, name, number_of(name, str(value)))
+    tflops = {DTYPES[key]: float(each) for key, each in values.get("tflops", {}).items()}
     visit, weight = map(float, measured["python"]["inference" if question.predict else "training"])
-    question.measured = replace(
+    seen = replace(
         question.measured,
         names=frozenset(values),
+        tflops=tflops,
         python=None if question.measure_host else (visit, weight),
         synchronous=bool(measured["synchronous"]),
         notes=(*question.measured.notes, *notes),
     )
+    numbers = {name: number_of(name, str(value)) for name, value in values.items() if name != "tflops"}
+    return question.but(**numbers, measured=seen)
 
 
 def _named(machine: dict[str, Any]) -> str:
@@ -122,15 +116,15 @@ def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def correct(question: Question, say: Callable[[str], None]) -> None:
-    """Has the times of a question corrected by what a run has reached, which ``--from`` names.
+def corrected(question: Question, say: Callable[[str], None]) -> Question:
+    """The question with its times corrected by what a run has reached, which ``--from`` names.
 
     Raises:
         ValueError, OSError: the file is not such a report, or is of another model.
     """
     file = question.from_
     if file is None:
-        return
+        return question
     with _file_of("report", file) as found:
         reached, batches, model, devices = found["seconds"], found["batches"], found["model"], found["devices"]
         counts = {name: found[name] for name in ("parameters", "trained")}
@@ -138,8 +132,7 @@ def correct(question: Question, say: Callable[[str], None]) -> None:
     if devices != (here := question.devices * question.nodes):
         raise ValueError(f"{file} is of {devices} devices, and this plan of {here}. Plan as many, or leave --from out.")
     say(f"runs a batch of {question.model} as {file} had it")
-    alone = replace(question.measured, slower=1.0)
-    asked = Question(**{**vars(question), "from_": None, "hours": None, "measured": alone, **as_reached})
+    asked = question.but(**as_reached)
     estimate = estimate_model(asked)
     for name, count in counts.items():
         if (planned := getattr(estimate, name)) != count:
@@ -151,15 +144,11 @@ def correct(question: Question, say: Callable[[str], None]) -> None:
     slower = reached / predicted
     off = f"{abs(slower - 1):.0%} {'more' if slower >= 1 else 'less'} than predicted"
     off = f"{slower:.3g} times as long as predicted" if slower >= 2 else off
-    question.measured = replace(
-        question.measured,
-        slower=slower,
-        notes=(
-            *question.measured.notes,
-            f"{file}: a batch in {asked.precision} took {reached:.3g} s, as {batches} of them did on average: {off} "
-            f"({predicted:.3g} s). All times are corrected by that.",
-        ),
+    note = (
+        f"{file}: a batch in {asked.precision} took {reached:.3g} s, as {batches} of them did on average: {off} "
+        f"({predicted:.3g} s). All times are corrected by that."
     )
+    return question.but(measured=replace(question.measured, slower=slower, notes=(*question.measured.notes, note)))
 
 
 def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +156,7 @@ def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
     asked: dict[str, Any] = {"k": [found["k"]], "k_prime": [found["k_prime"]], "accumulate": found["accumulate"]}
     if found["precision"] in PRECISIONS:
         asked["precision"] = found["precision"]
-    known = {"activations": MODES, "overlap": ("off", "forward", "backward"), "optimizer_on": ("host", "device")}
+    known = {"activations": MODES, "overlap": OVERLAPS, "optimizer_on": PLACES}
     asked |= {name: found[name] for name, choices in known.items() if found[name] in choices}
     if question.clip and asked.get("overlap") == "backward":
         asked["clip"] = None  # the run did not

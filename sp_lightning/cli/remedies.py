@@ -77,7 +77,7 @@ def _has_loss(asked: Answer) -> bool:
 
 def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Callable[[str], None]) -> Answer | None:
     """The answer with some changes; None if there is none, or if it would take too long to find."""
-    question = Question(**{**vars(refused.question), **changes})
+    question = refused.question.but(**changes)
     if not changes or any(contradictions(question)) or _is_too_large(refused, question):
         return None
     known = next((each for estimate in estimates if (each := estimate.asked(question)) is not None), None)

@@ -14,11 +14,11 @@ from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, too_littl
 from sp_lightning.kernels.jit import is_installed
 from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
-from sp_lightning.plan.units import in_gib
+from sp_lightning.plan.units import in_gib, number
 
 _MOST_REASONS = 10
 _DAY = 24 * 60 * 60
-_ROUNDED = "its price: without float32 weights each update is rounded to 8 bits of mantissa, and small ones are lost"
+ROUNDED = "without float32 weights each update is rounded to 8 bits of mantissa, and small ones are lost"
 _LEGEND = """
   k              layers that are usable on the device at once
   k'             layers that move as one transfer; a window is k and k' with their memory
@@ -47,10 +47,10 @@ def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
         if other.best is not None:
             device, host = in_gib(other.best.device_bytes), in_gib(estimate.host.nbytes)
             words.append(f"{device} of device and {host} of host memory, {speed(other)}")
-        if _rounds(other.question) and not _rounds(answer.question):
-            words.append(_ROUNDED)
+        if rounds(other.question) and not rounds(answer.question):
+            words.append(f"its price: {ROUNDED}")
         if other.question.lora != answer.question.lora:
-            words.append(f"{_number(estimate.trained)} parameters are trained")
+            words.append(f"{number(estimate.trained)} parameters are trained")
         if other.fits_plain:
             words.append(f"plain Lightning fits with {in_gib(estimate.plain_bytes)} of device memory, and is faster")
         lines += [
@@ -60,7 +60,7 @@ def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
     return lines
 
 
-def _rounds(question: Question) -> bool:
+def rounds(question: Question) -> bool:
     """Whether weights are trained that have no float32 values."""
     return not question.predict and PRECISIONS[question.precision][0].itemsize == 2
 
@@ -143,9 +143,9 @@ def _in_columns(words: Iterable[str], widths: Iterable[int]) -> str:
 def _heading(estimate: Estimate) -> str:
     question = estimate.question
     what = "inference" if estimate.step is None else f"training, {estimate.step.name}"
-    count = f"{_number(estimate.parameters)} parameters"
+    count = f"{number(estimate.parameters)} parameters"
     if estimate.step is not None and estimate.trained < estimate.parameters:
-        count += f", of which {_number(estimate.trained)} are trained"
+        count += f", of which {number(estimate.trained)} are trained"
     if question.accumulate > 1:
         what += f" every {question.accumulate} batches"
     if question.clip:
@@ -153,10 +153,6 @@ def _heading(estimate: Estimate) -> str:
     where = f" on each of {question.devices} devices" if question.devices > 1 else ""
     where += f" {'of' if where else 'on'} each of {question.nodes} nodes" if question.nodes > 1 else ""
     return f"{question.model}: {count}, {question.precision}, {what}, {estimate.items}{where}"
-
-
-def _number(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M" if count >= 1e4 else str(count)
 
 
 def _device(estimate: Estimate, row: Row) -> str:
@@ -323,7 +319,7 @@ def _nodes(estimate: Estimate, row: Row) -> list[str]:
         return []
 
     def seconds(nodes: int) -> float:
-        asked = replace(estimate, question=Question(**{**vars(question), "nodes": nodes}))
+        asked = replace(estimate, question=question.but(nodes=nodes))
         return asked.predict(replace(row.plan, nodes=nodes), row.modes).seconds
 
     one = seconds(1)
@@ -353,13 +349,13 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
 # ---------------------------------------------------------------------- JSON
 
 
-def as_json(answers: Sequence[Answer]) -> str:
-    """The answer for programs, of several a list; bytes and seconds."""
-    fields = [_fields(answer) for answer in answers]
-    return json.dumps(fields if len(fields) > 1 else fields[0], indent=2)
+def in_json(answers: Sequence[dict[str, object]]) -> str:
+    """Answers for programs as text: one, or a list of several."""
+    return json.dumps(answers if len(answers) > 1 else answers[0], indent=2)
 
 
-def _fields(answer: Answer) -> dict[str, object]:
+def as_fields(answer: Answer) -> dict[str, object]:
+    """One answer for programs, by the names of what it says."""
     estimate, best, question, work = answer.estimate, answer.best, answer.question, answer.estimate.work
     plan, modes = answer.rows[0].plan, answer.rows[0].modes
     known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "dram", "links", "network")
@@ -384,6 +380,7 @@ def _fields(answer: Answer) -> dict[str, object]:
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
         "assumed": {"tflops": question.tflops}
         | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},
+        "measured": sorted(question.measured.names),
         "windows": [_window(row) for row in answer.rows],
         "trials": None if (found := best_trials(answer)) is None else {**vars(found), "row": _window(found.row)},
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Numbers of bytes, and of parameters, as people write and read them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def in_gib(nbytes: float) -> str:
     """A number of bytes in GiB, so that figures which are compared have one unit; less than a tenth of one as it reads well."""
     gib = nbytes / 2**30
     return f"{gib:.1f} GiB" if gib >= 1 else f"{gib:.3g} GiB" if gib >= 0.1 else human_bytes(nbytes)
+
+
+def number(count: float) -> str:
+    """A number of parameters or tokens as people write it."""
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M" if count >= 1e4 else str(count)
 
 
 def enough_gib(nbytes: int) -> str:

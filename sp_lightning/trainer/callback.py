@@ -153,7 +153,7 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ training batches
 
     def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if (self._timeline is None and self._plot is None) or not self._records:
+        if not self._files:
             return
         self._stop_recording()
         self._seen += 1

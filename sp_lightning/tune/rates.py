@@ -18,17 +18,19 @@ from sp_lightning.tune.machine import measure_host_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes in which a device multiplies, by the names that files of rates have for them."""
+OF_DEVICE = ("tflops", "device_bandwidth", "pcie")
+"""What is measured of the device, by the names of ``plan``'s options."""
 ADAMW_BYTES = 28
 """What a step of AdamW with float32 state reads and writes for each parameter: 4 tensors in, 3 out."""
 _SHARES = 8  # what is measured for seconds, each as long
 _SAID = ("The drive cannot be read", "The drive cannot be written", "The file", ": name another folder with --disk")
 
 
-def measure_rates(device: Device, seconds: float, disk: Path | None = None) -> dict[str, Any]:
+def measure_rates(device: Device | None, seconds: float, disk: Path | None = None) -> dict[str, Any]:
     """Measures a machine, with the caller's threads.
 
     Args:
-        device: where layers compute.
+        device: where layers compute; None if that is not here, and :data:`OF_DEVICE` are not measured.
         seconds: how long that takes, about; the disk and Python's time come on top.
         disk: a folder on the drive; None for no drive.
 
@@ -41,18 +43,22 @@ def measure_rates(device: Device, seconds: float, disk: Path | None = None) -> d
     share = seconds / _SHARES
     nbytes = min(2**29, max(2**26, int(share * 2**30)))  # beyond the caches where there is time for it
     host = Device(torch.device("cpu"))
-    return {
-        "tflops": {name: matrix_flops(dtype, device, share) / 1e12 for name, dtype in DTYPES.items()},
+    found: dict[str, Any] = {}
+    if device is not None:
+        found = {
+            "tflops": {name: matrix_flops(dtype, device, share) / 1e12 for name, dtype in DTYPES.items()},
+            "device_bandwidth": copied_bytes(device, nbytes, share),
+            "pcie": link_bytes(device, nbytes, share),
+        }
+    return found | {
         "host_tflops": matrix_flops(torch.bfloat16, host, share) / 1e12,
-        "device_bandwidth": copied_bytes(device, nbytes, share),
-        "pcie": link_bytes(device, nbytes, share),
         "dram": ADAMW_BYTES / adamw_seconds(nbytes // 4, share, fused=True),
         **({} if disk is None else {"disk": disk_bytes(disk, nbytes)}),
         "python": {
             "training": measure_host_seconds(training=True),
             "inference": measure_host_seconds(training=False),
         },
-        "synchronous": device.synchronous,
+        "synchronous": device is not None and device.synchronous,
     }
 
 

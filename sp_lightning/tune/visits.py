@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from sp_lightning.device.timeline import Interval, Kind
 
+_BYTES = ("upload", "download", "update", "host_memory", "links", "network", "disk")  # rates in bytes per second
 # Simulating so many visits takes about a second for each choice of k and k'.
 _MOST_VISITS = 2000
 
@@ -78,6 +79,13 @@ class Rates:
     sliced: bool = False
     come: float = 0.0
     leave: float = 0.0
+
+    def slowed(self, times: float) -> Rates:
+        """The same if everything takes so many times as long."""
+        slower = {name: getattr(self, name) / times for name in _BYTES}
+        return replace(
+            self, visit_seconds=times * self.visit_seconds, weight_seconds=times * self.weight_seconds, **slower
+        )
 
 
 def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:
@@ -172,16 +180,6 @@ class Prediction:
             {name: mean(busy, other.busy.get(name, 0.0)) for name, busy in self.busy.items()},
             {key: mean(self.stalls.get(key, 0.0), other.stalls.get(key, 0.0)) for key in (*self.stalls, *other.stalls)},
             self.intervals,
-        )
-
-    def slowed(self, times: float) -> Prediction:
-        """The same if everything takes so many times as long. What happened when stays as it was."""
-        busy = {key: times * each for key, each in self.busy.items()}
-        return replace(
-            self,
-            seconds=times * self.seconds,
-            busy=busy,
-            stalls={key: times * each for key, each in self.stalls.items()},
         )
 
     @property

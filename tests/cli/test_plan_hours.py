@@ -17,6 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.__main__ import main
 from sp_lightning.cli import scaling
+from sp_lightning.cli.answer import answer
+from sp_lightning.cli.arguments import Measured, Question, make_parser, separate
+from sp_lightning.cli.estimate import estimate_model
+from sp_lightning.cli.trials import best_trials
 from sp_lightning.device.device import Device
 from sp_lightning.observe.reached import Reached
 from sp_lightning.tune import rates as measuring
@@ -37,6 +41,9 @@ def config(tmp_path: Path) -> str:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(SIZES))
     return str(file)
+
+
+LORA = ("examples/shapes/llama-3.2-3b.json", "--precision", "bf16-true", "--lora", "8", "--tokens", "64")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -307,6 +314,42 @@ def test_rates_are_measured_and_used(
     said = capsys.readouterr().out
     assert f"({file}); assumed: AdamW (--optimizer)" in said
     assert "is of another machine" not in said
+
+
+def test_rates_follow_the_precision_that_a_report_has(
+    rates: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A report in float32 corrects a plan in bfloat16 by what the device multiplies in float32."""
+    found, file, report = rates("--accelerator", "cpu"), tmp_path / "rates.json", tmp_path / "report.json"
+    found["measured"]["tflops"] = {"fp32": 1e-5, "bf16": 1.0, "fp16": 1.0}
+    file.write_text(json.dumps(found))
+    trained(report)
+    asked = (
+        FACTORY,
+        "--k",
+        "2",
+        "--k-prime",
+        "1",
+        "--overlap",
+        json.loads(report.read_text())["overlap"],
+        "--rates",
+        str(file),
+    )
+    predicted = plan(capsys, *asked, "--precision", "32-true")["windows"][0]["seconds"]
+    main(["plan", *asked, "--from", str(report)])
+    assert f"({predicted:.3g} s). All times" in capsys.readouterr().out
+
+
+@pytest.mark.rest("plans 3 billion parameters; that a report corrects the times is in the first tier")
+def test_what_is_slower_is_so_in_all_parts() -> None:
+    (asked,) = separate(make_parser().parse_args(["plan", *LORA, "--trials", "2", "--k", "1"], namespace=Question()))
+    before, after = (answer(estimate_model(asked.but(measured=Measured(slower=times)))) for times in (1.0, 2.0))
+    assert after.shown.prediction.seconds == pytest.approx(2 * before.shown.prediction.seconds)
+    assert after.without_waits == pytest.approx({what: 2 * seconds for what, seconds in before.without_waits.items()})
+    one, two = best_trials(before), best_trials(after)
+    assert one is not None
+    assert two is not None
+    assert two.seconds == pytest.approx(2 * one.seconds)
 
 
 def test_without_an_accelerator_its_rates_stay_assumed(
