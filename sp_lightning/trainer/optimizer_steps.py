@@ -93,6 +93,7 @@ class OptimizerSteps:
 
     @property
     def on_device(self) -> bool:
+        """Whether layers come to the device for their steps."""
         return self._place.on_device
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
