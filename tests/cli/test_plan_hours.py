@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sp_lightning.__main__ import main
 from sp_lightning.cli import scaling
 from sp_lightning.cli.answer import answer
 from sp_lightning.cli.arguments import Measured, Question, make_parser, separate
+from sp_lightning.cli.budget import _fresh, best_first, budgets
 from sp_lightning.cli.estimate import estimate_model
 from sp_lightning.cli.trials import best_trials
 from sp_lightning.device.device import Device
@@ -507,3 +509,52 @@ def test_what_is_measured_counts_what_moves(monkeypatch: pytest.MonkeyPatch) -> 
         "one after the other, where copies are synchronous"
     )
     assert measuring.matrix_flops(torch.float32, device, 0.1) == 2 * 512**3 / 0.5
+
+
+# ---------------------------------------------------------------------- which way comes first
+
+
+def way(steps: int, count: int, precision: str = "bf16-mixed", least: int = 1000) -> Any:
+    """A way to train with so many steps of so many tokens."""
+    question = SimpleNamespace(precision=precision, least_steps=least, predict=False)
+    return SimpleNamespace(steps=steps, count=count, total=steps * count, answer=SimpleNamespace(question=question))
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        (way(1000, 10), [way(9000, 10, "bf16-true")]),  # whole updates
+        (way(1, 10), [way(9000, 10, "bf16-true")]),  # even if the steps are too few
+        (way(1000, 10), [way(999, 90), way(1, 90_000)]),  # enough steps
+        (way(900, 10), [way(800, 90)]),  # of too few the most
+        (way(1000, 20), [way(1500, 10)]),  # the most tokens
+        (way(3930, 5), [way(1000, 20), way(2000, 10)]),  # of nearly as many the smallest step
+    ],
+)
+def test_the_order_of_ways(first: Any, others: list[Any]) -> None:
+    for found in ([first, *others], [*others, first]):
+        ordered = best_first(found)
+        assert ordered[0] is first
+        assert sorted(map(id, ordered)) == sorted(map(id, found))
+    assert best_first([]) == []
+
+
+def test_larger_batches_are_tried_until_they_are_no_faster(config: str) -> None:
+    asked = make_parser().parse_args(["plan", config, "--hours", "1", "--tflops", "0.01"], namespace=Question())
+    asked.given = frozenset({"precision", "accumulate", "overlap", "optimizer_on"})
+    said: list[str] = []
+    tried = {each.answer.question.batch for each in budgets(separate(asked)[0], said.append)}
+    assert len(said) == len(tried) < 5, "of seven"
+
+
+def test_the_batch_of_a_factory_is_its_own() -> None:
+    asked = make_parser().parse_args(["plan", FACTORY, "--hours", "1"], namespace=Question())
+    asked.given = frozenset({"precision", "accumulate", "overlap", "optimizer_on"})
+    said: list[str] = []
+    budgets(separate(asked)[0], said.append)
+    assert len(said) == 1
+
+
+def test_data_that_comes_often_counts_four_times_for_the_law() -> None:
+    fewer, often = (SimpleNamespace(total=10**9, data=data) for data in (10**8, None))
+    assert (_fresh(fewer), _fresh(often)) == (4 * 10**8, 10**9)  # type: ignore[arg-type]
