@@ -215,13 +215,9 @@ class TrialTurns:
         if self._waiting:  # who comes in this moment has a turn at the next layer
             with self._lock:
                 turn.wants, turn.waited = wants, 0
-                self._waiting.append(turn)
-                chosen = self._chosen()
-                self._waiting.remove(turn)
-                if chosen is not turn:
-                    turn.state = (
-                        ProcessState()
-                    )  # if it cannot be read, this trial has the turn still, and does not wait
+                if self._chosen(turn) is not turn:
+                    # If it cannot be read, this trial has the turn still, and does not wait.
+                    turn.state = ProcessState()
                     self._waiting.append(turn)
                     self._give()
                     self._await(turn)
@@ -236,9 +232,10 @@ class TrialTurns:
             else:
                 self._outside.restore()
 
-    def _chosen(self) -> Turn:
-        patient = next((each for each in self._waiting if each.waited >= PATIENCE), None)
-        return patient or next((each for each in self._waiting if each.ready), self._waiting[0])
+    def _chosen(self, *last: Turn) -> Turn:
+        waiting = [*self._waiting, *last]
+        patient = next((each for each in waiting if each.waited >= PATIENCE), None)
+        return patient or next((each for each in waiting if each.ready), waiting[0])
 
     def _give(self) -> None:
         self._running = chosen = self._chosen()

@@ -170,7 +170,7 @@ class LoopStrategy(HostStrategy):
     def stepping(self) -> tuple[str, str]:
         """Where the optimizers of the run that lasts step, "host" or "device", and in which mode updates run."""
         assert self._run is not None
-        return "device" if self._run.steps.on_device else "host", self._run.steps.overlap
+        return "device" if self._run.steps_on_device else "host", self._run.steps.overlap
 
     @property
     def device_memory(self) -> tuple[int, int] | None:

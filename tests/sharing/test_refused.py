@@ -239,6 +239,33 @@ def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
     base.map(lambda _: use(thing, kind), range(2), max_trials=1)
 
 
+class Around(Measures):
+    """It has a module of Lightning's in it, which asks for its trainer."""
+
+    inner: Learner
+
+    def __init__(self, inner: Learner) -> None:
+        super().__init__(1e-3)
+        self.metric, self.inner = MeanMetric(), inner
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.inner.trainer is self.trainer
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_module_within_the_module_of_the_first_trial_keeps_its_trainer() -> None:
+    inner = Learner(3e-3)
+
+    def run(_: int) -> str:
+        trainer_for(SuperpipelineStrategy(k=1)).fit(Around(inner), loader(batches(1e-3)))
+        return "it ends"
+
+    found = SharedBase().map(run, range(2), return_exceptions=True)
+    first, second = sorted(found, key=lambda each: isinstance(each, BaseException))
+    assert first == "it ends"
+    assert "A Learner is in two trials of a SharedBase at once: inner." in str(second)
+
+
 def test_parameters_of_another_trial_are_refused_in_the_middle() -> None:
     base, theirs = SharedBase(), Learner(1e-3)
 
