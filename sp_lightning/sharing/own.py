@@ -31,7 +31,7 @@ class Belongings:
         """
         for place, thing in things:
             held = thing.untyped_storage() if type(thing) is Tensor and thing.layout is torch.strided else thing
-            for other in (each for each in others if each._taken.get(id(held), _nothing)() is held):
+            for other in (each for each in others if id(held) in each._taken and each._taken[id(held)]() is held):
                 other._keep_trainers()
                 raise RuntimeError(
                     f"A {type(thing).__name__} is in two trials of a SharedBase at once: {place}. Make it or copy it in each "
@@ -51,10 +51,6 @@ class Belongings:
         for each, trainer in self._trainers.values():
             if (owner := each()) is not None:
                 owner.trainer = trainer()
-
-
-def _nothing() -> None:
-    """Stands in for a reference."""
 
 
 def _reference(thing: Any) -> _Reference:

@@ -85,6 +85,7 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (_B.quantized, "engine"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
 )
+_CONVERTED = "overwrite_module_params swap_module_params"
 _SETTINGS: tuple[Access, ...] = (
     (_random.get_bit_generator, _random.set_bit_generator),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -99,9 +100,7 @@ _SETTINGS: tuple[Access, ...] = (
     (_B.cuda.fp16_bf16_reduction_math_sdp_allowed, _B.cuda.allow_fp16_bf16_reduction_math_sdp),
     (attention_order, set_attention_order),
     *((library, library) for library in (_B.cuda.preferred_linalg_library, _B.cuda.preferred_blas_library)),
-    *_pairs(
-        torch.__future__, "get_{}_params_on_conversion", "set_{}_params_on_conversion", "overwrite_module swap_module"
-    ),
+    *_pairs(torch.__future__, "get_{}_on_conversion", "set_{}_on_conversion", _CONVERTED),
     *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
     _environment("CUBLAS_WORKSPACE_CONFIG"),  # of its Trainer(deterministic=True)
 )

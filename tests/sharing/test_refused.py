@@ -17,6 +17,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -24,6 +26,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from torchmetrics import MeanMetric
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import PAGE
+from sp_lightning.sharing.common import CommonLayer, TrialMemory
 from sp_lightning.sharing.shared_base import current
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.trials import RATES, WIDTH, Learner, batches, learn
@@ -177,6 +182,8 @@ THINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "Data": (Data, "trainer.datamodule"),
     "EarlyStopping": (lambda: EarlyStopping("loss"), "trainer.callbacks"),
     "SimpleProfiler": (SimpleProfiler, "trainer.profiler"),
+    "DummyLogger": (DummyLogger, "trainer.loggers"),
+    "MixedPrecision": (lambda: MixedPrecision("bf16-mixed", "cpu"), "trainer.precision_plugin"),
     "DataLoader": (lambda: loaded(generator=torch.Generator().manual_seed(3), shuffle=True), "train_dataloader"),
     "RandomSampler": (drawn, "train_dataloader"),
     "DistributedSampler": (lambda: DistributedSampler(range(4), 1, 0), "train_dataloader"),  # type: ignore[arg-type]
@@ -214,9 +221,12 @@ def use(thing: Any, kind: str) -> Any:
         "DistributedSampler": lambda: loaded(sampler=thing),
         "Counts": lambda: loaded(dataset=thing),
     }.get(kind, lambda: thing)
-    options: dict[str, Any] = {"EarlyStopping": {"callbacks": [thing]}, "SimpleProfiler": {"profiler": thing}}.get(
-        kind, {}
-    )
+    options: dict[str, Any] = {
+        "EarlyStopping": {"callbacks": [thing]},
+        "SimpleProfiler": {"profiler": thing},
+        "DummyLogger": {"logger": thing},
+        "MixedPrecision": {"plugins": [thing]},
+    }.get(kind, {})
     trainer = trainer_for(SuperpipelineStrategy(k=1), max_epochs=2, **options)
     trainer.fit(module, data() if kind == "Data" or "loader" in THINGS[kind][1] else loader(batches(1e-3)))
     assert module.trainer is trainer
@@ -376,6 +386,32 @@ def test_files_that_are_open(tmp_path: Path) -> None:
     assert count() <= before
 
 
+def test_a_layer_needs_two_descriptors_for_a_moment(tmp_path: Path) -> None:
+    """Whichever of them the process may not have is told; what else the system refuses is told as it is."""
+    device, limits = Device(torch.device("cpu")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for more in range(2):
+        few = os.open(tmp_path, os.O_RDONLY)
+        os.close(few)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few + more, limits[1]))
+        try:
+            with pytest.raises(OSError, match="`ulimit -n 65536`"):
+                CommonLayer(device, PAGE, PAGE, pin=False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        CommonLayer(device, PAGE, 1 << 60, pin=False)
+    assert "ulimit" not in str(raised.value)
+
+
+def test_own_pages_behind_the_frozen_weights_are_none_of_theirs() -> None:
+    device = Device(torch.device("cpu"))
+    memory = TrialMemory(device, CommonLayer(device, PAGE, 4 * PAGE, pin=False), 4 * PAGE)
+    memory.common[3 * PAGE] = 1
+    assert memory.own(PAGE) == []
+    assert memory.own(4 * PAGE) == [(3 * PAGE, 4 * PAGE)]
+
+
 def test_a_model_is_not_passed() -> None:
-    with pytest.raises(ValueError, match="no base is passed"):
-        SharedBase(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no base is passed") as raised:
+        SharedBase(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(99))))  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 150, "the whole of a large model is not shown"
