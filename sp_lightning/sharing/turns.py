@@ -168,7 +168,7 @@ class TrialTurns:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._waiting: list[Turn] = []  # the one that came first is first
-        self._running: Turn | None = None
+        self._running: Turn | None = None  # None where there is no trial
         self._thread = 0  # of the one that runs
         self._given = 0  # how often a turn has begun
         self._outside: ProcessState
@@ -177,7 +177,7 @@ class TrialTurns:
     def refuse_beside(self, trainer: Any) -> None:
         """Refuses a run outside of trials beside them: a RuntimeError. A trial that begins while it runs is refused, too."""
         with self._lock:
-            if self._waiting or self._running is not None:
+            if self._running is not None:
                 raise RuntimeError(_BESIDE)
             self._others.add(trainer)
 
@@ -190,7 +190,7 @@ class TrialTurns:
         """
         turn.comes = threading.Condition(self._lock)
         with self._lock:
-            if not self._waiting and self._running is None:
+            if self._running is None:
                 if any(each.state.status == "running" for each in self._others):
                     raise RuntimeError(_BESIDE)
                 self._outside = ProcessState()

@@ -22,13 +22,14 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchmetrics import MeanMetric
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import PAGE
 from sp_lightning.sharing.common import CommonLayer, TrialMemory
+from sp_lightning.sharing.own import with_state
 from sp_lightning.sharing.shared_base import current
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.trials import RATES, WIDTH, Learner, batches, learn
@@ -274,6 +275,71 @@ def test_a_module_within_the_module_of_the_first_trial_keeps_its_trainer() -> No
     first, second = sorted(found, key=lambda each: isinstance(each, BaseException))
     assert first == "it ends"
     assert "A Learner is in two trials of a SharedBase at once: inner." in str(second)
+
+
+def test_no_hook_of_a_module_runs_in_a_second_trial() -> None:
+    """Nor is it converted to another precision there, or moved at the end: it is refused before anything is done with it."""
+
+    class Prepares(Learner):
+        def setup(self, stage: str) -> None:
+            done.append(stage)
+
+        def cpu(self) -> Prepares:
+            done.append("to the CPU")
+            return self
+
+    done = list[str]()
+    learn(1e-3, make=Prepares)
+    alone, module = done.copy(), Prepares(1e-3)
+    done.clear()
+    found = SharedBase().map(lambda _: learn(1e-3, make=lambda _: module), range(2), return_exceptions=True)
+    assert sum(isinstance(each, RuntimeError) for each in found) == 1
+    assert done == alone
+
+
+class Steady(Sampler[Any]):
+    """A sampler of a user's, of which nothing is known."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([0, 1])
+
+
+class Stateful(DataLoader[Any]):
+    """As torchdata's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+LOADERS: dict[str, tuple[Callable[[], Any], Callable[[Any], list[Any]]]] = {
+    "shuffled": (lambda: DataLoader(range(4), shuffle=True), lambda loader: []),  # type: ignore[arg-type]
+    "list": (lambda: batches(1e-3), lambda loader: []),
+    "sampler that is a list": (lambda: loaded(sampler=[0, 1]), lambda loader: []),
+    "a user's sampler": (lambda: loaded(sampler=Steady()), lambda loader: [loader.sampler]),
+    "a user's batches": (
+        lambda: DataLoader(range(4), batch_sampler=Steady()),  # type: ignore[arg-type]
+        lambda loader: [loader.batch_sampler],
+    ),
+    "batches of what is drawn": (
+        lambda: DataLoader(range(4), batch_sampler=BatchSampler(drawn(), 2, False)),  # type: ignore[arg-type]
+        lambda loader: [loader.batch_sampler.sampler],
+    ),
+    "workers that stay": (lambda: loaded(num_workers=1, persistent_workers=True), lambda loader: [loader]),
+    "with a state": (lambda: Stateful(batches(1e-3)), lambda loader: [loader]),  # type: ignore[arg-type]
+    "combined": (
+        lambda: CombinedLoader({"one": loaded(), "other": loaded(sampler=drawn())}),
+        lambda loader: [loader, loader.iterables["other"].sampler],
+    ),
+}
+"""Makes a loader, and says what of it has a state."""
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_what_of_a_loader_has_a_state(kind: str) -> None:
+    make, expected = LOADERS[kind]
+    loader = make()
+    found, wanted = list(with_state(loader)), expected(loader)
+    assert list(map(id, found)) == list(map(id, wanted))
 
 
 def test_parameters_of_another_trial_are_refused_in_the_middle() -> None:
