@@ -198,9 +198,8 @@ def device_found() -> torch.device:
 
 def name_of(device: Device) -> str | None:
     """What an accelerator is called by its maker; None for the CPU."""
-    return (
-        None if device.computes_on_host else str(torch.get_device_module(device.device).get_device_name(device.device))
-    )
+    there = device.device
+    return None if device.computes_on_host else str(torch.get_device_module(there).get_device_name(there))
 
 
 def device_for(device: torch.device) -> Device:

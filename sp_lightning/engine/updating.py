@@ -108,8 +108,8 @@ class Updating(Part):
                     if viewed is not None:
                         self.lent.take_digests(viewed)  # a view that user code has may be written from now on, too
                 # Otherwise what the device has, or other memory that a weight was given, would overwrite the update later.
-                member.parameters.exposed.clear()
-                member.parameters.replaced = {}
+                group.exposed.clear()
+                group.replaced = {}
 
     def step_of(self, optimizer: Optimizer) -> str:
         """An optimizer's step, in words that tell it from other optimizers' by its first parameter."""

@@ -30,10 +30,8 @@ class Reached:
 
     def __init__(self) -> None:
         self._last: tuple[float, int] | None = None  # when the last batch ended, and after how many optimizer steps
-        self._seconds: dict[bool, list[float]] = {
-            True: [],
-            False: [],
-        }  # of batches with an optimizer step, and of others
+        # Of batches with an optimizer step, and of others.
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
         self._shape: list[int] = []
 
     def batch_ended(self, now: float, batch: Any, step: int) -> None:

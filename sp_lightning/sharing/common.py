@@ -10,10 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +27,8 @@ from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.weights.layer import OnItsWay, StreamedLayer
 from sp_lightning.weights.uploads import Uploads
+
+R = TypeVar("R")
 
 ON_DEVICE = 2
 """Layers of what trials have in common that are on the device beside their windows, if their user does not say how many."""
@@ -51,8 +52,7 @@ class CommonLayer:
 
     def __init__(self, device: Device, nbytes: int, most: int, *, pin: bool) -> None:
         self.nbytes = whole_pages(most)
-        with _enough_descriptors():
-            self._file = create(self.nbytes, "superpipeline-base")
+        self._file = _with_descriptor(create, self.nbytes, "superpipeline-base")
         weakref.finalize(self, os.close, self._file)
         memory = self._map(self.nbytes, shared=True)
         self._locked = PinnedMemory(device, memory=memory[: whole_pages(nbytes)], pin=pin)
@@ -66,14 +66,14 @@ class CommonLayer:
 
     def _map(self, nbytes: int, *, shared: bool) -> Tensor:
         # Unlike Python's, torch's map keeps no descriptor: the layer needs one, however many trials there are.
-        with _enough_descriptors():
-            return torch.from_file(f"/proc/self/fd/{self._file}", shared=shared, size=nbytes, dtype=torch.uint8)
+        file = f"/proc/self/fd/{self._file}"
+        return _with_descriptor(torch.from_file, file, shared=shared, size=nbytes, dtype=torch.uint8)
 
 
-@contextmanager
-def _enough_descriptors() -> Iterator[None]:
+def _with_descriptor(opens: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """Calls what opens a file. Where the process may have no more, an OSError says so."""
     try:
-        yield
+        return opens(*args, **kwargs)
     except (OSError, RuntimeError) as error:
         if os.strerror(errno.EMFILE) not in str(error):
             raise

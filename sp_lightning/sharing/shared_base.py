@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -15,8 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch import nn
 
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
@@ -27,6 +25,7 @@ from sp_lightning.engine.placement import Placement
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.sharing.common import ON_DEVICE, Common, SharedUploads, TrialBlock
+from sp_lightning.sharing.own import Belongings, parts, parts_of_trainer, with_state
 from sp_lightning.sharing.turns import TURNS, Turn
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.uploads import Uploads
@@ -84,21 +83,6 @@ class SharedBase:
     def fetched_bytes(self) -> int:
         """Bytes of the base that were copied to the device for several trials together."""
         return self._common.fetched_bytes
-
-    def _refuse_taken(self, trial: Trial, things: Iterable[tuple[str, Any]]) -> None:
-        """Refuses what another trial has, the same object or, of a buffer, the same memory: a RuntimeError."""
-        for place, thing in things:
-            held = thing.untyped_storage() if type(thing) is Tensor and thing.layout is torch.strided else thing
-            others = self._under_way - {trial}
-            for other in (each for each in others if each.taken.get(id(held), lambda: None)() is held):
-                if id(thing) in other.trainers:  # Lightning has given the thing to this trial's trainer already
-                    thing.trainer = other.trainers[id(thing)]()
-                raise RuntimeError(
-                    f"A {type(thing).__name__} is in two trials of a SharedBase at once: {place}. Make it or copy it in each "
-                    "(copy.deepcopy; .clone() of a weight or a buffer): modules with all that is in them, data modules, "
-                    "callbacks, loggers, profilers and loaders with a state are each trial's own. Equal weights are shared."
-                )
-            trial.taken[id(held)] = _reference(held)
 
     def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
         """Makes a function a trial, for threads of others: ``study.optimize(base.wrap(objective), n_jobs=4)``.
@@ -186,13 +170,6 @@ def _shown(argument: Any) -> str:
         return f"a {type(argument).__name__}"
 
 
-def _reference(thing: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(thing)
-    except TypeError:  # of a builtin iterator, say
-        return lambda: thing
-
-
 def _check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and (type(value) is not int or value < 1):
@@ -231,14 +208,12 @@ class Trial(Placement):
 
     Attributes:
         turn: its turn.
-        taken: references to what is this trial's own, by identities: what is equal may be another trial's.
-        trainers: references to the trainers that modules and data modules among it have.
+        own: what no other trial may have.
     """
 
     def __init__(self, base: SharedBase, at_once: int | None) -> None:
         self.turn = Turn(base._common.there)
-        self.taken: dict[int, Callable[[], Any]] = {}
-        self.trainers: dict[int, Callable[[], Any]] = {}
+        self.own = Belongings()
         self._base = base
         self._at_once = at_once
         self._runs = WeakSet[Any]()
@@ -286,6 +261,14 @@ class Trial(Placement):
         free = self._base._free
         return None if free is None or self._at_once == 1 else free // (1 + self._at_once)  # the base takes a part, too
 
+    def take(self, things: Iterable[tuple[str, Any]]) -> None:
+        """Makes things this trial's own, each with its place in words. One that another trial has is refused: a RuntimeError."""
+        self.own.take(things, [each.own for each in self._base._under_way if each is not self])
+
+    def take_loaders(self, name: str, loaders: Any) -> None:
+        """As :meth:`take`, what has a state in the loaders that a hook returns, by the hook's name, before they are iterated."""
+        self.take((f"a part of {name}", each) for loader in tree_leaves(loaders) for each in with_state(loader))
+
     def step(self) -> None:
         """A step begins: others have their turns, even if all layers of this trial stay on the device."""
         TURNS.pass_on(self.turn)
@@ -302,7 +285,7 @@ class Trial(Placement):
         Raises:
             RuntimeError: another trial has a module, a parameter or a buffer of the module.
         """
-        self._base._refuse_taken(self, _parts(module))
+        self.take(parts(module))
 
         def found(**how: Any) -> Found:
             plain = find(**how)
@@ -350,44 +333,9 @@ def take(trainer: Any, module: nn.Module) -> None:
     """
     if (trial := current()) is None:
         TURNS.refuse_beside(trainer)
-        return
-    one = [(name, getattr(trainer, name, None)) for name in ("datamodule", "profiler", "precision_plugin")]
-    some = [(name, each) for name in ("callbacks", "loggers") for each in getattr(trainer, name)]
-    named = ((f"trainer.{name}", each) for name, each in (*one, *some) if each is not None)
-    trial._base._refuse_taken(trial, (*_parts(module), *named))
-    trial.trainers.update({id(each): weakref.ref(trainer) for each in (module, one[0][1])})
-
-
-def _parts(module: nn.Module) -> list[tuple[str, Any]]:
-    modules = ((name or "the LightningModule", each) for name, each in module.named_modules())
-    return [*modules, *module.named_parameters(), *module.named_buffers()]
-
-
-def refuse_shared_loaders(name: str, loaders: Any) -> None:
-    """Refuses what another trial has of loaders, too, and that has a state: a RuntimeError. It has not been iterated yet."""
-    if (trial := current()) is not None:
-        found = (each for loader in tree_leaves(loaders) for each in _with_state(loader))
-        trial._base._refuse_taken(trial, ((f"a part of {name}", each) for each in found))
-
-
-def _with_state(loader: Any) -> Iterator[Any]:
-    """What of a loader changes when it is iterated, as far as one can tell."""
-    if not isinstance(loader, DataLoader):
-        if not hasattr(loader, "__getitem__"):  # it may be its own iterator
-            yield loader
-        for each in tree_leaves(getattr(loader, "iterables", ())):  # of a CombinedLoader
-            yield from _with_state(each)
-        return
-    if loader.persistent_workers or loader.generator is not None or hasattr(loader, "state_dict"):
-        yield loader
-    if isinstance(loader.dataset, IterableDataset):
-        yield loader.dataset
-    batches: Any = loader.batch_sampler
-    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
-        known = hasattr(sampler, "__getitem__") or type(sampler).__module__.startswith("torch.")
-        stateful = getattr(sampler, "generator", None) is not None or hasattr(sampler, "set_epoch")
-        if sampler is not None and (stateful or not known):
-            yield sampler
+    else:
+        trial.take([*parts(module), *parts_of_trainer(trainer)])
+        trial.own.note_trainer(trainer, module)
 
 
 def _frozen_first(layer: Layer) -> Layer:

@@ -85,6 +85,7 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (_B.quantized, "engine"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
 )
+_CONVERTED = "overwrite_module_params swap_module_params"
 _SETTINGS: tuple[Access, ...] = (
     (_random.get_bit_generator, _random.set_bit_generator),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -99,9 +100,7 @@ _SETTINGS: tuple[Access, ...] = (
     (_B.cuda.fp16_bf16_reduction_math_sdp_allowed, _B.cuda.allow_fp16_bf16_reduction_math_sdp),
     (attention_order, set_attention_order),
     *((library, library) for library in (_B.cuda.preferred_linalg_library, _B.cuda.preferred_blas_library)),
-    *_pairs(
-        torch.__future__, "get_{}_params_on_conversion", "set_{}_params_on_conversion", "overwrite_module swap_module"
-    ),
+    *_pairs(torch.__future__, "get_{}_on_conversion", "set_{}_on_conversion", _CONVERTED),
     *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
     _environment("CUBLAS_WORKSPACE_CONFIG"),  # of its Trainer(deterministic=True)
 )
@@ -169,7 +168,7 @@ class TrialTurns:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._waiting: list[Turn] = []  # the one that came first is first
-        self._running: Turn | None = None
+        self._running: Turn | None = None  # None where there is no trial
         self._thread = 0  # of the one that runs
         self._given = 0  # how often a turn has begun
         self._outside: ProcessState
@@ -178,7 +177,7 @@ class TrialTurns:
     def refuse_beside(self, trainer: Any) -> None:
         """Refuses a run outside of trials beside them: a RuntimeError. A trial that begins while it runs is refused, too."""
         with self._lock:
-            if self._waiting or self._running is not None:
+            if self._running is not None:
                 raise RuntimeError(_BESIDE)
             self._others.add(trainer)
 
@@ -191,7 +190,7 @@ class TrialTurns:
         """
         turn.comes = threading.Condition(self._lock)
         with self._lock:
-            if not self._waiting and self._running is None:
+            if self._running is None:
                 if any(each.state.status == "running" for each in self._others):
                     raise RuntimeError(_BESIDE)
                 self._outside = ProcessState()
@@ -215,13 +214,9 @@ class TrialTurns:
         if self._waiting:  # who comes in this moment has a turn at the next layer
             with self._lock:
                 turn.wants, turn.waited = wants, 0
-                self._waiting.append(turn)
-                chosen = self._chosen()
-                self._waiting.remove(turn)
-                if chosen is not turn:
-                    turn.state = (
-                        ProcessState()
-                    )  # if it cannot be read, this trial has the turn still, and does not wait
+                if self._chosen(turn) is not turn:
+                    # If it cannot be read, this trial has the turn still, and does not wait.
+                    turn.state = ProcessState()
                     self._waiting.append(turn)
                     self._give()
                     self._await(turn)
@@ -236,9 +231,10 @@ class TrialTurns:
             else:
                 self._outside.restore()
 
-    def _chosen(self) -> Turn:
-        patient = next((each for each in self._waiting if each.waited >= PATIENCE), None)
-        return patient or next((each for each in self._waiting if each.ready), self._waiting[0])
+    def _chosen(self, *last: Turn) -> Turn:
+        waiting = [*self._waiting, *last]
+        patient = next((each for each in waiting if each.waited >= PATIENCE), None)
+        return patient or next((each for each in waiting if each.ready), waiting[0])
 
     def _give(self) -> None:
         self._running = chosen = self._chosen()

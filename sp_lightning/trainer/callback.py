@@ -88,7 +88,6 @@ class SuperpipelineCallback(Callback):
         self._timeline = _checked_file("timeline", timeline)
         self._plot = _checked_file("plot", plot)
         self._report = _checked_file("report", report)
-        self._reached = Reached()
         if self._plot is not None and self._plot.suffix[1:] not in (formats := supported_formats()):
             raise ValueError(f"plot={str(plot)!r} must end in one of {sorted(formats)}. For example plot='run.png'.")
         self._active = self._running = self._records = self._warned = False

@@ -22,8 +22,8 @@ from sp_lightning.trainer.options import Options, autocast_dtype, refuse_on_rank
 from sp_lightning.trainer.run import Results, Run
 
 
-class LoopStrategy(HostStrategy):
-    """A strategy that has an engine while a run lasts: training with its validation, or another loop alone.
+class ReadableStrategy(HostStrategy):
+    """A strategy that says what its run has decided and counted: the one that lasts, else the one before it.
 
     Args:
         options: the user's. The other arguments are handed on.
@@ -31,8 +31,6 @@ class LoopStrategy(HostStrategy):
     Attributes:
         said: the lines that runs of this strategy have logged when they began.
     """
-
-    _loop_begun: bool
 
     def __init__(self, options: Options, *args: Any) -> None:
         self._options = options
@@ -42,36 +40,6 @@ class LoopStrategy(HostStrategy):
         self._remarks: list[str] = []
         self.said: set[str] = set()
         super().__init__(*args)
-
-    # ------------------------------------------------------------------ a run begins and ends
-
-    def model_to_device(self) -> None:
-        """Begins a run: the host store takes the parameters in; only what is no parameter goes to the device."""
-        module, options = self.lightning_module, self._options
-        assert module is not None
-        self._close()
-        autocast = autocast_dtype(self.precision_plugin)
-        if self.ranks is not None:
-            refuse_on_ranks(module, options, self.precision_plugin)
-            compare_models(self.ranks, module, options)
-        trains = module.trainer.state.fn == TrainerFn.FITTING
-        self._run = Run(module, options, self.root_device, autocast, self.ranks, self.log, trains)
-        self._run.send_buffers()
-        self._loop_begun = False
-
-    def _fitting_begins(self) -> None:
-        """Set-up for training is over but for loading a checkpoint.
-
-        Raises:
-            ValueError: ``optimizer_overlap`` has a mode that is not possible, or ranks have different optimizers.
-            RuntimeError: the host has no room for gradients and optimizer state.
-        """
-        assert self._run is not None
-        if self.ranks is not None:
-            compare_optimizers(self.ranks, self.optimizers)
-        self._run.steps.arrange()
-        state = self._run.steps.place_state()
-        self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
 
     def _close(self) -> None:
         """Ends the run, if there is one. What a user reads stays."""
@@ -89,14 +57,6 @@ class LoopStrategy(HostStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the run, which may be under way: a copy is that of a strategy whose run is over."""
         return {**super().__getstate__(), "_run": None, "_last": self._known}
-
-    def on_exception(self, exception: BaseException) -> None:
-        self.note_failure(exception)
-        if self._run is not None:
-            self._run.abort()
-        super().on_exception(exception)
-
-    # ------------------------------------------------------------------ what a user reads
 
     @property
     def plan(self) -> Plan:
@@ -170,7 +130,7 @@ class LoopStrategy(HostStrategy):
     def stepping(self) -> tuple[str, str]:
         """Where the optimizers of the run that lasts step, "host" or "device", and in which mode updates run."""
         assert self._run is not None
-        return "device" if self._run.steps.on_device else "host", self._run.steps.overlap
+        return "device" if self._run.steps_on_device else "host", self._run.steps.overlap
 
     @property
     def device_memory(self) -> tuple[int, int] | None:
@@ -181,6 +141,48 @@ class LoopStrategy(HostStrategy):
     def computing_device(self) -> Device | None:
         """The device of the run that lasts, which notes what happens in its timelines."""
         return None if self._run is None else self._run.engine.device
+
+
+class LoopStrategy(ReadableStrategy):
+    """A strategy that has an engine while a run lasts: training with its validation, or another loop alone."""
+
+    _loop_begun: bool
+
+    # ------------------------------------------------------------------ a run begins and ends
+
+    def model_to_device(self) -> None:
+        """Begins a run: the host store takes the parameters in; only what is no parameter goes to the device."""
+        module, options = self.lightning_module, self._options
+        assert module is not None
+        self._close()
+        autocast = autocast_dtype(self.precision_plugin)
+        if self.ranks is not None:
+            refuse_on_ranks(module, options, self.precision_plugin)
+            compare_models(self.ranks, module, options)
+        trains = module.trainer.state.fn == TrainerFn.FITTING
+        self._run = Run(module, options, self.root_device, autocast, self.ranks, self.log, trains)
+        self._run.send_buffers()
+        self._loop_begun = False
+
+    def _fitting_begins(self) -> None:
+        """Set-up for training is over but for loading a checkpoint.
+
+        Raises:
+            ValueError: ``optimizer_overlap`` has a mode that is not possible, or ranks have different optimizers.
+            RuntimeError: the host has no room for gradients and optimizer state.
+        """
+        assert self._run is not None
+        if self.ranks is not None:
+            compare_optimizers(self.ranks, self.optimizers)
+        self._run.steps.arrange()
+        state = self._run.steps.place_state()
+        self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.note_failure(exception)
+        if self._run is not None:
+            self._run.abort()
+        super().on_exception(exception)
 
     # ------------------------------------------------------------------ loops
 

@@ -38,7 +38,7 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode, resolve, summary
 from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
-from sp_lightning.sharing.shared_base import current, refuse_shared_loaders
+from sp_lightning.sharing.shared_base import current
 from sp_lightning.trainer.compat import look_at_loaders, note_device
 from sp_lightning.trainer.disk_tier import place
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
@@ -117,7 +117,7 @@ class Run:
         k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
         if self._trial is not None:
             budget = self._trial.begin(self, options.memory_budget, device, on_disk=options.disk is not None)
-            look_at_loaders(module.trainer, refuse_shared_loaders)
+            look_at_loaders(module.trainer, self._trial.take_loaders)
         there = options.optimizer_on
         self._window = Window(
             *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there

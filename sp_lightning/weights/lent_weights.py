@@ -12,7 +12,7 @@ from sp_lightning.weights.casts import are_saved, keep_saved_values
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import Slot, StreamedLayer
 from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.writes import ViewDigests, WeightWatch, digest
+from sp_lightning.weights.writes import LeftViews, ViewDigests, WeightWatch
 
 
 class Tenants:
@@ -81,9 +81,7 @@ class LentWeights(Tenants):
         self.resident_storages = resident_storages
         self._watch = watch
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
-        # Slots that their layers have left although they are still viewed, with name, value and digest of each weight that goes
-        # on elsewhere.
-        self._left: list[tuple[Slot, list[tuple[str, Tensor, str]]]] = []
+        self._left = LeftViews()
         self.write_backs = 0
         self.refuses = True
 
@@ -208,7 +206,7 @@ class LentWeights(Tenants):
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Takes back what was written since their layers' release through views that outlived it."""
-        self._refuse_lost_writes()
+        self._left.compare(self._settle, refuse=self.refuses)
         for slot in slots:
             if slot.escaped and not slot.lent:
                 self._take_back_escaped(slot)
@@ -232,7 +230,7 @@ class LentWeights(Tenants):
             Whether anything may have been written, and by index the weights that were given other memory than the slot's
             (``param.data = other``) while their layer is in use.
         """
-        self._refuse_lost_writes()
+        self._left.compare(self._settle, refuse=self.refuses)
         layer = slot.layer
         assert layer is not None
         group, written = layer.parameters, set(layer.parameters.take_written())
@@ -257,9 +255,13 @@ class LentWeights(Tenants):
     def _values(self, slot: Slot) -> Sequence[Tensor]:
         """The weights in a slot, once everything is done that writes them."""
         assert slot.layer is not None
-        self.device.access(slot.memory, Stream.COMPUTE, write=False)
-        self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+        self._settle(slot.memory)
         return self._slots.views(slot.layer, slot)[: len(slot.layer.parameters.spans)]
+
+    def _settle(self, memory: Tensor) -> None:
+        """Waits until everything is done that writes a slot's memory."""
+        self.device.access(memory, Stream.COMPUTE, write=False)
+        self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
 
     def take_digests(self, slot: Slot) -> None:
         """Has what may be written of a slot from now on compared with what it is: its views, and the host's weights."""
@@ -316,26 +318,8 @@ class LentWeights(Tenants):
         """Remembers the views of a slot that its layer leaves: what they show of other weights must not be written."""
         if slot.lease.in_use and slot.layer is not None:
             weights = enumerate(zip(slot.layer.parameters.spans, self._values(slot), strict=True))
-            others = [(span.name, value, digest(value)) for i, (span, value) in weights if i not in replaced]
-            self._left.append((slot, others))
-
-    def _refuse_lost_writes(self) -> None:
-        """Raises an error if a weight was written through a view of memory that its layer has left."""
-        if not self._left:  # nearly always; it is asked several times for each layer
-            return
-        before, self._left = self._left, [left for left in self._left if left[0].lease.in_use]
-        for slot, others in before if self.refuses else ():
-            self.device.access(slot.memory, Stream.COMPUTE, write=False)
-            self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
-            for name, value, before_it in others:
-                if digest(value) != before_it:
-                    self._left.clear()
-                    raise RuntimeError(
-                        f"Parameter {name!r} was written through a view of it (.data, .detach(), weight[0]) that was taken "
-                        "before another weight of its layer was given other memory in a step (param.data = other); the write "
-                        "would be lost. Take the view anew, from its module, or write the other weight in place: "
-                        "param.data.copy_(other)."
-                    )
+            others = [(span.name, value) for i, (span, value) in weights if i not in replaced]
+            self._left.note(slot.lease, slot.memory, others)
 
     def _set_replaced(self, layer: StreamedLayer, given: Mapping[int, Tensor]) -> None:
         """Remembers weights that were given other memory (``param.data = other``) while user code holds it and may write it.

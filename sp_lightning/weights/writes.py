@@ -1,19 +1,21 @@
-"""Which weights were written: digests by which equal values are known, and the two classes that compare them.
+"""Which weights were written: digests by which equal values are known, and the classes that compare them.
 
 Where a version shows a write, :class:`~sp_lightning.weights.parameter_group.ParameterGroup` counts it. Here is what no version
-shows: views that outlive their step (:class:`ViewDigests`), the host's weights within a step (:class:`WeightWatch`).
+shows: views that outlive their step (:class:`ViewDigests`) or their layer's use of the memory (:class:`LeftViews`), and the
+host's weights within a step (:class:`WeightWatch`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor
 
+from sp_lightning.device.lease import Lease
 from sp_lightning.model.wrapped import parts
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.mapped_file import page_out
@@ -81,6 +83,45 @@ class ViewDigests:
                 "kept. One of both writes would be lost. Take the view anew, from its module, where you write."
             )
         return [index for index in written if index not in twice]
+
+
+class LeftViews:
+    """Views of memory that its layer has left because one of its weights was given other memory; the others went on elsewhere.
+
+    What is written through such a view is lost, so it is refused.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Lease, Tensor, list[tuple[str, Tensor, str]]]] = []
+
+    def note(self, lease: Lease, memory: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes what memory shows of the weights that went on elsewhere, by their names, for right until nobody has its lease."""
+        self._left.append((lease, memory, [(name, value, digest(value)) for name, value in others]))
+
+    def compare(self, settle: Callable[[Tensor], None], *, refuse: bool) -> None:
+        """Compares what the memories show with what was noted. Those that nobody can see any more are forgotten.
+
+        Args:
+            settle: waits until everything is done that writes a memory.
+            refuse: whether such a write is an error.
+
+        Raises:
+            RuntimeError: a weight was written through such a view.
+        """
+        if not self._left:  # nearly always; it is asked several times for each layer
+            return
+        before, self._left = self._left, [left for left in self._left if left[0].in_use]
+        for _, memory, others in before if refuse else ():
+            settle(memory)
+            for name, value, before_it in others:
+                if digest(value) != before_it:
+                    self._left.clear()
+                    raise RuntimeError(
+                        f"Parameter {name!r} was written through a view of it (.data, .detach(), weight[0]) that was taken "
+                        "before another weight of its layer was given other memory in a step (param.data = other); the write "
+                        "would be lost. Take the view anew, from its module, or write the other weight in place: "
+                        "param.data.copy_(other)."
+                    )
 
 
 _Look = tuple[int, int, str]

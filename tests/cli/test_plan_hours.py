@@ -487,13 +487,28 @@ def test_validation_is_no_batch(tmp_path: Path) -> None:
         def validation_step(self, *_: Any) -> None:
             sleep(0.5)
 
-    file = tmp_path / "report.json"
+    file = tmp_path / "a folder that is made" / "report.json"
     callback = SuperpipelineCallback(report=file)
     fit(
         fused(Slow), vectors(8), SuperpipelineStrategy(k=2), val=vectors(1), recorded="nothing", callbacks=[callback],
         val_check_interval=4,
     )  # fmt: skip
-    assert json.loads(file.read_text())["seconds"] < 0.25
+    found = json.loads(file.read_text())
+    assert found["seconds"] < 0.25
+    assert found["batches"] == 5, "of the six after the first two steps, the one after validation is left out"
+
+
+def test_a_full_disk_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with caplog.at_level(logging.ERROR, "lightning.pytorch"):
+        trained(tmp_path / "report.json")
+    assert "the report could not be written" in caplog.text
+    assert "No space left on device" in caplog.text
 
 
 def test_a_disk_is_measured_by_whole_pages(tmp_path: Path) -> None:

@@ -16,6 +16,11 @@ def test_float32_precisions_are_read_as_they_were_set() -> None:
         backends.fp32_precision = "tf32"
         assert backends.cuda.matmul.fp32_precision == "tf32"
         assert read() == (*before[:2], "tf32", *before[3:])
+        for at in range(9):  # what a backend has, its operations inherit
+            only = (*before[:2], *("ieee" if each == at else "none" for each in range(9)))
+            write(only)
+            assert read() == only
+        write(before)
         backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
         backends.cuda.matmul.fp32_precision = "tf32"

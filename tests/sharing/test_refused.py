@@ -17,13 +17,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchmetrics import MeanMetric
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import PAGE
+from sp_lightning.sharing.common import CommonLayer, TrialMemory
+from sp_lightning.sharing.own import with_state
 from sp_lightning.sharing.shared_base import current
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.trials import RATES, WIDTH, Learner, batches, learn
@@ -177,6 +183,8 @@ THINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "Data": (Data, "trainer.datamodule"),
     "EarlyStopping": (lambda: EarlyStopping("loss"), "trainer.callbacks"),
     "SimpleProfiler": (SimpleProfiler, "trainer.profiler"),
+    "DummyLogger": (DummyLogger, "trainer.loggers"),
+    "MixedPrecision": (lambda: MixedPrecision("bf16-mixed", "cpu"), "trainer.precision_plugin"),
     "DataLoader": (lambda: loaded(generator=torch.Generator().manual_seed(3), shuffle=True), "train_dataloader"),
     "RandomSampler": (drawn, "train_dataloader"),
     "DistributedSampler": (lambda: DistributedSampler(range(4), 1, 0), "train_dataloader"),  # type: ignore[arg-type]
@@ -214,9 +222,12 @@ def use(thing: Any, kind: str) -> Any:
         "DistributedSampler": lambda: loaded(sampler=thing),
         "Counts": lambda: loaded(dataset=thing),
     }.get(kind, lambda: thing)
-    options: dict[str, Any] = {"EarlyStopping": {"callbacks": [thing]}, "SimpleProfiler": {"profiler": thing}}.get(
-        kind, {}
-    )
+    options: dict[str, Any] = {
+        "EarlyStopping": {"callbacks": [thing]},
+        "SimpleProfiler": {"profiler": thing},
+        "DummyLogger": {"logger": thing},
+        "MixedPrecision": {"plugins": [thing]},
+    }.get(kind, {})
     trainer = trainer_for(SuperpipelineStrategy(k=1), max_epochs=2, **options)
     trainer.fit(module, data() if kind == "Data" or "loader" in THINGS[kind][1] else loader(batches(1e-3)))
     assert module.trainer is trainer
@@ -237,6 +248,98 @@ def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
     assert f"{place}. Make it" in str(second)
     assert_equal(first, alone, "the first one")
     base.map(lambda _: use(thing, kind), range(2), max_trials=1)
+
+
+class Around(Measures):
+    """It has a module of Lightning's in it, which asks for its trainer."""
+
+    inner: Learner
+
+    def __init__(self, inner: Learner) -> None:
+        super().__init__(1e-3)
+        self.metric, self.inner = MeanMetric(), inner
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.inner.trainer is self.trainer
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_module_within_the_module_of_the_first_trial_keeps_its_trainer() -> None:
+    inner = Learner(3e-3)
+
+    def run(_: int) -> str:
+        trainer_for(SuperpipelineStrategy(k=1)).fit(Around(inner), loader(batches(1e-3)))
+        return "it ends"
+
+    found = SharedBase().map(run, range(2), return_exceptions=True)
+    first, second = sorted(found, key=lambda each: isinstance(each, BaseException))
+    assert first == "it ends"
+    assert "A Learner is in two trials of a SharedBase at once: inner." in str(second)
+
+
+def test_no_hook_of_a_module_runs_in_a_second_trial() -> None:
+    """Nor is it converted to another precision there, or moved at the end: it is refused before anything is done with it."""
+
+    class Prepares(Learner):
+        def setup(self, stage: str) -> None:
+            done.append(stage)
+
+        def cpu(self) -> Prepares:
+            done.append("to the CPU")
+            return self
+
+    done = list[str]()
+    learn(1e-3, make=Prepares)
+    alone, module = done.copy(), Prepares(1e-3)
+    done.clear()
+    found = SharedBase().map(lambda _: learn(1e-3, make=lambda _: module), range(2), return_exceptions=True)
+    assert sum(isinstance(each, RuntimeError) for each in found) == 1
+    assert done == alone
+
+
+class Steady(Sampler[Any]):
+    """A sampler of a user's, of which nothing is known."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([0, 1])
+
+
+class Stateful(DataLoader[Any]):
+    """As torchdata's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+LOADERS: dict[str, tuple[Callable[[], Any], Callable[[Any], list[Any]]]] = {
+    "shuffled": (lambda: DataLoader(range(4), shuffle=True), lambda loader: []),  # type: ignore[arg-type]
+    "list": (lambda: batches(1e-3), lambda loader: []),
+    "sampler that is a list": (lambda: loaded(sampler=[0, 1]), lambda loader: []),
+    "a user's sampler": (lambda: loaded(sampler=Steady()), lambda loader: [loader.sampler]),
+    "a user's batches": (
+        lambda: DataLoader(range(4), batch_sampler=Steady()),  # type: ignore[arg-type]
+        lambda loader: [loader.batch_sampler],
+    ),
+    "batches of what is drawn": (
+        lambda: DataLoader(range(4), batch_sampler=BatchSampler(drawn(), 2, False)),  # type: ignore[arg-type]
+        lambda loader: [loader.batch_sampler.sampler],
+    ),
+    "workers that stay": (lambda: loaded(num_workers=1, persistent_workers=True), lambda loader: [loader]),
+    "with a state": (lambda: Stateful(batches(1e-3)), lambda loader: [loader]),  # type: ignore[arg-type]
+    "combined": (
+        lambda: CombinedLoader({"one": loaded(), "other": loaded(sampler=drawn())}),
+        lambda loader: [loader, loader.iterables["other"].sampler],
+    ),
+}
+"""Makes a loader, and says what of it has a state."""
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_what_of_a_loader_has_a_state(kind: str) -> None:
+    make, expected = LOADERS[kind]
+    loader = make()
+    found, wanted = list(with_state(loader)), expected(loader)
+    assert list(map(id, found)) == list(map(id, wanted))
 
 
 def test_parameters_of_another_trial_are_refused_in_the_middle() -> None:
@@ -276,6 +379,7 @@ def test_what_trials_may_have() -> None:
 
     def run(at: int) -> Any:
         module = Learner(RATES[at])
+        module.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)  # it has no storage
         torch.manual_seed(at)
         trainer_for(SuperpipelineStrategy(k=1), callbacks=[Equal()]).fit(module, EqualData() if at == 2 else common)
         return dict(module.state_dict())
@@ -349,6 +453,32 @@ def test_files_that_are_open(tmp_path: Path) -> None:
     assert count() <= before
 
 
+def test_a_layer_needs_two_descriptors_for_a_moment(tmp_path: Path) -> None:
+    """Whichever of them the process may not have is told; what else the system refuses is told as it is."""
+    device, limits = Device(torch.device("cpu")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for more in range(2):
+        few = os.open(tmp_path, os.O_RDONLY)
+        os.close(few)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few + more, limits[1]))
+        try:
+            with pytest.raises(OSError, match="`ulimit -n 65536`"):
+                CommonLayer(device, PAGE, PAGE, pin=False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        CommonLayer(device, PAGE, 1 << 60, pin=False)
+    assert "ulimit" not in str(raised.value)
+
+
+def test_own_pages_behind_the_frozen_weights_are_none_of_theirs() -> None:
+    device = Device(torch.device("cpu"))
+    memory = TrialMemory(device, CommonLayer(device, PAGE, 4 * PAGE, pin=False), 4 * PAGE)
+    memory.common[3 * PAGE] = 1
+    assert memory.own(PAGE) == []
+    assert memory.own(4 * PAGE) == [(3 * PAGE, 4 * PAGE)]
+
+
 def test_a_model_is_not_passed() -> None:
-    with pytest.raises(ValueError, match="no base is passed"):
-        SharedBase(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no base is passed") as raised:
+        SharedBase(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(99))))  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 150, "the whole of a large model is not shown"

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sp_lightning.device.torch_private import attention_order, set_attention_order
 from sp_lightning.sharing.turns import _SETTINGS, PATIENCE, ProcessState, TrialTurns, Turn
 from tests.support.trials import interruptible
 
@@ -206,6 +207,103 @@ def test_every_setting_goes_with_the_turn(at: int) -> None:
     finally:
         state.restore()
     assert read() == before
+
+
+def attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+MATRICES = BACKENDS.cuda.matmul
+FUTURE: Any = torch.__future__
+OWNERS: dict[str, tuple[Any, str]] = {
+    "cudnn": (BACKENDS.cudnn, "enabled benchmark benchmark_limit deterministic allow_tf32"),
+    "mkldnn": (BACKENDS.mkldnn, "enabled deterministic allow_tf32"),
+    "matmul": (MATRICES, "allow_fp16_accumulation"),
+    "reductions": (MATRICES, "allow_fp16_reduced_precision_reduction allow_bf16_reduced_precision_reduction"),
+    "opt_einsum": (BACKENDS.opt_einsum, "enabled strategy"),
+    "quantized": (BACKENDS.quantized, "engine"),
+    "deterministic": (torch.utils.deterministic, "fill_uninitialized_memory"),
+}
+PUBLIC: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    **{f"{at}.{name}": attribute(owner, name) for at, (owner, names) in OWNERS.items() for name in names.split()},
+    **{
+        f"{name}_sdp": (getattr(BACKENDS.cuda, f"{name}_sdp_enabled"), getattr(BACKENDS.cuda, f"enable_{name}_sdp"))
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    },
+    "math_sdp reductions": (
+        BACKENDS.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        BACKENDS.cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    "linalg": (BACKENDS.cuda.preferred_linalg_library, BACKENDS.cuda.preferred_linalg_library),
+    "blas": (BACKENDS.cuda.preferred_blas_library, BACKENDS.cuda.preferred_blas_library),
+    "overwrite": (
+        FUTURE.get_overwrite_module_params_on_conversion,
+        FUTURE.set_overwrite_module_params_on_conversion,
+    ),
+    "swap": (FUTURE.get_swap_module_params_on_conversion, FUTURE.set_swap_module_params_on_conversion),
+    "fast path": (BACKENDS.mha.get_fastpath_enabled, BACKENDS.mha.set_fastpath_enabled),
+    "attention order": (attention_order, set_attention_order),
+    "generator": (lambda: np.random.get_bit_generator(), lambda value: np.random.set_bit_generator(value)),  # type: ignore[attr-defined]
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "nan": (torch.is_anomaly_check_nan_enabled, lambda value: torch.set_anomaly_enabled(False, value)),
+}
+"""How users read and write them, by name, whatever the state goes by."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_users_set_goes_with_the_turn(name: str) -> None:
+    (read, write), state = PUBLIC[name], ProcessState()
+    before = read()
+    try:
+        write(another(before))
+    except (AttributeError, AssertionError, RuntimeError):
+        assert read() == before
+        pytest.skip("torch cannot set it here: opt_einsum is not installed, or the build has no such setting")
+    else:
+        assert read() != before
+    finally:
+        state.restore()
+        assert read() == before
+
+
+def test_a_generator_of_numpy_goes_with_what_it_has_drawn() -> None:
+    """The generator itself first, then its state: another one's would be set otherwise."""
+    before, other = ProcessState(), np.random.MT19937(3)
+    try:
+        np.random.set_bit_generator(other)  # type: ignore[attr-defined]
+        inside, drawn = ProcessState(), np.random.rand()
+        before.restore()
+        ours = np.random.get_state()[1].copy()  # type: ignore[index, union-attr]
+        inside.restore()
+        assert np.random.rand() == drawn
+        before.restore()
+        assert np.array_equal(np.random.get_state()[1], ours)  # type: ignore[arg-type, index]
+    finally:
+        before.restore()
+
+
+def test_a_trial_whose_state_cannot_be_read_has_the_turn_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(room=1)
+    with machine.together(2) as pool:
+        turn: Turn | None = None
+
+        def fails() -> None:
+            nonlocal turn
+            turn = machine.begin()
+            monkeypatch.setattr("sp_lightning.sharing.turns.ProcessState", lambda: 1 / 0)
+            try:
+                with pytest.raises(ZeroDivisionError):
+                    machine.turns.pass_on(turn)
+                assert turn not in machine.turns._waiting
+                assert machine.turns._running is turn
+            finally:
+                monkeypatch.undo()
+                machine.turns.end(turn)
+
+        futures = [pool.submit(fails), pool.submit(machine.run, 1, [1, 2])]
+    for each in futures:
+        each.result()
 
 
 def test_both_ways_to_set_what_float32_products_are_computed_in() -> None:

@@ -1,0 +1,93 @@
+"""What is one trial's own: what has a state, so that two trials that run at once cannot both have it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from sp_lightning.device.torch_private import tree_leaves
+
+_Reference = Callable[[], Any]
+"""Returns a thing; None once it is gone."""
+
+
+class Belongings:
+    """What one trial has. Things are known by their identities: what is only equal may be another trial's."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, _Reference] = {}
+        self._trainers: dict[int, tuple[_Reference, _Reference]] = {}  # modules and data modules, and their trainers
+
+    def take(self, things: Iterable[tuple[str, Any]], others: Iterable[Belongings]) -> None:
+        """Notes that the trial has some things, each with its place in words.
+
+        Raises:
+            RuntimeError: another trial has one of them: the same object or, of a buffer, the same memory.
+        """
+        for place, thing in things:
+            held = thing.untyped_storage() if type(thing) is Tensor and thing.layout is torch.strided else thing
+            for other in (each for each in others if id(held) in each._taken and each._taken[id(held)]() is held):
+                other._keep_trainers()
+                raise RuntimeError(
+                    f"A {type(thing).__name__} is in two trials of a SharedBase at once: {place}. Make it or copy it in each "
+                    "(copy.deepcopy; .clone() of a weight or a buffer): modules with all that is in them, data modules, "
+                    "callbacks, loggers, profilers and loaders with a state are each trial's own. Equal weights are shared."
+                )
+            self._taken[id(held)] = _reference(held)
+
+    def note_trainer(self, trainer: Any, module: nn.Module) -> None:
+        """Notes the trainer of a module, and of the trainer's data module."""
+        for each in (module, getattr(trainer, "datamodule", None)):
+            if each is not None:
+                self._trainers[id(each)] = _reference(each), _reference(trainer)
+
+    def _keep_trainers(self) -> None:
+        """Lightning has given modules, or modules in them, to the trainer of the trial that is refused: takes them back."""
+        for each, trainer in self._trainers.values():
+            if (owner := each()) is not None:
+                owner.trainer = trainer()
+
+
+def _reference(thing: Any) -> _Reference:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # of a builtin iterator, say
+        return lambda: thing
+
+
+def parts(module: nn.Module) -> list[tuple[str, Any]]:
+    """The modules, parameters and buffers of a module, by their names in it."""
+    modules = ((name or "the LightningModule", each) for name, each in module.named_modules())
+    return [*modules, *module.named_parameters(), *module.named_buffers()]
+
+
+def parts_of_trainer(trainer: Any) -> list[tuple[str, Any]]:
+    """What a trainer has that keeps a state of its run, by the attributes where it is."""
+    one = [(name, getattr(trainer, name, None)) for name in ("datamodule", "profiler", "precision_plugin")]
+    some = [(name, each) for name in ("callbacks", "loggers") for each in getattr(trainer, name)]
+    return [(f"trainer.{name}", each) for name, each in (*one, *some) if each is not None]
+
+
+def with_state(loader: Any) -> Iterator[Any]:
+    """What of a loader changes when it is iterated, as far as one can tell: loaders, data sets, samplers."""
+    if not isinstance(loader, DataLoader):
+        if not hasattr(loader, "__getitem__"):  # it may be its own iterator
+            yield loader
+        for each in tree_leaves(getattr(loader, "iterables", ())):  # of a CombinedLoader
+            yield from with_state(each)
+        return
+    if loader.persistent_workers or loader.generator is not None or hasattr(loader, "state_dict"):
+        yield loader
+    if isinstance(loader.dataset, IterableDataset):
+        yield loader.dataset
+    batches: Any = loader.batch_sampler
+    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
+        known = hasattr(sampler, "__getitem__") or type(sampler).__module__.startswith("torch.")
+        stateful = getattr(sampler, "generator", None) is not None or hasattr(sampler, "set_epoch")
+        if sampler is not None and (stateful or not known):
+            yield sampler
