@@ -105,12 +105,12 @@ def test_a_step_that_cannot_overlap_on_the_host_may_on_the_device(
     assert best["total_tokens"] >= early["total_tokens"] > 0
 
 
-GIVEN = [("--batch", "1", "--accumulate", "1"), ("--optimizer-on", "host", "--overlap", "forward")]
+GIVEN = [["--batch", "1", "--accumulate", "1"], ["--optimizer-on", "host", "--overlap", "forward"]]
 
 
 @pytest.mark.parametrize("given", first(GIVEN, GIVEN[0], why="looks for a batch among all, twice"))
 def test_the_printed_command_answers_the_same(
-    given: tuple[str, ...], config: str, capsys: pytest.CaptureFixture[str]
+    given: list[str], config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["plan", config, "--hours", "1", *given])
     said = capsys.readouterr().out

@@ -406,6 +406,14 @@ def test_nothing_is_planned_where_all_is_given(tmp_path: Path, monkeypatch: pyte
     def run(*_: Any, **__: Any) -> None:
         raise Killed
 
+    made: list[set[torch.dtype]] = []
+
+    class Noted(cram_llm.Crammed):
+        def __init__(self, model: Any, *more: Any) -> None:
+            made.append({parameter.dtype for parameter in model.parameters()})
+            super().__init__(model, *more)
+
+    monkeypatch.setattr(cram_llm, "Crammed", Noted)
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(hours, "now", Ticks(tick=2.0))
     text, rates = tmp_path / "text.txt", tmp_path / "rates.json"
@@ -417,7 +425,7 @@ def test_nothing_is_planned_where_all_is_given(tmp_path: Path, monkeypatch: pyte
     planned = read_note(result.checkpoint)["planned"]
     assert planned["strategy"] == {"k": 1, "activations": "recompute"}
     assert (planned["batch"], planned["accumulate"], planned["precision"]) == (2, 2, "bf16-true")
-    assert {value.dtype for value in checkpoint_of(result)["state_dict"].values()} == {torch.bfloat16}
+    assert made == [{torch.bfloat16}], "from the beginning, so that it takes half of the memory"
     with pytest.raises(Killed):
         cram_llm.main([*arguments, "--rates", str(rates)])
 
