@@ -183,6 +183,7 @@ def test_the_recipe_says_what_a_bridge_costs(
     assert result.taken_bytes == 0
     assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
     assert f"  {result.drained_bytes:>15,} bytes  to the host: gradients\n" in said
+    assert result.model == tmp_path / "run" / "bridge", "and not among the model's own files"
     saved = torch.load(result.model / finetune_vlm.BRIDGE, weights_only=True)
     assert [f"model.{name}" for name in saved] == TRAINED
     assert 4 * sum(p.numel() for p in saved.values()) == 4 * result.trained

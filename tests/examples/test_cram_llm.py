@@ -29,7 +29,7 @@ from tests.support.tiers import first
 SMALL = ["--layers", "3", "--hidden", "32", "--length", "16", "--accelerator", "cpu"]
 SECONDS = 120  # of the budget, by a clock that ticks when it is read
 HOURS = str(SECONDS / 3600)
-PLAN = {
+PLAN: dict[str, Any] = {
     "budget": {
         "hours": 0.04, "batch": 2, "accumulate": 2, "tokens": 16, "steps": 30, "seconds_per_step": 5.0,
         "total_tokens": 1920, "epochs": 0.1, "cost": None,

@@ -220,6 +220,15 @@ def test_levels_change_every_two_steps_and_the_rest_never_moves(strategy: str) -
 # ---------------------------------------------------------------------- the recipe
 
 
+def test_an_output_that_is_a_file_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(SystemExit):
+        train_sparse.main(["--output", str(tmp_path / "run")])
+    assert "is a file. Give a folder" in capsys.readouterr().err
+
+
 @pytest.mark.rest("seconds of training")
 def test_the_recipe_compares_with_dense_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
