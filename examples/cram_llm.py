@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,22 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.observe.plot import supported_formats
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.budget import (
+from examples.console import say, steps_per_second
+from examples.hours import (
     Clock,
     Curve,
     UntilTime,
-    check_picture,
     draw_curves,
     ends_of_parts,
     read_checkpoint,
     read_note,
     triangle,
 )
-from examples.console import say, steps_per_second
 from examples.language import HEAD, LAYERS, WIDTH, CausalLM, causal_config, check_shape
 from examples.planned import Planned, ask_plan, read_plan, say_reached
 from examples.pseudo import delink, share_block
@@ -58,7 +59,8 @@ from examples.recipe import add_run_options, check_file, check_least, check_posi
 from examples.text import VALIDATION_BATCHES, Batches, cut, in_order, read_text, split, train_tokenizer
 
 CLIP, BETAS, EPS, DECAY = 0.5, (0.9, 0.98), 1e-12, 0.01  # the gradient's norm and AdamW's numbers are Cramming's
-IDENTITY = ("hours", "batch", "accumulate", "length", "pseudo", "lr", "warmup", "seed")  # a resumed run has the same
+# a resumed run has the same
+IDENTITY = ("hours", "batch", "accumulate", "length", "pseudo", "lr", "warmup", "precision", "seed")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         check(options)
         text = read_text(options.text)
         tokenizer = train_tokenizer(text)
-        windows = cut(tokenizer, text, length=options.length, batch_size=1)
+        windows = cut(tokenizer, text, length=options.length, batch_size=0)  # check_step says what is too short
         training, held_out = split(windows)
         check_step(training, options.batch or 1, options.accumulate or 1)
         config = causal_config(options.config, tokenizer, options.layers, options.hidden, options.length)
@@ -126,8 +128,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
             with torch.device("meta"):
                 share_block(AutoModelForCausalLM.from_config(config))
         identity = {name: getattr(options, name) for name in IDENTITY}
-        identity |= {"model": config.to_dict() | {"transformers_version": None}, "text": len(windows)}
+        identity["model"] = config.to_dict() | {"transformers_version": None}
+        identity["text"] = sha256(text.encode()).hexdigest()
         saved = read_checkpoint(options.resume, identity)
+        beside = {file.resolve().parent.parent.name: read_note(file)["curve"] for file in options.beside}
         clock.allot(3600 * options.hours, **saved.get("clock", {}))
         checkpoints, folder = prepare_output(options.output, "checkpoint", "model")
         config.save_pretrained(folder)
@@ -138,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
                 f"Set-up took {clock.elapsed():.1f} of {clock.seconds:.1f} s. Give more --hours, or a --plan that was made."
             )
         make_trainer(options, planned, "real")
-    except (ValueError, OSError, MisconfigurationException) as error:
+    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
         parser.error(str(error))
 
     say(f"Text: {len(text):,} characters = {len(windows):,} windows of {options.length} tokens")
@@ -172,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         # The batches end in time by themselves. The guard is for a step that takes far longer than those before it.
         left = max(0.0, clock.end() - clock.elapsed())
         guard = Timer(timedelta(seconds=done["guard"] + left), verbose=False)
+        # keep_last writes at the end of all parts alone
         keep = ModelCheckpoint(checkpoints, "last", enable_version_counter=False, save_on_train_epoch_end=True)
         trainer = make_trainer(options, planned, phase, max_epochs=len(ends), logger=curve, callbacks=[guard, keep])
         trainer.fit(module, batches, validation, ckpt_path=options.resume if done is saved else None)
@@ -203,8 +208,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
     tokenizer.save_pretrained(folder)
     losses, rate = curve.entries(), steps_per_second(*filter(None, curve.parts))
     if options.plot is not None:
-        others = {file.parents[1].name: Curve(clock, **read_note(file)["curve"]).entries() for file in options.beside}
-        draw_curves(options.plot, {options.output.name: losses, **others}, seconds=clock.seconds)
+        others = {name: Curve(clock, **curve_of).entries() for name, curve_of in beside.items()}
+        draw_curves(options.plot, {options.output.resolve().name: losses, **others}, seconds=clock.seconds)
     result = Result(
         losses=[entry.loss for entry in losses],
         validations=[loss for _, loss in curve.validations],
@@ -312,8 +317,8 @@ def check(options: argparse.Namespace) -> None:
         for file in files:
             check_file(option, file, "a last.ckpt that this recipe wrote")
     options.layers, options.hidden = check_shape(options.layers, options.hidden, options.config, "--config")
-    if options.plot is not None:
-        check_picture()
+    if options.plot is not None and options.plot.suffix[1:] not in (formats := supported_formats()):
+        raise ValueError(f"--plot {options.plot}: must end in one of {sorted(formats)}. For example --plot curves.png.")
 
 
 def check_step(training: Tensor, batch: int, accumulate: int) -> None:

@@ -67,7 +67,7 @@ def ask_plan(config: Path, *, hours: float, **options: Any) -> Planned:
     command = ["-m", "sp_lightning", "plan", str(config), "--hours", f"{hours:.6g}", *words, "--json"]
     ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     if ran.returncode:
-        said = " ".join((ran.stderr or ran.stdout).split()[-60:])
+        said = " ".join(ran.stderr.split()[-60:]) or "It does not fit. The same without --json says what is missing."
         raise ValueError(f"`python {' '.join(command)}` ended with status {ran.returncode}: {said}")
     return read_plan(ran.stdout, f"What `python {' '.join(command)}` printed")
 

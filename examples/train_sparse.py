@@ -25,7 +25,7 @@ if not __package__:  # started as a file: what lies beside it is found from the 
 
 from examples.console import ConsoleLogger, last_loss, say
 from examples.language import CausalLM, small_llama
-from examples.recipe import add_run_options, keep_last, make_trainer, run
+from examples.recipe import add_run_options, check_least, keep_last, make_trainer, prepare_output, run
 from examples.text import cut, load_tokenizer, read_text, shuffled
 
 DENSITY, SUPERSET, EVERY, DECAY = 0.2, 0.5, 10, 1e-4  # the paper's D, D + M, N, and the strength of its regulariser
@@ -89,13 +89,17 @@ def main(argv: list[str] | None = None) -> None:
     # To autograd, the used weights are activations: kept, those of all layers would be on the device at once.
     parser.set_defaults(activations="recompute")
     options = parser.parse_args(argv)
-    if options.steps < 1:
-        parser.error(f"--steps {options.steps}: must be at least 1. For example --steps 100.")
+    kinds = (CausalLM, SparseLM)
+    try:
+        check_least(options, steps=1)
+        folders = prepare_output(options.output, *(kind.__name__ for kind in kinds))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     windows = cut(load_tokenizer(), read_text(None), length=64, batch_size=8)
-    for kind in (CausalLM, SparseLM):
+    for kind, folder in zip(kinds, folders, strict=True):
         torch.manual_seed(options.seed)
         module, log = kind(small_llama(), lr=2e-3), ConsoleLogger(options.steps)
-        trainer, strategy = make_trainer(options, logger=log, callbacks=[keep_last(options.output / kind.__name__)])
+        trainer, strategy = make_trainer(options, logger=log, callbacks=[keep_last(folder)])
         trainer.fit(module, shuffled(windows, batch_size=8, steps=options.steps, seed=1))
         say(f"{kind.__name__}: loss {last_loss(log.losses):.3f}, {strategy.stats().fetched_bytes:,} bytes fetched\n")
     levels = torch.cat([each.level.flatten() for each in module.modules() if isinstance(each, TopKast)])

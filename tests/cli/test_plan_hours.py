@@ -29,8 +29,8 @@ from sp_lightning.tune import rates as measuring
 from tests.support.answers import plan
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, fused
+from tests.support.tiers import first
 
-ONE = ("--batch", "1", "--precision", "32-true")  # one batch is tried
 SIZES = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
     "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -114,11 +114,12 @@ def test_a_step_that_cannot_overlap_on_the_host_may_on_the_device(
     assert best["total_tokens"] >= early["total_tokens"] > 0
 
 
-@pytest.mark.parametrize(
-    "given", [("--batch", "1", "--accumulate", "1"), ("--optimizer-on", "host", "--overlap", "forward")]
-)
+GIVEN = [["--batch", "1", "--accumulate", "1"], ["--optimizer-on", "host", "--overlap", "forward"]]
+
+
+@pytest.mark.parametrize("given", first(GIVEN, GIVEN[0], why="looks for a batch among all, twice"))
 def test_the_printed_command_answers_the_same(
-    given: tuple[str, ...], config: str, capsys: pytest.CaptureFixture[str]
+    given: list[str], config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["plan", config, "--hours", "1", *given])
     said = capsys.readouterr().out
@@ -222,7 +223,7 @@ def test_a_time_that_cannot_be_is_refused(
 
 def test_a_budget_in_which_nothing_fits_says_what_is_missing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["plan", config, "--hours", "1", "--gpu-memory", "100kB"])
+        main(["plan", config, "--hours", "1", "--gpu-memory", "100kB", "--precision", "bf16-true"])
     assert ended.value.code == 1
     assert capsys.readouterr().out.startswith("It does not fit: the least is ")
 

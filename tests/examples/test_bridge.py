@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import seed_everything
 from PIL import Image
 from torch.nn.functional import cross_entropy
+from transformers import SiglipVisionConfig
 
 from examples import finetune_vlm
 from examples.finetune_vlm import Bridge, Captioner, Captions, Pair, small_llava, small_processor
@@ -40,6 +41,18 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def bridged() -> Captioner:
     return Captioner(Bridge(small_llava(PROCESSOR, layers=2, hidden=32)), PROCESSOR, lr=1e-2, new_tokens=4)
+
+
+def folders(folder: Path, model: Any) -> list[str]:
+    """Arguments for a model and some images, which are written."""
+    llava = folder / "llava"
+    model.save_pretrained(llava)
+    PROCESSOR.save_pretrained(llava)
+    for number, (image, _) in enumerate(PAIRS * 4):
+        image.save(folder / f"{number}.png")
+    lines = [json.dumps({"file_name": f"{n}.png", "text": text}) for n, (_, text) in enumerate(PAIRS * 4)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return ["--model", str(llava), "--data", str(folder), "--batch-size", "2"]
 
 
 def trained_bytes(outcome: Outcome) -> int:
@@ -141,9 +154,18 @@ def test_the_loss_is_of_the_captions_words() -> None:
     )  # summed in another order
 
 
-def test_a_model_without_clip_is_refused() -> None:
+def test_a_model_without_clip_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="--trained bridge: LlamaForCausalLM has no vision_tower of CLIP"):
         Bridge(small_llama(layers=1, hidden=32))
+
+    config = small_llava(PROCESSOR, layers=1, hidden=32).config
+    config.vision_config = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1
+    )
+    with pytest.raises(SystemExit):  # which is before any work: the folder has no weights
+        finetune_vlm.main([*folders(tmp_path, config), "--trained", "bridge", "--output", str(tmp_path / "run")])
+    assert "LlavaForConditionalGeneration has no vision_tower of CLIP" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.rest("seconds of training")
@@ -151,14 +173,7 @@ def test_the_recipe_says_what_a_bridge_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(finetune_vlm, "CAPTIONED", 2)
-    llava = tmp_path / "llava"
-    small_llava(PROCESSOR).save_pretrained(llava)
-    PROCESSOR.save_pretrained(llava)
-    for number, (image, _) in enumerate(PAIRS * 4):
-        image.save(tmp_path / f"{number}.png")
-    lines = [json.dumps({"file_name": f"{n}.png", "text": text}) for n, (_, text) in enumerate(PAIRS * 4)]
-    (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
-    arguments = ["--model", str(llava), "--data", str(tmp_path), "--steps", "8", "--batch-size", "2"]
+    arguments = [*folders(tmp_path, small_llava(PROCESSOR)), "--steps", "8"]
     result = finetune_vlm.main([*arguments, "--trained", "bridge", "--output", str(tmp_path / "run")])
     said = capsys.readouterr().out
     assert result.last_loss < result.first_loss
@@ -168,6 +183,7 @@ def test_the_recipe_says_what_a_bridge_costs(
     assert result.taken_bytes == 0
     assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
     assert f"  {result.drained_bytes:>15,} bytes  to the host: gradients\n" in said
+    assert result.model == tmp_path / "run" / "bridge", "and not among the model's own files"
     saved = torch.load(result.model / finetune_vlm.BRIDGE, weights_only=True)
     assert [f"model.{name}" for name in saved] == TRAINED
     assert 4 * sum(p.numel() for p in saved.values()) == 4 * result.trained

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from examples import budget, cram_llm
-from examples.budget import Clock, UntilTime, triangle
-from examples.language import small_llama
-from examples.planned import ask_plan
+from examples import cram_llm, hours
+from examples.hours import Clock, UntilTime, ends_of_parts, read_note, triangle
+from examples.language import causal_config, small_llama
+from examples.planned import ask_plan, read_plan
 from examples.pseudo import delink, share_block
 from examples.text import read_text
 from tests.support.tiers import first
@@ -28,7 +29,7 @@ from tests.support.tiers import first
 SMALL = ["--layers", "3", "--hidden", "32", "--length", "16", "--accelerator", "cpu"]
 SECONDS = 120  # of the budget, by a clock that ticks when it is read
 HOURS = str(SECONDS / 3600)
-PLAN = {
+PLAN: dict[str, Any] = {
     "budget": {
         "hours": 0.04, "batch": 2, "accumulate": 2, "tokens": 16, "steps": 30, "seconds_per_step": 5.0,
         "total_tokens": 1920, "epochs": 0.1, "cost": None,
@@ -36,6 +37,9 @@ PLAN = {
     "strategy": {"k": 1, "k_prime": 1},
     "precision": "32-true",
 }  # fmt: skip
+
+
+PSEUDO = ("--pseudo", "0.4")
 
 
 class Killed(Exception):
@@ -55,26 +59,32 @@ class Ticks:
         return self.time
 
 
-@pytest.fixture
-def cram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., cram_llm.Result]:
+def recipe_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., cram_llm.Result]:
     """Runs the recipe by a clock of its own."""
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    (tmp_path / "text.txt").write_text(read_text(None)[:20_000])
+    plan, text = folder / "plan.json", folder / "text.txt"
+    plan.write_text(json.dumps(PLAN))
+    text.write_text(read_text(None)[:20_000])
 
     def run(*more: str, ticks: Ticks | None = None, output: str = "run") -> cram_llm.Result:
-        monkeypatch.setattr(budget, "now", ticks or Ticks())
-        arguments = [
-            "--hours",
-            HOURS,
-            "--plan",
-            str(tmp_path / "plan.json"),
-            "--text",
-            str(tmp_path / "text.txt"),
-            *SMALL,
-        ]
-        return cram_llm.main([*arguments, "--output", str(tmp_path / output), *more])
+        now = ticks or Ticks()
+        monkeypatch.setattr(hours, "now", now)
+        monkeypatch.setattr(timer, "time", SimpleNamespace(monotonic=lambda: now.time))  # Lightning's
+        arguments = ["--hours", HOURS, "--plan", str(plan), "--text", str(text), *SMALL]
+        return cram_llm.main([*arguments, "--output", str(folder / output), *more])
 
     return run
+
+
+@pytest.fixture
+def cram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., cram_llm.Result]:
+    return recipe_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> cram_llm.Result:
+    """A run with ``--pseudo 0.4`` that nothing disturbed."""
+    with pytest.MonkeyPatch.context() as patch:
+        return recipe_in(tmp_path_factory.mktemp("whole"), patch)(*PSEUDO, output="whole")
 
 
 def checkpoint_of(result: cram_llm.Result) -> dict[str, Any]:
@@ -89,7 +99,7 @@ def test_a_run_ends_in_its_time_annealed_at_any_speed(tick: float, cram: Callabl
     result = cram(ticks=Ticks(tick))
     step = 6 * tick
     assert 0.99 * SECONDS - 1.5 * step < result.seconds <= SECONDS
-    assert len(result.validations) == budget.PARTS + 1
+    assert len(result.validations) == hours.PARTS + 1
     assert result.tokens == len(result.losses) * 2 * 2 * 16
     saved = checkpoint_of(result)
     assert saved["global_step"] == len(result.losses)
@@ -101,9 +111,9 @@ def test_a_run_ends_in_its_time_annealed_at_any_speed(tick: float, cram: Callabl
 
 def test_the_learning_rate_follows_time_and_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = Ticks(tick=0.0)
-    monkeypatch.setattr(budget, "now", ticks)
+    monkeypatch.setattr(hours, "now", ticks)
     clock = Clock()
-    clock.allot(100 / (1 - budget.AFTER))
+    clock.allot(100 / (1 - hours.AFTER))
     clock.ready, clock.closing = 10.0, 10.0
     module = cram_llm.Crammed(nn.Linear(1, 1), SimpleNamespace(lr=0.5, warmup=0.25), clock)  # type: ignore[arg-type]
     made = module.configure_optimizers()
@@ -117,13 +127,17 @@ def test_the_learning_rate_follows_time_and_not_steps(monkeypatch: pytest.Monkey
     assert rates == pytest.approx({10: 0.0, 20: 0.25, 30: 0.5, 60: 0.25, 90: 0.0, 99: 0.0})
     assert made["lr_scheduler"]["interval"] == "step"
     assert [triangle(share, 0.5) for share in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.5, 1.0, 0.0]
+    ticks.time = 1005.0
+    assert clock.share() == 0.0, "before training"
+    ticks.time, clock.closing = 1011.0, 95.0
+    assert clock.share() == 1.0, "nothing is left for it"
 
 
 def test_a_part_ends_before_the_step_that_would_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = Ticks(tick=0.0)
-    monkeypatch.setattr(budget, "now", ticks)
+    monkeypatch.setattr(hours, "now", ticks)
     clock = Clock()
-    clock.allot(100 / (1 - budget.AFTER))
+    clock.allot(100 / (1 - hours.AFTER))
     batches = UntilTime(torch.arange(6)[:, None], clock, [0.5, 1.0], batch=2, accumulate=2, seed=0)
     next(iter(batches))  # Lightning makes an iterator, fetches a batch and drops both
     parts = []
@@ -144,16 +158,73 @@ def test_a_part_ends_before_the_step_that_would_be_late(monkeypatch: pytest.Monk
     assert [again._rows_of(number).flatten().tolist() for number in range(12)] == parts[0]
 
 
+def test_a_step_that_was_disturbed_alone_ends_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = Ticks(tick=0.0)
+    monkeypatch.setattr(hours, "now", ticks)
+    clock = Clock()
+    clock.allot(100 / (1 - hours.AFTER))
+    for _ in UntilTime(torch.arange(6)[:, None], clock, [1.0], batch=2, accumulate=1, seed=0):
+        ticks.time += 24 if 1060 <= ticks.time < 1064 else 4
+    assert ticks.time == 1096, "one more takes 4 s, as most did, and would end when time does"
+
+
+def test_parts_are_quarters_and_the_end_of_the_first_phase() -> None:
+    assert [ends_of_parts(phase, 0.5) for phase in ("pseudo", "real")] == [[0.25, 0.5], [0.75, 1.0]]
+    assert [ends_of_parts(phase, 0.3) for phase in ("pseudo", "real")] == [[0.25, 0.3], [0.5, 0.75, 1.0]]
+    assert ends_of_parts("real", 0.0) == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("closing", [0, 20])
+def test_a_part_that_is_all_ends_in_time_and_is_the_end(
+    closing: int, cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its end takes is known from the validation before it. Where that is nothing, seconds are left, but no step."""
+    ticks, step = Ticks(tick=0.0), cram_llm.Crammed.training_step
+
+    def validate(module: cram_llm.Crammed) -> None:
+        ticks.time += closing
+
+    def train(module: cram_llm.Crammed, *batch: Any) -> Any:
+        ticks.time += 4.5
+        return step(module, *batch)
+
+    monkeypatch.setattr(hours, "PARTS", 1)
+    monkeypatch.setattr(cram_llm.Crammed, "on_validation_start", validate)
+    monkeypatch.setattr(cram_llm.Crammed, "training_step", train)
+    result = cram(ticks=ticks)
+    assert result.seconds == 117, "one step more takes 9 s"
+    assert read_note(result.checkpoint)["is_over"]
+
+
+def test_a_step_that_takes_all_that_is_left_is_not_finished(
+    cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of its two batches takes so long. The steps before could not tell, and Lightning's Timer ends the run."""
+    ticks, calls, step = Ticks(tick=0.0), 0, cram_llm.Crammed.training_step
+
+    def slow(module: cram_llm.Crammed, *batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        ticks.time += SECONDS if calls == 7 else 1
+        return step(module, *batch)
+
+    monkeypatch.setattr(cram_llm.Crammed, "training_step", slow)
+    note = read_note(cram(ticks=ticks).checkpoint)
+    assert calls == 7
+    assert (note["part"], note["is_over"]) == (0, True)
+
+
 # ---------------------------------------------------------------------- plain Lightning, and a run that was killed
 
 
-@pytest.mark.parametrize(
-    "more", first([[], ["--pseudo", "0.4"]], ["--pseudo", "0.4"], why="the same without its first phase")
-)
+@pytest.mark.parametrize("more", first([[], [*PSEUDO]], [*PSEUDO], why="the same without its first phase"))
 def test_a_run_is_bitwise_that_of_plain_lightning(
-    more: list[str], cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch
+    more: list[str],
+    cram: Callable[..., cram_llm.Result],
+    whole: cram_llm.Result,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ours = cram(*more)
+    ours = whole if more else cram()
     monkeypatch.setattr(cram_llm, "SuperpipelineStrategy", lambda **_: SingleDeviceStrategy("cpu"))
     plain = cram(*more, output="plain")
     assert len(ours.losses) > 20
@@ -173,25 +244,28 @@ def test_a_run_is_bitwise_that_of_plain_lightning(
     ],
 )
 def test_a_killed_run_goes_on_in_what_is_left_of_its_time(
-    share: float, phase: str, part: int, cram: Callable[..., cram_llm.Result], capsys: pytest.CaptureFixture[str]
+    share: float,
+    phase: str,
+    part: int,
+    cram: Callable[..., cram_llm.Result],
+    whole: cram_llm.Result,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    more = ("--pseudo", "0.4")
-    whole = cram(*more, output="whole")
     with pytest.raises(Killed):
-        cram(*more, ticks=Ticks(until=share * SECONDS))
-    file = whole.checkpoint.parents[2] / "run" / "checkpoint" / "last.ckpt"
-    note = budget.read_note(file)
+        cram(*PSEUDO, ticks=Ticks(until=share * SECONDS))
+    file = tmp_path / "run" / "checkpoint" / "last.ckpt"
+    note = read_note(file)
+    assert note["identity"]["model"]["transformers_version"] is None, "another one may go on"
     done = sum(map(len, note["curve"]["parts"]))
     assert (note["phase"], note["part"], note["is_over"]) == (phase, part, False)
     assert 0 < done < len(whole.losses)
 
-    again = cram(*more, "--resume", str(file))
-    assert (
-        again.losses[: done + 1] == whole.losses[: done + 1]
-    )  # the next one is of the same weights and the same batch
-    assert (
-        again.validations[: len(note["curve"]["validations"])] == whole.validations[: len(note["curve"]["validations"])]
-    )
+    again = cram(*PSEUDO, "--resume", str(file))
+    # the next one is of the same weights and the same batch
+    assert again.losses[: done + 1] == whole.losses[: done + 1]
+    validated = len(note["curve"]["validations"])
+    assert again.validations[:validated] == whole.validations[:validated]
     assert len(again.validations) == len(whole.validations)
     assert done < len(again.losses) <= len(whole.losses)  # set-up has taken time again
     assert 0.97 * SECONDS < again.seconds <= SECONDS
@@ -200,7 +274,7 @@ def test_a_killed_run_goes_on_in_what_is_left_of_its_time(
     assert all(int(state["step"]) == len(again.losses) for state in saved["optimizer_states"][0]["state"].values())
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        cram(*more, "--resume", str(file))
+        cram(*PSEUDO, "--resume", str(file))
     assert "all of its time is used up" in capsys.readouterr().err
 
 
@@ -235,25 +309,59 @@ def test_blocks_of_their_own_begin_with_the_shared_weights_and_moments() -> None
         assert loss_of(shared) == loss_of(real)
 
 
-def test_the_loss_is_the_same_before_and_after_and_training_goes_on(
-    cram: Callable[..., cram_llm.Result], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "curves.png"
-    result = cram("--pseudo", "0.4", "--plot", str(picture))
-    assert result.delinked is not None
-    assert result.delinked[0].hex() == result.delinked[1].hex()
-    saved = checkpoint_of(result)
+def test_the_loss_is_the_same_before_and_after_and_training_goes_on(whole: cram_llm.Result) -> None:
+    assert whole.delinked is not None
+    assert whole.delinked[0].hex() == whole.delinked[1].hex()
+    saved = checkpoint_of(whole)
     blocks = [saved["state_dict"][f"model.model.layers.{n}.mlp.up_proj.weight"] for n in range(3)]
     assert not torch.equal(blocks[0], blocks[1])
-    assert all(int(state["step"]) == len(result.losses) for state in saved["optimizer_states"][0]["state"].values())
-    assert 5_000 < picture.stat().st_size < 100_000
+    assert all(int(state["step"]) == len(whole.losses) for state in saved["optimizer_states"][0]["state"].values())
+
+
+def test_one_block_alone_stays_on_the_device(
+    cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def strategy(**options: Any) -> SingleDeviceStrategy:
+        asked.append(options)
+        return SingleDeviceStrategy("cpu")
+
+    monkeypatch.setattr(cram_llm, "SuperpipelineStrategy", strategy)
+    with pytest.raises(Killed):
+        cram(*PSEUDO, ticks=Ticks(until=0.8 * SECONDS))
+    alone, planned = {"resident": ["**"]}, PLAN["strategy"]
+    # a look at the options; validation, training; validation before and after; training
+    assert asked == [planned, alone, alone, alone, planned, planned]
 
 
 def test_a_loss_that_changed_is_a_defect(cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cram_llm, "delink", lambda *_: {})
     with pytest.raises(RuntimeError, match=r"This is a defect"):
-        cram("--pseudo", "0.4")
+        cram(*PSEUDO)
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def test_the_losses_of_several_runs_are_drawn(
+    cram: Callable[..., cram_llm.Result], whole: cram_llm.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[dict[str, Any]] = []
+
+    def draw(file: Path, curves: dict[str, Any], *, seconds: float) -> None:
+        hours.draw_curves(file, curves, seconds=seconds)
+        drawn.append(curves)
+
+    monkeypatch.setattr(cram_llm, "draw_curves", draw)
+    monkeypatch.chdir(whole.checkpoint.parent)
+    picture = tmp_path / "curves.png"
+    result = cram("--plot", str(picture), "--beside", "last.ckpt", ticks=Ticks(tick=2.0))
+    (curves,) = drawn
+    losses = {name: [entry.loss for entry in entries] for name, entries in curves.items()}
+    assert losses == {"run": result.losses, "whole": whole.losses}
+    assert 5_000 < picture.stat().st_size < 100_000
 
 
 # ---------------------------------------------------------------------- the plan
@@ -267,9 +375,11 @@ def test_the_plan_is_asked_for_with_what_was_given(tmp_path: Path, monkeypatch: 
         return SimpleNamespace(returncode=0, stdout=json.dumps(PLAN), stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(budget, "now", Ticks())
+    monkeypatch.setattr(hours, "now", Ticks())
     (tmp_path / "rates.json").write_text("{}")
+    (tmp_path / "text.txt").write_text(read_text(None)[:60_000])
     arguments = ["--hours", HOURS, "--rates", str(tmp_path / "rates.json"), "--accumulate", "2", *SMALL]
+    arguments += ["--text", str(tmp_path / "text.txt")]
     result = cram_llm.main([*arguments, "--output", str(tmp_path / "run")])
     assert result.tokens % (2 * 2 * 16) == 0
     (command,) = asked
@@ -292,6 +402,34 @@ def test_set_up_may_not_take_all_of_the_time(
     assert f"of {SECONDS}.0 s. Give more --hours, or a --plan" in capsys.readouterr().err
 
 
+def test_nothing_is_planned_where_all_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    made: list[set[torch.dtype]] = []
+
+    class Noted(cram_llm.Crammed):
+        def __init__(self, model: Any, *more: Any) -> None:
+            made.append({parameter.dtype for parameter in model.parameters()})
+            super().__init__(model, *more)
+
+    monkeypatch.setattr(cram_llm, "Crammed", Noted)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(hours, "now", Ticks(tick=2.0))
+    text, rates = tmp_path / "text.txt", tmp_path / "rates.json"
+    text.write_text(read_text(None)[:20_000])
+    rates.write_text("{}")
+    given = ["--batch", "2", "--accumulate", "2", "--precision", "bf16-true", "--k", "1", "--activations", "recompute"]
+    arguments = ["--hours", HOURS, "--text", str(text), *SMALL, *given, "--output", str(tmp_path / "run")]
+    result = cram_llm.main(arguments)
+    planned = read_note(result.checkpoint)["planned"]
+    assert planned["strategy"] == {"k": 1, "activations": "recompute"}
+    assert (planned["batch"], planned["accumulate"], planned["precision"]) == (2, 2, "bf16-true")
+    assert made == [{torch.bfloat16}], "from the beginning, so that it takes half of the memory"
+    with pytest.raises(Killed):
+        cram_llm.main([*arguments, "--rates", str(rates)])
+
+
 @pytest.mark.rest("a subprocess that imports torch and looks for the fastest way")
 def test_the_plan_of_this_package_is_understood(tmp_path: Path) -> None:
     small_llama(3, 32).config.save_pretrained(tmp_path)
@@ -299,15 +437,33 @@ def test_the_plan_of_this_package_is_understood(tmp_path: Path) -> None:
     assert (planned.batch, planned.accumulate, planned.precision, planned.seconds) == (2, 4, "bf16-true", 360)
     assert planned.steps * planned.seconds_per_step == pytest.approx(360, rel=0.01)
     cram_llm.SuperpipelineStrategy(**planned.strategy)
+    with pytest.raises(
+        ValueError, match=r"--batch 2 --gpu-memory 1kB .* ended with status 1: It does not fit\. The same"
+    ):
+        ask_plan(tmp_path, hours=0.1, tokens=16, batch=2, gpu_memory="1kB", precision="bf16-true", accumulate=1)
+
+
+def test_a_planned_step_has_to_be_in_the_text(
+    cram: Callable[..., cram_llm.Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN | {"budget": {**PLAN["budget"], "batch": 5000}}))
+    with pytest.raises(SystemExit):
+        cram()
+    assert "too short for one step" in capsys.readouterr().err
 
 
 def test_a_plan_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = SimpleNamespace(returncode=1, stdout="It does not fit.", stderr="")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(
-        ValueError, match=r"plan \S+ --hours 0.5 --batch 3 --json` ended with status 1: It does not fit"
-    ):
-        ask_plan(tmp_path, hours=0.5, batch=3, rates=None)
+    for stderr, said in (("", "It does not fit"), ("error: no", "error: no")):
+        failed = SimpleNamespace(returncode=1, stdout="{}", stderr=stderr)
+        monkeypatch.setattr(subprocess, "run", lambda *_, failed=failed, **__: failed)
+        with pytest.raises(ValueError, match=rf"plan \S+ --hours 0.5 --batch 3 --json` ended with status 1: {said}"):
+            ask_plan(tmp_path, hours=0.5, batch=3, rates=None)
+
+
+@pytest.mark.parametrize("answer", ["", "[]", "{}", '{"budget": null}'])
+def test_another_text_is_no_plan(answer: str) -> None:
+    with pytest.raises(ValueError, match="mine is no answer of `python -m sp_lightning plan"):
+        read_plan(answer, "mine")
 
 
 # ---------------------------------------------------------------------- bad input
@@ -321,14 +477,29 @@ def test_a_plan_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--hours", "nan"], "--hours nan: must be above 0"),
         (["--hours", "inf"], "--hours inf: must be"),
         (["--pseudo", "1"], "--pseudo 1.0: must be"),
+        (["--lr", "0"], "--lr 0.0: must be above 0"),
+        (["--lr", "inf"], "--lr inf: must be"),
+        (["--warmup", "0"], "--warmup 0.0: must be above 0"),
+        (["--warmup", "1"], "--warmup 1.0: must be"),
+        (["--length", "1"], "--length 1: must be at least 2"),
+        (["--length", "100000"], "too short for one step: it has 0 training windows"),
+        (["--layers", "0"], "--layers 0: must be at least 1"),
         (["--batch", "0"], "--batch 0: must be at least 1"),
         (["--batch", "5000", "--accumulate", "9"], "too short for one step"),
         (["--plan", __file__], "is no answer of `python -m sp_lightning plan"),
         (["--plan", __file__, "--batch", "2"], "says all that --batch is for"),
+        (["--plan", __file__, "--k-prime", "2"], "says all that --k-prime is for"),
+        (["--plan", "/no/such/file"], "--plan /no/such/file: there is no such file"),
+        (["--text", "/no/such/file"], "--text /no/such/file: there is no such file"),
         (["--rates", "/no/such/file"], "--rates /no/such/file: there is no such file"),
         (["--resume", "/no/such/file"], "--resume /no/such/file: there is no such file"),
         (["--resume", __file__], "is no checkpoint of this recipe"),
+        (["--beside", "/no/such/file"], "--beside /no/such/file: there is no such file"),
+        (["--beside", __file__], "is no checkpoint of this recipe"),
+        (["--plot", "curves.docx"], "--plot curves.docx: must end in one of "),
         (["--config", "/no/such/folder/x"], "/no/such/folder/x"),
+        (["--config", "/no/such/folder/x", "--layers", "2"], "or leave --config out"),
+        (["--batch", "1", "--accumulate", "1", "--accelerator", "abacus"], "abacus"),
     ],
     ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
 )
@@ -336,12 +507,32 @@ def test_bad_input_is_refused_before_any_work(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--length", "16"] if "--config" in arguments else SMALL
+    text = tmp_path / "text.txt"
+    text.write_text(read_text(None)[:20_000])
     with pytest.raises(SystemExit) as stop:
-        cram_llm.main([*more, *arguments, "--output", str(tmp_path / "run")])
+        cram_llm.main([*more, "--text", str(text), *arguments, "--output", str(tmp_path / "run")])
     assert stop.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error: " in last
     assert said in last
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {}}, [], torch.ones(2), SimpleNamespace()], ids=type)
+def test_another_file_is_no_checkpoint(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=r"last\.ckpt is no checkpoint of this recipe"):
+        read_note(tmp_path / "last.ckpt")
+
+
+def test_a_config_has_to_read_the_text(tmp_path: Path) -> None:
+    small_llama(1, 32, longest=256).config.save_pretrained(tmp_path)
+    for vocabulary, length, said in (
+        (8, 257, "max_position_embeddings is 256, and at least 257"),
+        (1025, 16, "vocab_size is 1024, and at least 1025"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            causal_config(str(tmp_path), range(vocabulary), 6, 128, length)
+    assert causal_config(str(tmp_path), range(1024), 6, 128, 256).num_hidden_layers == 1
 
 
 def test_a_checkpoint_of_another_run_is_not_resumed(
@@ -349,20 +540,36 @@ def test_a_checkpoint_of_another_run_is_not_resumed(
 ) -> None:
     with pytest.raises(Killed):
         cram(ticks=Ticks(until=0.5 * SECONDS))
+    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    other.write_text(text.read_text()[:-1] + "X")  # as many tokens
+    checkpoint = tmp_path / "run" / "checkpoint" / "last.ckpt"
     for more, said in (
         (["--hours", "0.05"], f"hours was {HOURS} and is 0.05"),
         (["--hidden", "64"], "model was another one"),
         (["--pseudo", "0.3"], "pseudo was 0.0 and is 0.3"),
+        (["--text", str(other)], "text was another one"),
     ):
         with pytest.raises(SystemExit):
-            cram("--resume", str(tmp_path / "run" / "checkpoint" / "last.ckpt"), *more)
+            cram("--resume", str(checkpoint), *more)
         last = capsys.readouterr().err.splitlines()[-1]
         assert said in last
         assert "Resume with the options that the run began with." in last
+    with pytest.raises(SystemExit):  # --plan says it all, and is left out
+        cram_llm.main([
+            "--hours", HOURS, "--text", str(text), *SMALL, "--resume", str(checkpoint), "--precision", "bf16-true",
+        ])  # fmt: skip
+    assert "precision was another one" in capsys.readouterr().err
 
 
-def test_blocks_of_several_kinds_are_not_shared() -> None:
-    model = small_llama(3, 32)
+def test_blocks_of_several_kinds_are_not_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, other = small_llama(3, 32), small_llama(3, 32)
     model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
-    with pytest.raises(ValueError, match="blocks are of several kinds"):
-        share_block(model)
+    other.model.layers[1].mlp.act_fn = nn.Identity()
+    for each in (model, other):
+        with pytest.raises(ValueError, match="blocks are of several kinds"):
+            share_block(each)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        cram_llm.main(["--config", str(tmp_path), "--pseudo", "0.3", "--batch", "1", "--output", str(tmp_path / "run")])
+    assert "blocks are of several kinds" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from examples import train_sparse
 from examples.language import CausalLM, small_llama
+from examples.recipe import make_trainer
 from examples.train_sparse import DECAY, DENSITY, SUPERSET, Masked, SparseLM, TopKast
 from sp_lightning import SuperpipelineStrategy
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
@@ -219,12 +220,32 @@ def test_levels_change_every_two_steps_and_the_rest_never_moves(strategy: str) -
 # ---------------------------------------------------------------------- the recipe
 
 
+def test_an_output_that_is_a_file_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(SystemExit):
+        train_sparse.main(["--output", str(tmp_path / "run")])
+    assert "is a file. Give a folder" in capsys.readouterr().err
+
+
 @pytest.mark.rest("seconds of training")
-def test_the_recipe_compares_with_dense_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipe_compares_with_dense_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ``"keep"``: the used weights of all layers would stay on the device between forward and backward."""
+    made: list[str] = []
+
+    def make(options: Any, **more: Any) -> Any:
+        made.append(options.activations)
+        return make_trainer(options, **more)
+
+    monkeypatch.setattr(train_sparse, "make_trainer", make)
     earlier = tmp_path / "SparseLM" / "last.ckpt"
     earlier.parent.mkdir()
     earlier.write_text("an earlier run's, which is replaced")
     train_sparse.main(["--steps", "3", "--output", str(tmp_path)])
+    assert made == ["recompute"] * 2
     said = capsys.readouterr().out
     dense, sparse = (int(each.replace(",", "")) for each in re.findall(r"loss [\d.]+, ([\d,]+) bytes fetched", said))
     assert dense < sparse < 1.25 * dense

@@ -191,7 +191,7 @@ def read_note(file: Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(file, weights_only=True, mmap=True)  # weights are not read
         return checkpoint["cram"] | {"guard": checkpoint["callbacks"]["Timer"]["time_elapsed"]["train"]}
-    except (RuntimeError, KeyError, TypeError, UnpicklingError) as error:
+    except (RuntimeError, LookupError, TypeError, UnpicklingError) as error:
         raise ValueError(f"{file} is no checkpoint of this recipe. Give a last.ckpt that it wrote.") from error
 
 
@@ -212,21 +212,6 @@ def read_checkpoint(file: Path | None, identity: Mapping[str, Any]) -> dict[str,
     if note["is_over"]:
         raise ValueError(f"--resume {file}: all of its time is used up. Begin a new run, with more --hours.")
     return note
-
-
-# ---------------------------------------------------------------------- the picture
-
-
-def check_picture() -> None:
-    """Imports what draws, which takes a second: now, and not at the end.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from error
 
 
 def draw_curves(file: Path, curves: Mapping[str, Sequence[Entry]], *, seconds: float) -> None:
