@@ -174,7 +174,7 @@ def test_parts_are_quarters_and_the_end_of_the_first_phase() -> None:
     assert ends_of_parts("real", 0.0) == [0.25, 0.5, 0.75, 1.0]
 
 
-@pytest.mark.parametrize("closing", [0, 20])
+@pytest.mark.parametrize("closing", [0, 18])
 def test_a_part_that_is_all_ends_in_time_and_is_the_end(
     closing: int, cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
