@@ -172,11 +172,9 @@ def _activations(asked: Question) -> dict[str, Any]:
 
 def _ways(estimate: Estimate) -> Iterator[Answer]:
     """The answers for each time and place of the optimizer, and accumulation, of those that are not given."""
-    asked, step = estimate.question, estimate.step
+    asked = estimate.question
     for place in PLACES if "optimizer_on" not in asked.given else (asked.optimizer_on,):
-        # On the host some optimizers' updates cannot run in the background, and --overlap says nothing of them.
-        waits = place == "host" and step is not None and step.overlap == "off"
-        for overlap in _OVERLAPS if "overlap" not in asked.given and not waits else (asked.overlap,):
+        for overlap in _OVERLAPS if "overlap" not in asked.given else (asked.overlap,):
             other = stepped(estimate, overlap, place)
             if other is not None:
                 yield from _accumulated(answer(other))

@@ -20,7 +20,7 @@ from sp_lightning.observe.reached import machine_of, today
 from sp_lightning.tune.rates import DTYPES, OF_DEVICE, measure_rates
 
 _BYTES = ("device_bandwidth", "pcie", "dram", "disk")
-_OPTIONS = ("tflops", "host_tflops", *_BYTES)
+_OPTIONS = ("tflops", "host_tflops", "device_bandwidth", "pcie", "dram")  # a drive is asked for by --disk
 
 
 def run_rates(given: Namespace) -> str:
@@ -74,8 +74,6 @@ def with_rates(questions: Sequence[Question]) -> Sequence[Question]:
 
 def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[str]) -> Question:
     values = {name: measured[name] for name in _OPTIONS if name in measured and name not in question.given}
-    if question.disk is None:
-        values.pop("disk", None)  # nobody has asked for one
     tflops = {DTYPES[key]: float(each) for key, each in values.get("tflops", {}).items()}
     visit, weight = map(float, measured["python"]["inference" if question.predict else "training"])
     seen = replace(

@@ -211,6 +211,7 @@ def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixtu
             "The data has 10 tokens, and one step takes ",
         ),
         (("--hours", "1", "--predict"), "--hours is for training"),
+        (("--hours", "1", "--trials", "2"), "--hours is for training, of one model at a time"),
         (("--price", "1"), "--price counts with --hours alone"),
         (("--hours", "1", "--samples", "1k", "--dataset-tokens", "1M"), "both say how much data there is"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
+from sp_lightning.cli.arguments import Question, make_parser, separate
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -20,3 +21,11 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert status == (1 if found["best"] is None else 3 if found["why_no_activations"] else 0)
     return found
+
+
+def question(*arguments: str) -> Question:
+    """What such a command line asks."""
+    asked = make_parser().parse_args(["plan", *arguments], namespace=Question())
+    asked.given = frozenset(vars(make_parser(usual=False).parse_args(["plan", *arguments])))
+    (one,) = separate(asked)
+    return one
