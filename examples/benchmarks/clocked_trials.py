@@ -10,11 +10,13 @@ trials take at once, and one after the other. From the root of the repository::
 from __future__ import annotations
 
 import argparse
+import bisect
 import logging
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from torch import Tensor
@@ -33,8 +35,24 @@ LEAST, MOST_BYTES = 0.9, 1.1
 1 / n of the bytes come to the device for each."""
 
 
+class Streams(dict[Any, float]):
+    """What streams' clocks show. Each trial, which is a thread, has its own, as on an accelerator; kernels have one."""
+
+    @staticmethod
+    def _key(stream: Stream) -> Any:
+        return stream if stream is Stream.COMPUTE else (threading.get_ident(), stream)
+
+    def __getitem__(self, stream: Stream) -> float:
+        return self.get(self._key(stream), 0.0)
+
+    def __setitem__(self, stream: Stream, seconds: float) -> None:
+        super().__setitem__(self._key(stream), seconds)
+
+
 class Clocked(ClockDevice):
-    """The device of all trials, which upload on one stream. The real engine moves its clocks on, and bytes are copied as well.
+    """The device of all trials. The real engine moves its clocks on, and bytes are copied as well.
+
+    All uploads take turns on one link: each has the first time that is free for as long as it takes.
 
     Args:
         travel: seconds that a byte from the host takes.
@@ -42,6 +60,8 @@ class Clocked(ClockDevice):
 
     def __init__(self, travel: float) -> None:
         super().__init__(Rates(1 / travel if travel else math.inf, math.inf, math.inf, math.inf))
+        self.now = Streams()
+        self._link: list[tuple[float, float]] = []  # when it is busy, in order
         self._made: list[Tensor] = []
 
     def empty(self, nbytes: int) -> Tensor:
@@ -55,7 +75,16 @@ class Clocked(ClockDevice):
         there = {each.untyped_storage().data_ptr() for each in self._made}  # a copy from there takes no time
         nbytes = sum(source.nbytes for source in sources if source.untyped_storage().data_ptr() not in there)
         if stream is Stream.UPLOAD and nbytes:
-            self.transfer("fetch", 0, nbytes)
+            seconds = nbytes / self._rates.upload
+            begin = self.now[stream]
+            for busy, free in self._link:
+                if begin + seconds <= busy:
+                    break
+                begin = max(begin, free)
+            bisect.insort(self._link, (begin, begin + seconds))
+            self.now[stream] = begin
+            self.spend(stream, seconds, "fetch", 0, nbytes)
+            self.copied += nbytes
 
     def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
         # The engine says so of a slot when a layer begins to use it, and when it has.
@@ -63,18 +92,49 @@ class Clocked(ClockDevice):
             self.spend(Stream.COMPUTE, 0.5, "forward", 0)
 
 
-def seconds(run: Callable[[], Any], travel: float) -> tuple[float, int, Any]:
-    """What the compute stream's clock shows after a run, bytes from the host, and what the run has returned."""
+class Ran(NamedTuple):
+    """What the clocks say of a run.
+
+    Attributes:
+        seconds: what the compute stream's shows at the end.
+        computed: so many of them it computed.
+        nbytes: from the host.
+        result: the run's.
+    """
+
+    seconds: float
+    computed: float
+    nbytes: int
+    result: Any
+
+
+class Row(NamedTuple):
+    """Trials at once.
+
+    Attributes:
+        trials: how many.
+        gain: how many times as fast they are as one after the other.
+        bound: how many times as fast they would be if the device computed all the time.
+        share: their bytes for each that comes for trials one after the other.
+    """
+
+    trials: int
+    gain: float
+    bound: float
+    share: float
+
+
+def clocked(run: Callable[[], Any], travel: float) -> Ran:
+    """Runs something on such a device, where a byte travels for so many seconds."""
     device = Clocked(travel)
     with mock.patch("sp_lightning.trainer.run.device_for", return_value=device):
-        found = run()
-    return device.now[Stream.COMPUTE], device.copied, found
+        result = run()
+    computed = sum(each.end - each.begin for each in device.intervals if each.kind == "forward")
+    return Ran(device.now[Stream.COMPUTE], computed, device.copied, result)
 
 
-def measure(
-    ratio: float, counts: Sequence[int], layers: int = ON_DEVICE, workload: Workload = WORKLOAD
-) -> list[tuple[int, float, float]]:
-    """How many trials, how many times as fast as one after the other they are, and their bytes for each of that one's.
+def measure(ratio: float, counts: Sequence[int], layers: int = ON_DEVICE, workload: Workload = WORKLOAD) -> list[Row]:
+    """Trains so many trials at once, and the same ones one after the other.
 
     Args:
         ratio: how many times as long as it computes a layer travels.
@@ -86,15 +146,16 @@ def measure(
         RuntimeError: a trial has other losses than alone.
     """
     trial, rows = trial_of(workload, RANK), []
-    _, nbytes, _ = seconds(lambda: trial(0), 0.0)
-    travel = ratio * 2 * workload.layers * workload.steps / nbytes
+    travel = ratio * 2 * workload.layers * workload.steps / clocked(lambda: trial(0), 0.0).nbytes
     for count in counts:
-        alone = [seconds(lambda number=number: trial(number), travel) for number in range(count)]  # type: ignore[misc]
+        alone = [clocked(lambda number=number: trial(number), travel) for number in range(count)]  # type: ignore[misc]
         base = SharedBase(layers=layers)
-        at_once, brought, found = seconds(lambda: base.map(trial, range(count)), travel)  # noqa: B023
-        if [each.losses for each in found] != [each.losses for _, _, each in alone]:
+        at_once = clocked(lambda: base.map(trial, range(count)), travel)  # noqa: B023
+        if [each.losses for each in at_once.result] != [each.result.losses for each in alone]:
             raise RuntimeError(f"{count} trials at once have other losses than one after the other.")
-        rows.append((count, sum(each for each, _, _ in alone) / at_once, brought / sum(each for _, each, _ in alone)))
+        seconds, nbytes = sum(each.seconds for each in alone), sum(each.nbytes for each in alone)
+        bound = seconds / sum(each.computed for each in alone)
+        rows.append(Row(count, seconds / at_once.seconds, bound, at_once.nbytes / nbytes))
     return rows
 
 
@@ -103,17 +164,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trials", type=int, nargs="+", default=[1, 2, 4, 8], help="how many (%(default)s)")
     parser.add_argument(
-        "--ratios", type=float, nargs="+", default=[2, 4, 8],
+        "--ratios", type=float, nargs="+", default=[4, 8, 16],
         help="how many times as long as it computes a layer travels (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--layers", type=int, default=ON_DEVICE, help="of the base that are on the device at once (%(default)s)"
     )
     options = parser.parse_args(argv)
-    print("\n| a layer travels ÷ computes | trials | times as fast | bytes ÷ one after the other |\n|---|---|---|---|")
+    print(
+        "\n| a layer travels ÷ computes | trials | times as fast | computation allows | bytes ÷ one after the other |"
+    )
+    print("|---|---|---|---|---|")
     for ratio in options.ratios:
-        for count, gain, share in measure(ratio, options.trials, options.layers):
-            print(f"| {ratio:g} | {count} | {gain:.2f} | {share:.3f} |", flush=True)
+        for row in measure(ratio, options.trials, options.layers):
+            print(f"| {ratio:g} | {row.trials} | {row.gain:.2f} | {row.bound:.2f} | {row.share:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -244,11 +244,15 @@ class SharedUploads(Uploads):
         self._common = common
         self._pass_on = pass_on
         self._alone = alone
+        self._passed = False  # since compute came to a layer
 
     def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
         memory: Any = layer.block.memory
         shared = memory.shared if isinstance(memory, TrialMemory) else None
         self._pass_on(shared)
+        self._passed = True
+        if layer not in self.pending:
+            self.pending.append(layer)
         if shared is None:
             return super().send(layer, target, source, landed)
         end = shared.bytes.nbytes
@@ -266,3 +270,12 @@ class SharedUploads(Uploads):
         if on_device is not None:
             on_device.read.append(self.device.record(Stream.UPLOAD))
         return None
+
+    def go_on(self, using: StreamedLayer | None = None) -> None:
+        # Where nothing is left to fetch, at the end of a forward, the kernels of one trial would wait for layers that come,
+        # and those of all others behind them: the device has one stream for kernels.
+        if using in self.pending:
+            self.pending.remove(using)
+            if not self._passed:
+                self._pass_on(None)
+            self._passed = False

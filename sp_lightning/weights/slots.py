@@ -224,7 +224,7 @@ class Slots:
         slot = layer.slot
         assert slot is not None
         if self.uploads.pending:
-            self.uploads.go_on()
+            self.uploads.go_on(layer)
         self.join(slot)
         slot.lent = True
         slot.idle = None

@@ -51,7 +51,7 @@ class Uploads:
         self.device = device
         self.ring = 0
         self.gathered_bytes = 0
-        self.pending: deque[OnItsWay] = deque()
+        self.pending: deque[Any] = deque()
 
     def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
         """Begins the upload of a layer. The upload stream waits already for what was in the slot, and for the layer's bytes.
@@ -68,8 +68,8 @@ class Uploads:
         self.device.copy((target,), (source,), Stream.UPLOAD)
         return None
 
-    def go_on(self) -> None:
-        """Issues what can be issued by now of the layers on their way."""
+    def go_on(self, using: StreamedLayer | None = None) -> None:
+        """Issues what can be issued by now of the layers on their way. Compute comes to ``using``."""
 
     def finish(self, last: OnItsWay | None = None) -> None:
         """Issues all layers up to this one, or all that are on their way. A rank that has failed is a ``RankError``."""
@@ -150,7 +150,7 @@ class SlicedUploads(Uploads):
 
     # ------------------------------------------------------------------ the rest of a layer
 
-    def go_on(self) -> None:
+    def go_on(self, using: StreamedLayer | None = None) -> None:
         while self.pending and not self._issuing:
             verdict = self._gathers.verdict(self.pending[0].number)
             if verdict is None:

@@ -577,13 +577,17 @@ def test_processes_that_are_bound_to_nodes_update_together(tmp_path: Path) -> No
 
 def test_trials_on_a_device_of_clocks_are_as_many_times_as_fast_until_computation_binds() -> None:
     workload = shared_base.Workload(6, 64, 64, 3)
-    two, four = clocked_trials.measure(8, [2, 4], workload=workload)
-    assert two[1] >= clocked_trials.LEAST * 2
-    assert four[1] > two[1]
-    (bound,) = clocked_trials.measure(0.5, [4], workload=workload)
-    assert bound[1] < 1.5, "computation binds"
+    (two,) = clocked_trials.measure(8, [2], workload=workload)
+    assert two.gain >= clocked_trials.LEAST * 2
     adapters = 2 / 64  # of matrices whose smaller side has 64, with rank 1
-    assert two[2] <= clocked_trials.MOST_BYTES / 2 + adapters
+    assert two.share <= clocked_trials.MOST_BYTES / 2 + adapters
+    (three,) = clocked_trials.measure(4, [3], workload=workload)
+    assert two.bound > three.bound > 3
+    assert three.gain >= 2.55, (
+        "2.45 if turns do not change where a forward ends, and kernels of all wait for one trial's layer"
+    )
+    (four,) = clocked_trials.measure(0.5, [4], workload=workload)
+    assert four.gain < four.bound < 1.5, "computation binds"
 
 
 def test_a_trial_that_comes_to_other_losses_on_the_device_of_clocks_is_an_error(
@@ -595,6 +599,6 @@ def test_a_trial_that_comes_to_other_losses_on_the_device_of_clocks_is_an_error(
         return lambda number: shared_base.Trained([float(next(made))], 1.0, 1)
 
     monkeypatch.setattr(clocked_trials, "trial_of", trial_of)
-    monkeypatch.setattr(clocked_trials, "seconds", lambda run, travel: (1.0, 1, run()))
+    monkeypatch.setattr(clocked_trials, "clocked", lambda run, travel: clocked_trials.Ran(1.0, 1.0, 1, run()))
     with pytest.raises(RuntimeError, match="other losses than one after the other"):
         clocked_trials.measure(1, [2], workload=workload)
