@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
@@ -182,7 +183,10 @@ class Accelerator(Device):
 
 def generator_states() -> list[Tensor]:
     """The states of torch's random generators: the CPU's, and those of all GPUs, which have none before they are initialised."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _has_cuda() else [])]
+
+
+_has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver each time
 
 
 def set_generator_states(states: Sequence[Tensor]) -> None:

@@ -115,10 +115,14 @@ class ProcessState:
         self._numpy, self._python = np.random.get_state(), random.getstate()
         self._settings = [read() for read, _ in _SETTINGS]
 
-    def restore(self) -> None:
-        """Makes it the process's again."""
-        for (read, write), value in zip(_SETTINGS, self._settings, strict=True):
-            if read() != value:
+    def restore(self, now: ProcessState | None = None) -> None:
+        """Makes it the process's again.
+
+        Args:
+            now: what the process has; None if that is to be read, which takes longer than all else.
+        """
+        for (_, write), value, found in zip(_SETTINGS, self._settings, (now or ProcessState())._settings, strict=True):
+            if found != value:
                 write(value)
         set_generator_states(self._torch)
         np.random.set_state(self._numpy)
@@ -172,6 +176,7 @@ class TrialTurns:
         self._thread = 0  # of the one that runs
         self._given = 0  # how often a turn has begun
         self._outside: ProcessState
+        self._left: ProcessState | None = None  # what the process has where a turn begins, if that is known
         self._others = WeakSet[Any]()  # trainers outside of trials
 
     def refuse_beside(self, trainer: Any) -> None:
@@ -216,7 +221,7 @@ class TrialTurns:
                 turn.wants, turn.waited = wants, 0
                 if self._chosen(turn) is not turn:
                     # If it cannot be read, this trial has the turn still, and does not wait.
-                    turn.state = ProcessState()
+                    self._left = turn.state = ProcessState()
                     self._waiting.append(turn)
                     self._give()
                     self._await(turn)
@@ -225,7 +230,7 @@ class TrialTurns:
     def end(self, turn: Turn) -> None:
         """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""
         with self._lock:
-            self._running = None
+            self._running = self._left = None
             if self._waiting:
                 self._give()
             else:
@@ -255,7 +260,7 @@ class TrialTurns:
                 self._say_who_runs(turn.log)
             given = self._given
         self._thread = threading.get_ident()
-        turn.state.restore()
+        turn.state.restore(self._left)
         if interrupt is not None:
             raise interrupt
 
