@@ -47,9 +47,7 @@ _OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # they count 
 _GENERATE = "predict N tokens for each of --batch sequences, after prompts of --tokens; times are of the last token"
 _LOSS_TOKENS = "the loss is computed from so many tokens' logits at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
-_STEP_SECONDS = (
-    "what the optimizer's step takes on the host, measured, where it does not run fused (8-bit states, Shampoo)"
-)
+_STEP_SECONDS = "what the optimizer's step takes on the host, measured, if it is not fused (8-bit states, Shampoo)"
 _PCIE = "between host and each device, each way (%(default)s)"
 _LINKS = "from each device to the others, and back (%(default)s)"
 _TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)"
@@ -133,6 +131,7 @@ class Measured:
         tflops: of the device, by the dtype in which it multiplies.
         python: seconds of Python for each visit of a layer, and for each weight in it; None if they were not measured.
         synchronous: whether everything else stands still during a copy, as where the host computes.
+        drive: bytes/s that come from a drive, which ``--disk`` alone asks for.
         slower: how many times as long as predicted a run has taken.
         notes: sentences about it.
     """
@@ -141,6 +140,7 @@ class Measured:
     tflops: Mapping[torch.dtype, float] = field(default_factory=dict)
     python: tuple[float, float] | None = None
     synchronous: bool = False
+    drive: float = 7e9
     slower: float = 1.0
     notes: tuple[str, ...] = ()
 

@@ -82,6 +82,7 @@ def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[st
         tflops=tflops,
         python=None if question.measure_host else (visit, weight),
         synchronous=bool(measured["synchronous"]),
+        drive=float(number_of("disk", measured["disk"])) if "disk" in measured else question.measured.drive,
         notes=(*question.measured.notes, *notes),
     )
     numbers = {name: number_of(name, str(value)) for name, value in values.items() if name != "tflops"}

@@ -134,7 +134,7 @@ def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
     if step is not None and step.overlap == "forward":
         yield {"overlap": "backward"}, _HOST, 1
     if asked.disk is None and asked.host_memory is not None:
-        yield {"disk": 7e9}, _HOST, 2
+        yield {"disk": asked.measured.drive}, _HOST, 2
     if PRECISIONS[asked.precision][0].itemsize > 2:
         yield {"precision": "bf16-true"}, _DEVICE | _HOST, 3
     weights, gradients = refused.shown.plan.plain

@@ -18,6 +18,7 @@ from sp_lightning.cli.answer import Answer, answer
 from sp_lightning.cli.arguments import Measured, command
 from sp_lightning.cli.budget import Budget, _accumulated, _epochs, _ways, in_words, trainer_call
 from sp_lightning.cli.estimate import estimate_model
+from sp_lightning.cli.remedies import _steps
 from sp_lightning.cli.scaling import _embedded, refuse_another_size
 from sp_lightning.device.device import Device
 from sp_lightning.observe.reached import Reached
@@ -119,7 +120,10 @@ def test_a_command_names_the_file_and_not_what_is_in_it(tmp_path: Path) -> None:
 
 
 def test_a_drive_that_was_measured_is_no_drive_that_was_asked_for(tmp_path: Path) -> None:
-    assert with_rates(tmp_path).disk is None
+    """It is what a plan is told to try that lacks host memory."""
+    found = with_rates(tmp_path, "--host-memory", "1GiB")
+    assert found.disk is None
+    assert {"disk": 3e9} in [changes for changes, _, _ in _steps(answer(estimate_model(found)))]
     assert with_rates(tmp_path, "--disk", "7GB/s").disk == 7e9
 
 
