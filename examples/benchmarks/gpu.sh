@@ -2,7 +2,7 @@
 # The first hour on a machine with a GPU and no network: calls of at most ten minutes, in the order of their worth.
 #     bash examples/benchmarks/gpu.sh                # first light, memory, limits, 1.5B: one call
 #     bash examples/benchmarks/gpu.sh 3B             # a part alone, in at most eight minutes: first, memory, limits, 1.5B, 3B,
-#                                                    # 8B, card, foresight, h200, activations
+#                                                    # 8B, card, foresight, h200, activations, trials (which has not run yet)
 #     bash examples/benchmarks/gpu.sh tests1         # the GPU's tests in parts, tests1 to tests7: each at most ten minutes; these
 #                                                    # need pytest and hypothesis, for which wheels/ is there
 #     bash examples/benchmarks/gpu.sh ranks          # on a machine with several GPUs: 1, 2, 4 and 8 of them; has not run yet
@@ -83,6 +83,9 @@ limits) limits --seconds 16 ;;
 foresight)
     run 450 foresight "$python" -m examples.benchmarks.foresight --size 1.5B --tokens 16384 --length 4096 \
         --precision bf16-mixed --checkpointing --windows 1:1 2:1 4:1 4:2 12:1 --seconds 8 --out "$out/rows.jsonl"
+    ;;
+trials)
+    run 455 trials "$python" -m examples.benchmarks.shared_base --accelerator gpu --rounds 1
     ;;
 tests1) run_tests 560 tests1 tests/gpu/test_fork.py $cuda tests/gpu/test_delays.py -k "not bitwise" ;;
 tests2) run_tests 560 tests2 $cuda::test_training_is_bitwise_equal ;;

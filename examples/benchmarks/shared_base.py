@@ -1,9 +1,9 @@
-"""What it takes that trials over one frozen base train at once, beside the same trials one after the other, on the CPU.
+"""What it takes that trials over one frozen base train at once, beside the same trials one after the other.
 
 On the CPU a copy takes part of the same memory's and processors' time, and the arithmetic is the same both ways. So there is
 nothing to gain in seconds, and the difference is what turns cost: threads that wait, the process's state that is exchanged, one
-more copy of each layer. What there is to gain where transfers are slow shows in the bytes. Both ways take turns in one process,
-and have to have the same losses. From the root of the repository::
+more copy of each layer. What there is to gain where transfers are slow shows in the bytes, and with ``--accelerator gpu`` in the
+seconds. Both ways take turns in one process, and have to have the same losses. From the root of the repository::
 
     python -m examples.benchmarks.shared_base
 """
@@ -44,12 +44,14 @@ class Workload:
         layers, hidden: transformer blocks, and their width.
         tokens: of each batch, in windows of 64.
         steps: of each trial.
+        dtype: of the base.
     """
 
     layers: int
     hidden: int
     tokens: int
     steps: int
+    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         return f"{self.layers} layers of width {self.hidden}, {self.tokens} tokens"
@@ -58,6 +60,9 @@ class Workload:
 # Where arithmetic is most of a step, as in training that is worth it; and where Python is, which shows what a turn costs.
 WORKLOADS = [Workload(8, 512, 256, 6), Workload(8, 64, 64, 20)]
 TINY = Workload(3, 32, 64, 2)
+WIDE = Workload(
+    8, 4096, 512, 8, torch.bfloat16
+)  # for a GPU: a layer has 400 MB, and travels for longer than it computes
 
 
 class Timed(CausalLM):
@@ -65,7 +70,7 @@ class Timed(CausalLM):
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         super().__init__(model, lr)
-        self.losses: list[float] = []
+        self.losses: list[Any] = []  # on the device until the end: to read one, the host would wait for all kernels
         self.begun = self.ended = 0.0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -73,11 +78,12 @@ class Timed(CausalLM):
             self.begun = time.perf_counter()
 
     def on_train_end(self) -> None:
+        self.losses = [each.item() for each in self.losses]
         self.ended = time.perf_counter()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch, use_cache=False).loss
-        self.losses.append(loss.item())
+        self.losses.append(loss.detach())
         return loss
 
 
@@ -114,19 +120,19 @@ class Figures:
     trained: list[Trained]
 
 
-def trial_of(workload: Workload, rank: int = 8) -> Callable[[int], Trained]:
+def trial_of(workload: Workload, rank: int = 8, accelerator: str = "cpu") -> Callable[[int], Trained]:
     """A trial with adapters of a rank: its number says the learning rate and the seed."""
     torch.manual_seed(0)
-    base = small_llama(workload.layers, workload.hidden)
+    base = small_llama(workload.layers, workload.hidden).to(workload.dtype)
     batches = torch.randint(VOCABULARY, (workload.steps, workload.tokens // 64, 64))
     lora = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_dropout=0.05, target_modules="all-linear")
 
     def trial(number: int) -> Trained:
         torch.manual_seed(number)
         module = Timed(get_peft_model(copy.deepcopy(base), lora), 1e-4 * (1 + number))
-        strategy = SuperpipelineStrategy()
+        strategy = SuperpipelineStrategy(k=2)
         trainer = pl.Trainer(
-            strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+            strategy=strategy, accelerator=accelerator, devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
@@ -139,7 +145,7 @@ def at_once(trial: Callable[[int], Trained], count: int) -> Figures:
     """Trials of one base."""
     gc.collect()  # the trials of before are not this way's work
     begun = time.perf_counter()
-    base = SharedBase()
+    base = SharedBase(max_trials=count)
     trained = base.map(trial, range(count))
     seconds = time.perf_counter() - begun
     return Figures(seconds, statistics.mean(each.seconds for each in trained), base.fetched_bytes, trained)
@@ -155,13 +161,13 @@ def one_after_the_other(trial: Callable[[int], Trained], count: int) -> Figures:
     return Figures(seconds, sum(each.seconds for each in trained), slots, trained)
 
 
-def measure(workload: Workload, counts: Sequence[int], rounds: int) -> list[list[str]]:
+def measure(workload: Workload, counts: Sequence[int], rounds: int, accelerator: str = "cpu") -> list[list[str]]:
     """The rows of the table, a cell for each of its columns.
 
     Raises:
         RuntimeError: a trial has other losses than alone.
     """
-    trial = trial_of(workload)
+    trial = trial_of(workload, accelerator=accelerator)
     found = defaultdict[Any, list[Figures]](list)
     for number in range(rounds):
         for count in counts:
@@ -201,13 +207,19 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
     parser.add_argument(
         "--tiny", action="store_true", help="one small workload: whether it works. Its figures say nothing"
     )
+    parser.add_argument(
+        "--accelerator",
+        choices=["cpu", "gpu"],
+        default="cpu",
+        help="gpu: one wide workload, with 16 GiB on the host (%(default)s)",
+    )
     options = parser.parse_args(argv)
     print(f"\nLoRA, AdamW, {torch.get_num_threads()} threads, least of {options.rounds} rounds; "
           f"the aim is a ratio of at most {MOST_COST:.2f}:\n")  # fmt: skip
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     rows = []
-    for workload in [TINY] if options.tiny else WORKLOADS:
-        for row in measure(workload, options.trials, options.rounds):
+    for workload in [TINY] if options.tiny else [WIDE] if options.accelerator == "gpu" else WORKLOADS:
+        for row in measure(workload, options.trials, options.rounds, options.accelerator):
             print(f"| {' | '.join(row)} |", flush=True)
             rows.append(row)
     return rows
