@@ -270,8 +270,8 @@ class Trial(Placement):
         self.take((f"a part of {name}", each) for loader in tree_leaves(loaders) for each in with_state(loader))
 
     def step(self) -> None:
-        """A step begins: others have their turns, even if all layers of this trial stay on the device."""
-        TURNS.pass_on(self.turn)
+        """A step begins: others have their turns, even if all layers of this trial stay on the device, and theirs do not."""
+        TURNS.pass_on(self.turn, self)  # which is no layer, and so never there
 
     def close(self) -> None:
         """Closes runs that an error has left open."""

@@ -121,8 +121,10 @@ class ProcessState:
         Args:
             now: what the process has; None if that is to be read, which takes longer than all else.
         """
-        for (_, write), value, found in zip(_SETTINGS, self._settings, (now or ProcessState())._settings, strict=True):
-            if found != value:
+        for (read, write), value, found in zip(
+            _SETTINGS, self._settings, (now or ProcessState())._settings, strict=True
+        ):
+            if found != value or read is torch.get_num_threads:  # each thread has a number of its own, too
                 write(value)
         set_generator_states(self._torch)
         np.random.set_state(self._numpy)

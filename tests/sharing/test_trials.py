@@ -179,8 +179,9 @@ def test_one_trial_alone_brings_nothing_for_others() -> None:
     assert base.fetched_bytes == 0
 
 
-def test_trials_whose_layers_all_stay_take_turns() -> None:
-    """Nothing comes to the device after the first batch."""
+@pytest.mark.parametrize("k", [99, 1], ids=["theirs do too", "theirs do not"])
+def test_trials_whose_layers_all_stay_take_turns(k: int) -> None:
+    """Nothing comes to the device for them after the first batch."""
     seen = list[float]()
 
     class Notes(Learner):
@@ -189,10 +190,29 @@ def test_trials_whose_layers_all_stay_take_turns() -> None:
             return super().predict_step(batch, batch_idx)
 
     def run(rate: float) -> Any:
-        return trainer_for(SuperpipelineStrategy(k=99)).predict(Notes(rate), loader(batches(rate)))
+        strategy = SuperpipelineStrategy(k=99 if rate == RATES[0] else k)
+        return trainer_for(strategy).predict(Notes(rate), loader(batches(rate, 30 if rate == RATES[0] else 3)))
 
     SharedBase().map(run, RATES[:2])
-    assert sum(before != after for before, after in pairwise(seen)) > 1, "one after the other"
+    assert sum(before != after for before, after in pairwise(seen)) > 2, "one after the other"
+
+
+def test_how_many_threads_compute_is_each_trial_s_own() -> None:
+    """A thread has a number of its own besides the process's, and a trial that begins later may have the thread of another."""
+    before, seen = torch.get_num_threads(), dict[float, list[int]]()
+
+    class Threads(Learner):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.setdefault(self.rate, []).append(torch.get_num_threads())
+            if self.rate == RATES[0]:
+                torch.set_num_threads(before + 2)
+
+    def run(rate: float) -> Outcome:
+        return learn(rate, make=Threads, max_epochs=1 if rate == RATES[0] else 3)
+
+    SharedBase(max_trials=2).map(run, RATES[:3])
+    assert [set(seen[rate]) for rate in RATES[:3]] == [{before, before + 2}, {before}, {before}]
+    assert torch.get_num_threads() == before
 
 
 def test_a_layer_that_differs_is_its_own() -> None:
