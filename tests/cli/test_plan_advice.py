@@ -307,7 +307,7 @@ def test_steps_on_the_device_are_planned(capsys: pytest.CaptureFixture[str]) -> 
     assert early["host_parts"]["gradients"] < device["host_parts"]["gradients"] / 10, "those of layers never leave"
 
 
-@pytest.mark.parametrize("half", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("half", first(["bf16-true", "16-true"], "bf16-true", why="as bfloat16"))
 def test_where_weights_have_16_bits_no_step_on_the_device_is_in_the_background(
     half: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +320,7 @@ def test_where_weights_have_16_bits_no_step_on_the_device_is_in_the_background(
     assert seconds[2] < seconds[3]
 
 
+@pytest.mark.rest("several plans")
 def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     def faster(*more: str) -> tuple[str, str, str]:
         main(["plan", "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1", *more])

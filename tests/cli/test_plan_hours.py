@@ -74,6 +74,7 @@ def test_what_a_time_is_enough_for_is_the_best_rows_arithmetic(config: str, caps
     assert eval(found["trainer"], {"Trainer": dict, **globals()})["strategy"]._options.k == found["strategy"]["k"]
 
 
+@pytest.mark.rest("seconds of planning; tests/cli/test_plan_measured.py has the parts of it")
 def test_samples_are_so_many_tokens(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (config, "--hours", "0.5", "--batch", "1", "--precision", "bf16-mixed", "--tokens", "32")
     found = plan(capsys, *asked, "--samples", "1k")["budget"]
@@ -82,6 +83,7 @@ def test_samples_are_so_many_tokens(config: str, capsys: pytest.CaptureFixture[s
     assert ", devices=2, max_time" in said
 
 
+@pytest.mark.rest("a dozen plans")
 def test_no_other_way_that_was_asked_for_is_faster(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (config, "--precision", "bf16-mixed", "--batch", "2", "--hours", "1", "--least-steps", "1")
     best = plan(capsys, *asked)["budget"]
@@ -154,6 +156,7 @@ def test_batches_of_a_factory_are_not_counted_as_samples(capsys: pytest.CaptureF
     assert "give --samples in place" in refused(capsys, "resnet18", *hours, *image)
 
 
+@pytest.mark.rest("seconds of planning; tests/cli/test_plan_measured.py has the parts of it")
 def test_nothing_that_fits_is_json_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, config, "--hours", "1", "--gpu-memory", "100kB")
     assert found["best"] is None
@@ -171,6 +174,7 @@ def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) 
     assert "optimizer_overlap" not in found["strategy"]
 
 
+@pytest.mark.rest("seconds of planning; tests/cli/test_plan_measured.py has the parts of it")
 def test_enough_steps_come_before_more_tokens(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (
         config,
@@ -222,6 +226,7 @@ def test_a_time_that_cannot_be_is_refused(
     assert why in refused(capsys, config, *options)
 
 
+@pytest.mark.rest("seconds of planning; tests/cli/test_plan_measured.py has the parts of it")
 def test_a_budget_in_which_nothing_fits_says_what_is_missing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", config, "--hours", "1", "--gpu-memory", "100kB", "--precision", "bf16-true"])
@@ -232,7 +237,7 @@ def test_a_budget_in_which_nothing_fits_says_what_is_missing(config: str, capsys
 # ---------------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize("wanted", [400_000, 1_000_000, 5_000_000])
+@pytest.mark.parametrize("wanted", first([400_000, 1_000_000, 5_000_000], 1_000_000, why="other sizes"))
 def test_a_scaled_config_has_the_size_and_the_shape(
     wanted: int, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +255,7 @@ def test_a_scaled_config_has_the_size_and_the_shape(
     assert 0.5 < ratio / 16 < 2, "of width and depth, as before"
 
 
+@pytest.mark.rest("seconds of planning; tests/cli/test_plan_measured.py has the parts of it")
 def test_sizes_are_compared_by_a_law(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", config, "--hours", "0.1", "--scale", "400k", "4M", "--batch", "4", "--precision", "bf16-mixed"])
     said = capsys.readouterr().out
@@ -301,6 +307,7 @@ def rates(
     return measure
 
 
+@pytest.mark.rest("seconds of measuring")
 def test_rates_are_measured_and_used(
     rates: Callable[..., dict[str, Any]], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

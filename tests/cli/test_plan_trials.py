@@ -42,6 +42,7 @@ def test_each_trial_brings_its_share(short: str, capsys: pytest.CaptureFixture[s
     assert found["alone_bytes"] < 2.1 * frozen
 
 
+@pytest.mark.rest("several plans")
 def test_it_says_how_many_fit_and_what_binds(short: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", *LORA, "--gpu-memory", "12GiB", "--trials", "8"])

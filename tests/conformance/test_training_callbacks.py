@@ -81,7 +81,13 @@ class Sized(Net):
 
 
 @feature("Callbacks", "`Tuner.scale_batch_size`: power", "`Tuner.scale_batch_size`: binsearch", "`BatchSizeFinder`")
-@pytest.mark.parametrize("limit", [11, 100], ids=["out of memory", "enough memory"])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param(11, id="out of memory"),
+        pytest.param(100, id="enough memory", marks=pytest.mark.rest("fewer trials")),
+    ],
+)
 @pytest.mark.parametrize(
     "way_to_find", first(["power", "binsearch", "callback"], "binsearch", why="other ways to search")
 )

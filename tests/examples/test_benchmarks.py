@@ -22,7 +22,6 @@ from examples.benchmarks import (
     agenda,
     beside_plan,
     cli,
-    clocked_trials,
     compiled,
     contest,
     contestants,
@@ -37,14 +36,12 @@ from examples.benchmarks import (
     predict,
     report,
     rows,
-    shared_base,
     train,
     update,
     workloads,
 )
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.workloads import Workload
-from examples.language import small_llama
 from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Interval
 from tests.support.made_up_rows import cells, made_up
@@ -508,31 +505,6 @@ def test_a_forks_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("ordinary: fork" if not torch.cuda.is_available() else "fork") == 2
 
 
-@pytest.mark.rest("tests/sharing has trials in the first tier")
-def test_trials_at_once_are_measured_beside_the_same_one_after_the_other(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared_base.main(["--tiny", "--rounds", "1", "--trials", "1", "3"])
-    _, head, _, one, three = (line.split(" | ") for line in capsys.readouterr().out.strip().splitlines()[1:])
-    assert len(head) == len(one) == len(three) == len(shared_base.COLUMNS)
-    assert [one[1], three[1]] == ["1", "3"]
-    assert one[6] == one[7]
-    assert three[6] == three[7]
-    assert all(float(number) > 0 for number in (*one[2:6], *three[2:6]))
-
-    found = shared_base.at_once(trial := shared_base.trial_of(shared_base.TINY), 3)
-    (slots,) = {each.slot_bytes for each in found.trained}
-    # Adapters, of rank 8, are each trial's own: of a block at most this share. A head has none.
-    block = small_llama(1, shared_base.TINY.hidden).model.layers[0]
-    base = sum(parameter.numel() for parameter in block.parameters())
-    adapters = sum(8 * sum(p.shape) for p in block.parameters() if p.ndim == 2)
-    assert base / (base + adapters) < found.wire_bytes / slots < 1, "the base has come once for three trials"
-
-    monkeypatch.setattr(shared_base, "at_once", lambda *_: shared_base.Figures(1.0, 1.0, 0, [trial(1), trial(0)]))
-    with pytest.raises(RuntimeError, match="2 trials at once have other losses"):
-        shared_base.measure(shared_base.TINY, [2], 1)
-
-
 @pytest.mark.long("three processes that import torch")
 def test_losses_in_chunks_are_measured_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     loss.main(["--tokens", "20", "--chunk", "8", "--vocabulary", "500", "--steps", "1", "--precisions", "32-true"])
@@ -573,32 +545,3 @@ def test_processes_that_are_bound_to_nodes_update_together(tmp_path: Path) -> No
     assert min(rates.values()) > 0
     assert experiments.numa(2**20, 0.1, tmp_path / "node0") == {}
     assert experiments._numbers("0-3,8") == {0, 1, 2, 3, 8}
-
-
-def test_trials_on_a_device_of_clocks_are_as_many_times_as_fast_until_computation_binds() -> None:
-    workload = shared_base.Workload(6, 64, 64, 3)
-    (two,) = clocked_trials.measure(8, [2], workload=workload)
-    assert two.gain >= clocked_trials.LEAST * 2
-    adapters = 2 / 64  # of matrices whose smaller side has 64, with rank 1
-    assert two.share <= clocked_trials.MOST_BYTES / 2 + adapters
-    (three,) = clocked_trials.measure(4, [3], workload=workload)
-    assert two.bound > three.bound > 3
-    assert three.gain >= 2.55, (
-        "2.45 if turns do not change where a forward ends, and kernels of all wait for one trial's layer"
-    )
-    (four,) = clocked_trials.measure(0.5, [4], workload=workload)
-    assert four.gain < four.bound < 1.5, "computation binds"
-
-
-def test_a_trial_that_comes_to_other_losses_on_the_device_of_clocks_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    workload, made = shared_base.Workload(2, 32, 64, 2), iter(range(99))
-
-    def trial_of(*_: Any) -> Any:
-        return lambda number: shared_base.Trained([float(next(made))], 1.0, 1)
-
-    monkeypatch.setattr(clocked_trials, "trial_of", trial_of)
-    monkeypatch.setattr(clocked_trials, "clocked", lambda run, travel: clocked_trials.Ran(1.0, 1.0, 1, run()))
-    with pytest.raises(RuntimeError, match="other losses than one after the other"):
-        clocked_trials.measure(1, [2], workload=workload)

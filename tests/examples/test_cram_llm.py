@@ -94,7 +94,7 @@ def checkpoint_of(result: cram_llm.Result) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the clock decides
 
 
-@pytest.mark.parametrize("tick", [0.5, 1.0])
+@pytest.mark.parametrize("tick", first([0.5, 1.0], 1.0, why="twice the steps"))
 def test_a_run_ends_in_its_time_annealed_at_any_speed(tick: float, cram: Callable[..., cram_llm.Result]) -> None:
     result = cram(ticks=Ticks(tick))
     step = 6 * tick
@@ -238,8 +238,8 @@ def test_a_run_is_bitwise_that_of_plain_lightning(
 @pytest.mark.parametrize(
     ("share", "phase", "part"),
     [
-        pytest.param(0.38, "pseudo", 1, marks=pytest.mark.rest("the first tier has the end of this phase")),
-        (0.46, "pseudo", 2),
+        pytest.param(0.38, "pseudo", 1, marks=pytest.mark.rest("the first tier has the end of the run")),
+        pytest.param(0.46, "pseudo", 2, marks=pytest.mark.rest("the first tier has the end of the run")),
         (0.84, "real", 2),
     ],
 )

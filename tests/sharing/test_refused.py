@@ -32,6 +32,7 @@ from sp_lightning.sharing.common import CommonLayer, TrialMemory
 from sp_lightning.sharing.own import with_state
 from sp_lightning.sharing.shared_base import current
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
+from tests.support.tiers import first
 from tests.support.trials import RATES, WIDTH, Learner, batches, learn
 
 
@@ -234,7 +235,10 @@ def use(thing: Any, kind: str) -> Any:
     return dict(module.state_dict()), dict(trainer.callback_metrics)
 
 
-@pytest.mark.parametrize("kind", THINGS)
+@pytest.mark.parametrize(
+    "kind",
+    first(THINGS, "Learner", "Parameter", "Tensor", "EarlyStopping", "Counts", why="other things of the same places"),
+)
 def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
     """The trial that comes second is refused, and the first one is not disturbed."""
     make, place = THINGS[kind]

@@ -83,7 +83,7 @@ class FreezesByReferenceAfterTheGradient(FreezesByReference):
 
 
 @pytest.mark.parametrize(
-    "mode", first(["keep", "offload", "recompute"], "keep", "recompute", why="as where they are kept")
+    "mode", first(["keep", "offload", "recompute"], "recompute", why="as where they are computed again")
 )
 @pytest.mark.parametrize(
     "make",
