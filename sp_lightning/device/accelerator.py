@@ -181,12 +181,12 @@ class Accelerator(Device):
         self._waits = still_open
 
 
+_has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver each time
+
+
 def generator_states() -> list[Tensor]:
     """The states of torch's random generators: the CPU's, and those of all GPUs, which have none before they are initialised."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _has_cuda() else [])]
-
-
-_has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver each time
 
 
 def set_generator_states(states: Sequence[Tensor]) -> None:

@@ -244,15 +244,15 @@ class SharedUploads(Uploads):
         self._common = common
         self._pass_on = pass_on
         self._alone = alone
-        self._passed = False  # since compute came to a layer
+        self._unused = set[StreamedLayer]()  # that were fetched
+        self._passed = False  # whether others have had their turns since compute came to one of those
 
     def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
         memory: Any = layer.block.memory
         shared = memory.shared if isinstance(memory, TrialMemory) else None
         self._pass_on(shared)
         self._passed = True
-        if layer not in self.pending:
-            self.pending.append(layer)
+        self._unused.add(layer)
         if shared is None:
             return super().send(layer, target, source, landed)
         end = shared.bytes.nbytes
@@ -274,8 +274,8 @@ class SharedUploads(Uploads):
     def go_on(self, using: StreamedLayer | None = None) -> None:
         # Where nothing is left to fetch, at the end of a forward, the kernels of one trial would wait for layers that come,
         # and those of all others behind them: the device has one stream for kernels.
-        if using in self.pending:
-            self.pending.remove(using)
+        if using in self._unused:
+            self._unused.remove(using)
             if not self._passed:
                 self._pass_on(None)
             self._passed = False

@@ -89,7 +89,6 @@ _CONVERTED = "overwrite_module_params swap_module_params"
 _SETTINGS: tuple[Access, ...] = (
     (_random.get_bit_generator, _random.set_bit_generator),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
     (float32_precisions, set_float32_precisions),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _anomalies,
@@ -113,6 +112,7 @@ class ProcessState:
     def __init__(self) -> None:
         self._torch = generator_states()
         self._numpy, self._python = np.random.get_state(), random.getstate()
+        self._threads = torch.get_num_threads()
         self._settings = [read() for read, _ in _SETTINGS]
 
     def restore(self, now: ProcessState | None = None) -> None:
@@ -121,11 +121,10 @@ class ProcessState:
         Args:
             now: what the process has; None if that is to be read, which takes longer than all else.
         """
-        for (read, write), value, found in zip(
-            _SETTINGS, self._settings, (now or ProcessState())._settings, strict=True
-        ):
-            if found != value or read is torch.get_num_threads:  # each thread has a number of its own, too
+        for (_, write), value, found in zip(_SETTINGS, self._settings, (now or ProcessState())._settings, strict=True):
+            if found != value:
                 write(value)
+        torch.set_num_threads(self._threads)  # a thread has a number of its own, too, which others do not see
         set_generator_states(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
@@ -178,7 +177,7 @@ class TrialTurns:
         self._thread = 0  # of the one that runs
         self._given = 0  # how often a turn has begun
         self._outside: ProcessState
-        self._left: ProcessState | None = None  # what the process has where a turn begins, if that is known
+        self._left: ProcessState | None  # what the process has where a turn begins, if that is known
         self._others = WeakSet[Any]()  # trainers outside of trials
 
     def refuse_beside(self, trainer: Any) -> None:
@@ -223,16 +222,16 @@ class TrialTurns:
                 turn.wants, turn.waited = wants, 0
                 if self._chosen(turn) is not turn:
                     # If it cannot be read, this trial has the turn still, and does not wait.
-                    self._left = turn.state = ProcessState()
+                    turn.state = ProcessState()
                     self._waiting.append(turn)
-                    self._give()
+                    self._give(turn.state)
                     self._await(turn)
         turn.fail()
 
     def end(self, turn: Turn) -> None:
         """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""
         with self._lock:
-            self._running = self._left = None
+            self._running = None
             if self._waiting:
                 self._give()
             else:
@@ -243,8 +242,9 @@ class TrialTurns:
         patient = next((each for each in waiting if each.waited >= PATIENCE), None)
         return patient or next((each for each in waiting if each.ready), waiting[0])
 
-    def _give(self) -> None:
+    def _give(self, left: ProcessState | None = None) -> None:
         self._running = chosen = self._chosen()
+        self._left = left
         self._waiting.remove(chosen)
         self._given += 1
         for each in self._waiting:

@@ -223,8 +223,7 @@ class Slots:
         """Lends a fetched layer's memory to compute, which waits for the transfer."""
         slot = layer.slot
         assert slot is not None
-        if self.uploads.pending:
-            self.uploads.go_on(layer)
+        self.uploads.go_on(layer)
         self.join(slot)
         slot.lent = True
         slot.idle = None

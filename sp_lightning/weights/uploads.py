@@ -51,7 +51,7 @@ class Uploads:
         self.device = device
         self.ring = 0
         self.gathered_bytes = 0
-        self.pending: deque[Any] = deque()
+        self.pending: deque[OnItsWay] = deque()
 
     def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
         """Begins the upload of a layer. The upload stream waits already for what was in the slot, and for the layer's bytes.
@@ -69,7 +69,11 @@ class Uploads:
         return None
 
     def go_on(self, using: StreamedLayer | None = None) -> None:
-        """Issues what can be issued by now of the layers on their way. Compute comes to ``using``."""
+        """Issues what can be issued by now of the layers on their way.
+
+        Args:
+            using: the layer that compute comes to; None if it comes to none.
+        """
 
     def finish(self, last: OnItsWay | None = None) -> None:
         """Issues all layers up to this one, or all that are on their way. A rank that has failed is a ``RankError``."""

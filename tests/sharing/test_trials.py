@@ -197,6 +197,19 @@ def test_trials_whose_layers_all_stay_take_turns(k: int) -> None:
     assert sum(before != after for before, after in pairwise(seen)) > 2, "one after the other"
 
 
+@pytest.mark.parametrize("k", [1, 99], ids=["layers come", "layers stay"])
+def test_there_is_a_turn_for_each_layer_that_comes_and_for_each_step(k: int) -> None:
+    """And one where a forward has nothing left to fetch. Each takes time, so there are no more."""
+    before, steps, layers = TURNS._given, 20, len(Learner(RATES[0]).net)  # type: ignore[arg-type]
+
+    def run(rate: float) -> Any:
+        return trainer_for(SuperpipelineStrategy(k=k)).predict(Learner(rate), loader(batches(rate, steps)))
+
+    SharedBase().map(run, RATES[:2])
+    come = steps * layers if k == 1 else 2 * layers
+    assert TURNS._given - before <= 2 * (come + 2 * steps + 2)
+
+
 def test_how_many_threads_compute_is_each_trial_s_own() -> None:
     """A thread has a number of its own besides the process's, and a trial that begins later may have the thread of another."""
     before, seen = torch.get_num_threads(), dict[float, list[int]]()
