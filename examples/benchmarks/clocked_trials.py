@@ -75,16 +75,14 @@ class Clocked(ClockDevice):
         there = {each.untyped_storage().data_ptr() for each in self._made}  # a copy from there takes no time
         nbytes = sum(source.nbytes for source in sources if source.untyped_storage().data_ptr() not in there)
         if stream is Stream.UPLOAD and nbytes:
-            seconds = nbytes / self._rates.upload
-            begin = self.now[stream]
+            seconds, begin = nbytes / self._rates.upload, max(self.now[stream], self.host)
             for busy, free in self._link:
                 if begin + seconds <= busy:
                     break
                 begin = max(begin, free)
             bisect.insort(self._link, (begin, begin + seconds))
             self.now[stream] = begin
-            self.spend(stream, seconds, "fetch", 0, nbytes)
-            self.copied += nbytes
+            self.transfer("fetch", 0, nbytes)
 
     def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
         # The engine says so of a slot when a layer begins to use it, and when it has.

@@ -60,9 +60,8 @@ class Workload:
 # Where arithmetic is most of a step, as in training that is worth it; and where Python is, which shows what a turn costs.
 WORKLOADS = [Workload(8, 512, 256, 6), Workload(8, 64, 64, 20)]
 TINY = Workload(3, 32, 64, 2)
-WIDE = Workload(
-    8, 4096, 512, 8, torch.bfloat16
-)  # for a GPU: a layer has 400 MB, and travels for longer than it computes
+# For a GPU: a layer has 400 MB, and travels for longer than it computes.
+WIDE = Workload(8, 4096, 512, 8, torch.bfloat16)
 
 
 class Timed(CausalLM):

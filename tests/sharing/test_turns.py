@@ -99,12 +99,35 @@ def test_a_layer_serves_all_trials_before_the_next_comes() -> None:
 
 def test_who_has_waited_long_comes_before_who_finds_its_layers() -> None:
     """Two trials go round layers that are there, as a validation may; a third needs another one."""
-    machine = Machine(room=2)
+    machine = Machine(room=3)
     machine.there[:] = [0, 1]
     with machine.together(3) as pool:
-        for trial, program in enumerate([[0, 1] * 200, [1, 0] * 200, [5]]):
+        for trial, program in enumerate([[0, 1] * 200, [1, 0] * 200, [5, 6]]):
             pool.submit(machine.run, trial, list(program))
-    assert machine.done.index((2, 5)) <= PATIENCE + 3
+    first, second = machine.done.index((2, 5)), machine.done.index((2, 6))
+    assert first <= PATIENCE + 3
+    assert PATIENCE / 2 < second - first <= PATIENCE + 3, "once it had its turn, it waits anew"
+
+
+def test_what_a_trial_has_set_before_its_end_is_not_the_next_one_s() -> None:
+    machine = Machine(room=1)
+
+    def run(turns: int, dtype: torch.dtype) -> list[torch.dtype]:
+        turn, found = machine.begin(), list[torch.dtype]()
+        try:
+            for _ in range(turns):
+                machine.turns.pass_on(turn)
+                found.append(torch.get_default_dtype())
+            torch.set_default_dtype(dtype)
+        finally:
+            machine.turns.end(turn)
+        return found
+
+    with machine.together(2) as pool:
+        pool.submit(run, 3, torch.float64)
+        longer = pool.submit(run, 9, torch.float32)
+    assert set(longer.result()) == {torch.float32}
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_each_finds_the_process_as_it_left_it() -> None:
