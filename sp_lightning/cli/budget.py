@@ -116,11 +116,9 @@ def _with_enough(found: list[Budget], asked: Question) -> list[Budget]:
         return []
     unit = found[0].unit
     if found[0].data is None and (asked.samples or asked.dataset_tokens):
-        instead = (
-            "--input SIZE SIZE …, which says how many a batch has"
-            if unit == "batches"
-            else "--samples in place of --dataset-tokens"
-        )
+        instead = "--samples in place of --dataset-tokens"
+        if unit == "batches":
+            instead = "--input SIZE SIZE …, which says how many a batch has"
         raise ValueError(
             f"How much data there is cannot be counted in {unit}, which {asked.model!r} takes: give {instead}."
         )

@@ -61,16 +61,21 @@ def make_layers(
             layer.family = (layer, layer.masters)
             layer.masters.owner = layer
             layer.casts = Casts(layer.block, layer.masters, device)
+    if pin:
+        _warn_of_unpinned(layers)
+    return layers
+
+
+def _warn_of_unpinned(layers: Sequence[StreamedLayer]) -> None:
     blocks = [layer.block for layer in layers if layer.kind in (Kind.BLOCK, Kind.RESIDENTS)]
     unpinned = sum(block.planned.nbytes for block in blocks if not block.memory.pinned)
-    if pin and unpinned:
+    if unpinned:
         warnings.warn(
             f"{unpinned / 2**30:.2f} GiB of host memory could not be page-locked (pinned): copies to the device are then "
             "synchronous and two to three times slower, results are the same. Raise the limit of locked memory, if there is "
             "one (ulimit -l), or pass pin_memory=False to go without and without this warning.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return layers
 
 
 def _allocate_locked(allocate: Allocate, pin: bool, nbytes: int, seldom: bool) -> BlockMemory:

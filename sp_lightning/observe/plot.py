@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,15 +182,20 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     figure.canvas.draw()
+    _keep_readable(axes.texts)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _keep_readable(texts: Iterable[Any]) -> None:
+    """Of texts that overlap the first one stays."""
     shown: list[Any] = []
-    for text in list(axes.texts):  # texts that overlap cannot be read, so the first one stays
+    for text in list(texts):
         extent = text.get_window_extent()
         if any(extent.overlaps(each) for each in shown):
             text.remove()
         else:
             shown.append(extent)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _mark_sizes(axes: Any) -> None:

@@ -89,30 +89,14 @@ class DiskTier:
             beside: bytes of weights and gradients that are on the disk.
 
         Raises:
-            ValueError: an optimizer's step cannot be taken apart by layers.
+            ValueError: the size of an optimizer's state is not known.
             MemoryError: host memory does not suffice even so.
             OSError: the disk has no room.
         """
-        sizes, on_disk = Counter[str](), Counter[str]()
-        for optimizer in optimizers:
-            if not has_known_state(optimizer):
-                raise ValueError(
-                    f"disk= needs to know the size of the state before the first step, and {type(optimizer).__name__}'s is not "
-                    "known. Use one of torch's (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Muon), or "
-                    "leave disk= out."
-                )
-            for group in optimizer.param_groups:
-                count = state_tensors(optimizer, group)
-                for parameter in group["params"]:
-                    layer = layer_of(parameter)
-                    if layer is not None and parameter.requires_grad:
-                        sizes[layer.name] += count * parameter.nbytes
-                        if parameter.nbytes >= state_on_disk.LEAST:
-                            on_disk[layer.name] += count * whole_pages(parameter.nbytes)
-        others += max(0, sum(sizes.values()) - sum(on_disk.values()))
+        small, on_disk = _state_bytes(optimizers, layer_of)
         return_free_memory()
         room = room_for(self._host_memory, elsewhere)
-        self.placement = place_state(on_disk, None if room is None else room - others, self._host_memory)
+        self.placement = place_state(on_disk, None if room is None else room - others - small, self._host_memory)
         self._file.reserve(self.placement.disk_bytes, beside)
         if self.placement.on_disk:
             self.state = StateOnDisk(self._file, self.placement, still)
@@ -137,6 +121,33 @@ class DiskTier:
         each = (self._moved(where) - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
         below = min(self.placement.disk_bytes, ledger.state or 0)
         return replace(ledger, on_disk=below, staging=self.placement.staging + where.on_disk.window, disk_traffic=each)
+
+
+def _state_bytes(
+    optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]
+) -> tuple[int, Counter[str]]:
+    """Bytes of state that stay in host memory, as of small parameters, and those that may go to the disk, by their layers.
+
+    Raises:
+        ValueError: the size of an optimizer's state is not known.
+    """
+    size, on_disk = 0, Counter[str]()
+    for optimizer in optimizers:
+        if not has_known_state(optimizer):
+            raise ValueError(
+                f"disk= needs to know the size of the state before the first step, and {type(optimizer).__name__}'s is not "
+                "known. Use one of torch's (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Muon), or "
+                "leave disk= out."
+            )
+        for group in optimizer.param_groups:
+            count = state_tensors(optimizer, group)
+            for parameter in group["params"]:
+                layer = layer_of(parameter)
+                if layer is not None and parameter.requires_grad:
+                    size += count * parameter.nbytes
+                    if parameter.nbytes >= state_on_disk.LEAST:
+                        on_disk[layer.name] += count * whole_pages(parameter.nbytes)
+    return max(0, size - on_disk.total()), on_disk
 
 
 def without(ledger: Ledger, where: Placement) -> Ledger:

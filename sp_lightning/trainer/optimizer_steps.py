@@ -81,7 +81,7 @@ class OptimizerSteps:
 
         By default they do not where the same steps on the CPU are plain Lightning's: results would differ from those.
         """
-        return not self._on_device and self._fuse_on_host  # there it runs as its user made it
+        return not self._run.steps_on_device and self._fuse_on_host  # there it runs as its user made it
 
     @property
     def _fuse_on_host(self) -> bool:
@@ -90,10 +90,6 @@ class OptimizerSteps:
             return options.fused_optimizer
         on_host = self._run.engine.device.computes_on_host
         return not on_host or options.optimizer_overlap in ("forward", "backward")
-
-    @property
-    def _on_device(self) -> bool:
-        return self._place.on_device
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
@@ -114,14 +110,14 @@ class OptimizerSteps:
         asked = self._options.optimizer_overlap
         self._place.decide(self._real_optimizers, fuse=self._fuse_on_host)
         self.overlap, why = choose_overlap(
-            asked, trainer, trainer.optimizers, fuse=self._fuse, on_device=self._on_device
+            asked, trainer, trainer.optimizers, fuse=self._fuse, on_device=self._run.steps_on_device
         )
         measure = self._clips() == "norm" and are_gradients_unread_before_step(trainer)
         state = None if self.disk is None else self.disk.state
         waits, on_disk = self.overlap == "off", self._run.placement.on_disk
         # All ranks step in one way, although only the primary's optimizers have state that is on the disk or not.
         ranks_with_disk = self._ranks is not None and self._options.disk is not None
-        by_layers = not waits or state is not None or on_disk.any or ranks_with_disk or self._on_device
+        by_layers = not waits or state is not None or on_disk.any or ranks_with_disk or self._run.steps_on_device
         if waits and by_layers:  # the bits of a step that is not fused depend on the number of threads
             streamer.device.background_threads = torch.get_num_threads()
         optimizers = self._real_optimizers
@@ -131,11 +127,11 @@ class OptimizerSteps:
                 streamer.updating,
                 fuse=self._fuse,
                 early=self.overlap == "backward",
-                measure=measure and (bool(on_disk.gradients) or not waits) and not self._on_device,
+                measure=measure and (bool(on_disk.gradients) or not waits) and not self._run.steps_on_device,
                 narrow=self._narrow(),
                 state=state,
                 waits=waits,
-                lands=self._on_device and self._options.disk is not None,
+                lands=self._run.steps_on_device and self._options.disk is not None,
             )
             for optimizer in (optimizers if by_layers else ())
         }
@@ -216,7 +212,7 @@ class OptimizerSteps:
 
     def _count(self) -> Ledger:
         trainer = self._trainer
-        ledger = self._count_as(self._on_device, self.overlap)
+        ledger = self._count_as(self._run.steps_on_device, self.overlap)
         fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
         ledger = without(replace(ledger, fused=fused), self._run.placement)
         return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
@@ -330,12 +326,12 @@ class OptimizerSteps:
         clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._run.hooks.may_write_weights("gradients")
         if clips != (base.clip_grad_by_norm, base.clip_grad_by_value) or not (
-            on_disk or self._on_device or (self.overlap != "off" and not seen)
+            on_disk or self._run.steps_on_device or (self.overlap != "off" and not seen)
         ):
             return {}
         clipping = layerwise.clipping
         # Not in the updates: user code that reads gradients is to find them clipped, and the device's updates clip none.
-        clipping.at_once = seen or self._on_device
+        clipping.at_once = seen or self._run.steps_on_device
         return dict(zip(_CLIPPING, (clipping.by_norm, clipping.by_value), strict=True))
 
 

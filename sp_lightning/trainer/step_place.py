@@ -40,14 +40,9 @@ class StepPlace:
         self.why = ""
 
     @property
-    def on_device(self) -> bool:
-        """Whether they step on the device."""
-        return self._run.steps_on_device
-
-    @property
     def remark(self) -> str:
         """What was chosen, as a sentence; empty if nothing was."""
-        place = "device" if self.on_device else "host"
+        place = "device" if self._run.steps_on_device else "host"
         return f'Optimizers step on the {place} (optimizer_on="auto": {self.why}).' if self.why else ""
 
     def decide(self, stepping: Sequence[Optimizer], *, fuse: bool) -> None:
@@ -68,7 +63,7 @@ class StepPlace:
         if run.engine.device.computes_on_host:
             self.why = "the model computes there, too"
             return
-        if not self.on_device:
+        if not run.steps_on_device:
             self.why = "several devices" if run.ranks else "the device has no room for two layers' state"
             return
         stays, self.why = self._choose(stepping, fuse)
@@ -99,7 +94,7 @@ class StepPlace:
 
     def better(self, stepping: Sequence[Optimizer], *, fuse: bool) -> str:
         """A sentence if the other place would be faster; empty if not, or if that is not known or not possible."""
-        now, other = ("device", "host") if self.on_device else ("host", "device")
+        now, other = ("device", "host") if self._run.steps_on_device else ("host", "device")
         if self._against_device(stepping):
             return ""
         try:
@@ -116,11 +111,11 @@ class StepPlace:
 
     def earlier(self, stepping: Sequence[Optimizer], *, fuse: bool) -> str:
         """A sentence if the run has waited for updates under forward most, and they may run under backward; else empty."""
-        stats = self._run.engine.stats()
+        run, stats = self._run, self._run.engine.stats()
         if 2 * stats.update_stall_seconds < stats.waited_seconds:
             return ""
         try:
-            choose_overlap("backward", self._run.module.trainer, stepping, fuse=fuse, on_device=self.on_device)
+            choose_overlap("backward", run.module.trainer, stepping, fuse=fuse, on_device=run.steps_on_device)
         except ValueError:
             return ""
         return 'With optimizer_overlap="backward" updates run under backward as well, and p.grad is None after a step.'
