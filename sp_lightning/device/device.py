@@ -92,7 +92,8 @@ class Device:
     Attributes:
         timelines: the timelines to which :meth:`note` adds intervals.
 
-        background_threads: how many threads an operator takes in the background; None for all that this process has but one.
+        background_threads: how many threads an operator takes in the background. None: all that this process has, but one
+            where that gives an accelerator its work.
 
     Args:
         device: the device on which layers compute.
@@ -206,7 +207,9 @@ class Device:
     def later(self, work: Callable[[], None]) -> Future[None]:
         """Gives work on the host to the background thread, which does one piece after the other, in the order of calls."""
         if self._background is None:
-            self._background = _one_thread(self.background_threads or max(1, torch.get_num_threads() - 1))
+            threads = torch.get_num_threads()
+            own = threads if self.computes_on_host else max(1, threads - 1)
+            self._background = _one_thread(self.background_threads or own)
         return self._background.submit(work)
 
     def finish(self, work: Future[None], why: Wait) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from sp_lightning.device.cast_gradient import plain
 from sp_lightning.device.torch_private import ENGINE_CALL, leave_frame_out
 
 
@@ -110,7 +111,7 @@ def unwatch(watcher: Any) -> None:
 def _watched(*args: Any, **options: Any) -> Any:
     before = [(watcher, list(watcher.tasks)) for watcher, its in list(_watchers.items()) if not elsewhere(its)]
     try:
-        return _theirs(*args, **options)
+        return plain(_theirs(*args, **options))
     except BaseException:
         for watcher, tasks in before:
             watcher.failed(tasks)

@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
+from sp_lightning.device.cast_gradient import CastGradient
 from sp_lightning.device.torch_private import current_graph_task, queue_callback
 from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.weights.device_parameter import Untouched, tensor_grad
@@ -131,8 +132,8 @@ class Backward(Part):
         if gradient.dtype is not host.dtype:
             # param.data = other: the host's parameter takes the other dtype before the gradient
             self.lent.take_back(layer)
-        if group.autocast is not None and group.lossless(index, gradient):
-            gradient = gradient.to(group.autocast)
+        if type(gradient) is CastGradient:
+            gradient = gradient.came
         with self._arrivals:
             if current_graph_task() not in self.tasks:
                 self.join()

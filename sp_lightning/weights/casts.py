@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.device.cast_gradient import CastGradient
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import ALIGNMENT, strided
 from sp_lightning.device.lease import SavedView
@@ -58,14 +59,11 @@ class Cast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         if gradients[0] is None:
             return None, None
-        wide = gradients[0].to(torch.float32)
-        wide.came_from_cast = wide._version  # a sum with another gradient would be another tensor, or another version
-        return wide, None
-
-
-def came_from_cast(gradient: Tensor) -> bool:
-    """Whether a float32 gradient came from a single :class:`Cast`, so that the lower precision holds all of it."""
-    return getattr(gradient, "came_from_cast", None) == gradient._version
+        came = gradients[0]
+        if torch.is_grad_enabled():  # create_graph=True
+            return came.to(torch.float32), None
+        # That of a bias may be the memory of the gradient of what the bias was added to.
+        return CastGradient(came if came.ndim > 1 else came.clone()), None
 
 
 class SavedValues:

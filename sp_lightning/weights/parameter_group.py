@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.device.cast_gradient import CastGradient
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Span, absent, addresses, versions
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import gradient_hooks
 from sp_lightning.observe.messages import HIDDEN_READ
-from sp_lightning.weights.casts import SavedValues, came_from_cast
+from sp_lightning.weights.casts import SavedValues
 from sp_lightning.weights.device_parameter import (
     DeviceParameter,
     StandIn,
@@ -112,7 +113,6 @@ class ParameterGroup:
         self.device = device
         self.autocast = autocast
         self.casts: Sequence[Tensor] | None = None
-        self._lossless: tuple[int, int, int] | None = None  # index, address and version of a gradient on its way
         self.present_values = [SavedValues(span.offset) for span in spans]
         self.exposed: set[int] = set()
         self.retyped: dict[int, Tensor] = {}
@@ -175,18 +175,13 @@ class ParameterGroup:
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
         """Runs the user's hooks on a gradient, which each of them may replace."""
-        hooks = gradient_hooks(self.hosts[index])  # they may write the gradient without a change of its version
-        if self.autocast is not None:
-            lossless = not hooks and came_from_cast(gradient)
-            self._lossless = (index, gradient.data_ptr(), gradient._version) if lossless else None
+        hooks = gradient_hooks(self.hosts[index])
+        if hooks and type(gradient) is CastGradient:
+            gradient = gradient.wide()
         for hook in list(hooks.values()) if hooks else ():
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
         return gradient if hooks else None
-
-    def lossless(self, index: int, gradient: Tensor) -> bool:
-        """Whether the casts' dtype can represent a gradient that has arrived, because no hook has changed it."""
-        return self._lossless is not None and self._lossless == (index, gradient.data_ptr(), gradient._version)
 
     def attach(self, views: Sequence[Tensor]) -> None:
         """Gives every parameter its view of the slot, because the layer is on the device."""

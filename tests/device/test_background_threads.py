@@ -1,4 +1,4 @@
-"""The threads of what runs in the background: on one device all but one, on several those of all processes."""
+"""The threads of what runs in the background: of one accelerator all but one, of several those of all processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ def device() -> Iterator[Device]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("own", "given", "expected"), [(4, None, 3), (1, None, 1), (1, 3, 3)])
-def test_operators_in_the_background_take_so_many(device: Device, own: int, given: int | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("own", "on_host", "given", "expected"),
+    [(4, True, None, 4), (4, False, None, 3), (1, False, None, 1), (1, True, 3, 3)],
+)
+def test_operators_in_the_background_take_so_many(
+    device: Device, own: int, on_host: bool, given: int | None, expected: int
+) -> None:
     torch.set_num_threads(own)
+    device.computes_on_host = on_host
     device.background_threads = given
     found: list[int] = []
     device.later(lambda: found.append(torch.get_num_threads())).result()

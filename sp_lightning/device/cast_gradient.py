@@ -1,0 +1,50 @@
+"""A weight's float32 gradient, in the memory of its cast's: in half as many bytes, as long as nothing computes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.torch_private import make_wrapper, no_torch_function, tree_map_only
+
+
+class CastGradient(Tensor):
+    """What a cast's node hands on to its weight's: a gradient that plain autograd would have converted to float32.
+
+    autograd makes it the weight's gradient as it is if nothing else is to be added. Whatever computes with it, autograd's sums
+    included, gets plain float32 tensors; from then on it is in float32 itself, so that writes are seen by all that hold it.
+
+    Args:
+        came: the gradient in the cast's dtype, strided. No other code writes this memory.
+
+    Attributes:
+        came: the same; in float32 once something has computed with it.
+    """
+
+    came: Tensor
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(cls, came: Tensor) -> CastGradient:
+        made = make_wrapper(cls, came.shape, strides=came.stride(), dtype=torch.float32, device=came.device)
+        made.came = came
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:  # to make it a weight's
+            return cls(args[0].came)
+        args, kwargs = tree_map_only(cls, cls.wide, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def wide(self) -> Tensor:
+        """The gradient as a plain float32 tensor."""
+        self.came = self.came.to(torch.float32)
+        return self.came
+
+
+def plain(gradients: Any) -> Any:
+    """What a call of autograd's engine has returned, with plain tensors."""
+    return gradients and tuple(each.wide() if type(each) is CastGradient else each for each in gradients)

@@ -1,0 +1,132 @@
+"""Gradients that stay in their casts' memory on the way to the host: nothing that autograd or user code does shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.cast_gradient import CastGradient
+from sp_lightning.weights.casts import Cast
+from tests.support.mixed import assert_like_plain
+from tests.support.models import Module, Stack, vectors
+from tests.support.overlapping import overlapping
+from tests.support.runs import fit
+from tests.weights.test_casts_in_steps import Seeing
+
+CAME = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+
+
+def test_it_is_a_float32_tensor_in_half_the_memory() -> None:
+    gradient = CastGradient(CAME)
+    assert (gradient.dtype, gradient.shape, gradient.stride(), gradient.device.type) == (
+        torch.float32,
+        (3, 4),
+        (4, 1),
+        "cpu",
+    )
+    again = gradient.detach()
+    assert type(again) is CastGradient
+    assert again.came is gradient.came is CAME
+
+
+def test_sums_are_plain_and_as_exact_as_float32() -> None:
+    one, other = (CastGradient(torch.full((2,), value, dtype=torch.bfloat16)) for value in (256.0, 1.0))
+    total = one + other
+    assert type(total) is Tensor
+    assert total.tolist() == [257.0, 257.0], "of bfloat16 it would be 256"
+
+
+def test_whoever_holds_it_sees_what_is_written() -> None:
+    gradient = CastGradient(CAME.clone())
+    view = gradient.view(-1)
+    gradient.mul_(0.5)
+    view[0] = 7
+    assert torch.equal(gradient.came, torch.tensor([7, *(each / 2 for each in range(1, 12))]).view(3, 4))
+    assert torch.equal(gradient.detach(), gradient.came)
+    assert gradient.wide() is gradient.came
+
+
+def test_a_bias_has_memory_of_its_own() -> None:
+    """What it is added to has the same gradient, which user code may keep and write."""
+    bias, x, kept = torch.zeros(4, requires_grad=True), torch.ones(4).bfloat16(), list[Tensor]()
+    total = x + Cast.apply(bias, bias.detach().bfloat16())
+    total.register_hook(kept.append)
+    bias.register_hook(lambda gradient: kept.append(gradient.came))
+    (total * 2).sum().backward()
+    theirs, ours = kept
+    assert torch.equal(theirs, ours)
+    assert theirs.data_ptr() != ours.data_ptr()
+
+
+def test_what_is_to_be_differentiated_is_converted() -> None:
+    weight, found = torch.zeros(2, 3, requires_grad=True), list[Tensor]()
+    weight.register_hook(found.append)
+    torch.autograd.grad(Cast.apply(weight, weight.detach().bfloat16()).square().sum(), weight, create_graph=True)
+    assert type(found[0]) is Tensor
+    assert found[0].requires_grad
+
+
+class Asks(Seeing):
+    """For gradients, one by one, by their places in the graph, and as a batch in two ways."""
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        loss = super().loss(batch)
+        weights = [net.blocks[0].inner.weight, net.blocks[1].outer.bias, net.head.weight]
+        places = [torch.autograd.graph.get_gradient_edge(each) for each in weights]
+        found = [*torch.autograd.grad(loss, weights, retain_graph=True)]
+        found += torch.autograd.grad(loss, places, retain_graph=True)
+        found += torch.autograd.grad(loss, weights, torch.tensor([1.0, 2.0]), is_grads_batched=True, retain_graph=True)
+        found += torch.func.vmap(lambda factor: torch.autograd.grad(loss, weights, factor, retain_graph=True))(
+            torch.ones(2)
+        )
+        self.see(*found, *map(type, found))
+        return loss
+
+
+class WritesAtNodes(Seeing):
+    """In place, before autograd makes it the weight's gradient."""
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        loss = super().loss(batch)
+        node = torch.autograd.graph.get_gradient_edge(net.blocks[2].outer.weight).node
+        handle = node.register_prehook(lambda gradients: ([each.mul_(0.3) for each in gradients], None)[1])
+        loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(handle.remove))
+        return loss
+
+
+class UsesTwice(Seeing):
+    """In two calls, whose gradients autograd adds up."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + super().loss(batch * 0.7)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(Asks, {}), (WritesAtNodes, {}), (UsesTwice, {}), (Seeing, {"detect_anomaly": True})],
+    ids=["asks", "writes at nodes", "uses twice", "anomalies are looked for"],
+)
+def test_a_run_is_plains(make: Any, options: dict[str, Any]) -> None:
+    assert_like_plain(make, **options)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize(("make", "widened"), [(Stack, False), (lambda: nn.Sequential(*[nn.Linear(16, 16)] * 2), True)])
+def test_nothing_is_widened_on_the_device_but_for_sums(
+    make: Any, widened: bool, overlap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[CastGradient] = []
+    wide = CastGradient.wide
+
+    def noted(gradient: CastGradient) -> Tensor:
+        found.append(gradient)
+        return wide(gradient)
+
+    monkeypatch.setattr(CastGradient, "wide", noted)
+    fit(lambda: Module(make()), vectors(), overlapping(overlap), precision="bf16-mixed", recorded="losses")
+    assert bool(found) == widened
