@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sp_lightning.device.torch_private import make_wrapper, no_torch_function, tree_map_only
+from sp_lightning.device.torch_private import make_wrapper, tree_map_only
 
 
 class CastGradient(Tensor):
@@ -24,7 +24,7 @@ class CastGradient(Tensor):
     """
 
     came: Tensor
-    __torch_function__ = no_torch_function
+    __torch_function__ = nn.Parameter.__torch_function__  # as plain tensors have none
 
     @staticmethod
     def __new__(cls, came: Tensor) -> CastGradient:

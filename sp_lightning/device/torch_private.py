@@ -176,9 +176,6 @@ no_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.Disabl
 subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Whether ``__torch_function__`` of subclasses is called here: not inside ``torch.DisableTorchFunctionSubclass``."""
 
-no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""A class's ``__torch_function__`` by which its objects are taken for plain tensors."""
-
 make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 """An object of a class with ``__torch_dispatch__``, that has a shape, strides, a dtype and a device, but no memory."""
 

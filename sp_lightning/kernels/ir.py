@@ -1,372 +1,313 @@
-"""The text of kernels: what an update does with each element, as torch's fused operators on the CPU do it to the bit.
+"""The text of kernels: what they do with each element, as torch's operators on the CPU do it to the bit.
 
-torch's compiler rounds products and sums in ways that its source does not show. They were found by comparing bits, are written
-here, and are compared again when a kernel is compiled: in a vector other ones are added with one rounding (``fma``) than in what
-is left at the end of a tensor; and a processor without ``fma``, or with shorter vectors, has another :class:`Recipe`.
+llvmlite writes it, so this file is imported once a kernel is to be compiled.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from functools import partial, reduce
+from typing import Any
 
 import torch
+from llvmlite import binding, ir
 
-BLOCK = 32
-"""Elements that a thread takes at least, a multiple of torch's 16: with any number of threads, one has the tensor's end."""
+from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, NormArguments, NormRecipe, Recipe, Variant
 
-Kind = Literal["adam", "adamw", "sgd", "adagrad"]
-_POINTERS = ("weight", "gradient", "cast", "s0", "s1", "s2")
-_NUMBERS = (
-    "factor0", "factor1", "decay", "step", "rate1", "beyond1", "beta2", "rate2", "bias2", "eps", "momentum", "damping",
-)  # fmt: skip
-_TEXT = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "i16"}
-
-
-class Arguments(ctypes.Structure):
-    """What a kernel is called with: addresses, the number of elements, and numbers that are the same for all of them."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("count", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in _NUMBERS),
-    ]
+Value = Any  # of llvmlite, which has no types
+_F16, _F32, _I8, _I16, _I32, _I64 = ir.HalfType(), ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
+_PLACE = ir.PointerType()
+_GIVEN = {ctypes.c_void_p: _PLACE, ctypes.c_int64: _I64, ctypes.c_float: _F32}
+_MEMORY = {torch.float32: _F32, torch.float16: _F16, torch.bfloat16: _I16}
+_BYTES = {_F32: 4, _F16: 2, _I16: 2}
+_AHEAD = 2048  # elements of a gradient that are fetched from memory before they are read
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How torch's compiler has made its operators for a kind of processor.
+class Kernel(ir.IRBuilder):
+    """A function ``void run(i64 begin, i64 end, ptr arguments)`` that is being written.
+
+    Args:
+        arguments: what it is called with.
 
     Attributes:
-        width: elements of a vector.
-        fused: whether products are added with one rounding, in vectors at least where torch's source says so.
-        contracted: which product the compiler fuses in vectors of itself, if it has a choice; None: it fuses none there.
+        begin, end: of the items that a call is for.
+        given: the arguments by name.
     """
 
-    width: int
-    fused: bool
-    contracted: Literal["first", "second"] | None
+    def __init__(self, arguments: type[ctypes.Structure]) -> None:
+        module = ir.Module()
+        module.triple = binding.get_process_triple()
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), (_I64, _I64, _PLACE)), "run")
+        super().__init__(function.append_basic_block())
+        self.begin, self.end, self._arguments = function.args
+        self.given = {
+            name: self.load(self.at(self._arguments, getattr(arguments, name).offset, _I8), typ=_GIVEN[kind])
+            for name, kind, *_ in arguments._fields_
+        }
 
+    def at(self, place: Value, index: Value, kind: Value) -> Value:
+        """The place of an element."""
+        return self.gep(place, [index if isinstance(index, ir.Value) else _I64(index)], source_etype=kind)
 
-RECIPES = (
-    Recipe(8, fused=True, contracted="second"),
-    Recipe(8, fused=False, contracted=None),
-    Recipe(4, fused=True, contracted="first"),
-    Recipe(8, fused=True, contracted=None),
-)
-"""Those of AVX2, which processors with AVX-512 use, too; of x86-64 without; of NEON; and of SVE with 256 bits. They are tried in
-this order."""
+    def whole(self, begin: Value, end: Value, size: int) -> Value:
+        """Where the last item ends that is whole, of items of so many elements."""
+        return self.sub(end, self.srem(self.sub(end, begin), _I64(size)))
 
-
-@dataclass(frozen=True)
-class Variant:
-    """An update. What is the same for all elements of a tensor is decided when its kernel is compiled.
-
-    Attributes:
-        kind: the optimizer.
-        gradient: the dtype in which the gradient came; the weight and the state are float32.
-        cast: the dtype that new weights are cast to; None if they are not.
-        factors: how many numbers the gradient is multiplied by first: to unscale it, and to clip it.
-        maximize, decays, amsgrad, momentum, nesterov: as the optimizer has them.
-        near: of Adam: whether its average moves to the gradient by less than half of the way, which torch writes otherwise.
-        first: of SGD: whether there is no momentum yet.
-    """
-
-    kind: Kind
-    gradient: torch.dtype
-    cast: torch.dtype | None
-    factors: int
-    maximize: bool
-    decays: bool
-    amsgrad: bool = False
-    near: bool = False
-    momentum: bool = False
-    first: bool = False
-    nesterov: bool = False
-
-    @property
-    def moments(self) -> int:
-        """How many tensors of the weight's size the state has."""
-        return {"adam": 2, "adamw": 2, "sgd": int(self.momentum), "adagrad": 1}[self.kind] + self.amsgrad
-
-
-class Function:
-    """The lines of a function, and names for its values."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._count = 0
-
-    def add(self, *lines: str) -> None:
-        self.lines += lines
-
-    def value(self, text: str) -> str:
-        self._count += 1
-        self.add(f"  %r{self._count} = {text}")
-        return f"%r{self._count}"
-
-    def loop(
-        self, name: str, begin: str, before: str, end: str, step: int, then: str, body: Callable[[str], None]
-    ) -> None:
-        """Calls ``body`` with the index in steps from ``begin``, which the block ``before`` has, and goes on with ``then``."""
-        index = f"%{name}.index"
-        self.add(
-            f"{name}.test:",
-            f"  {index} = phi i64 [ {begin}, %{before} ], [ {index}.next, %{name}.end ]",
-            f"  {index}.in = icmp slt i64 {index}, {end}",
-            f"  br i1 {index}.in, label %{name}, label %{then}",
-            f"{name}:",
-        )
+    def loop(self, begin: Value, end: Value, step: int, body: Callable[[Value], None]) -> Value:
+        """Calls ``body`` with the index in steps from ``begin``. Returns the index behind the last one."""
+        before, (test, inside, after) = self.block, [self.append_basic_block() for _ in range(3)]
+        self.branch(test)
+        self.position_at_end(test)
+        index = self.phi(_I64)
+        self.cbranch(self.icmp_signed("<", index, end), inside, after)
+        self.position_at_end(inside)
         body(index)
-        self.add(
-            f"  br label %{name}.end",
-            f"{name}.end:",
-            f"  {index}.next = add i64 {index}, {step}",
-            f"  br label %{name}.test",
-        )
+        index.add_incoming(begin, before)
+        index.add_incoming(self.add(index, _I64(step)), self.block)
+        self.branch(test)
+        self.position_at_end(after)
+        return index
+
+    def intrinsic(self, name: str, result: Value, *values: Value) -> Value:
+        """Calls a function of LLVM."""
+        function = self.module.globals.get(name)
+        function = function or ir.Function(self.module, ir.FunctionType(result, [each.type for each in values]), name)
+        return self.call(function, values)
+
+    def text(self) -> str:
+        """All of it, once it is written."""
+        self.ret_void()
+        return str(self.module)
 
 
 class Elements:
     """Writes what becomes of ``width`` elements from an index on.
 
     Args:
-        function: where it is written.
+        kernel: where it is written.
         variant, recipe: what, and how.
         width: the recipe's, or 1 for those that are left at the end of a tensor.
         index: the first one's.
     """
 
-    def __init__(self, function: Function, variant: Variant, recipe: Recipe, width: int, index: str) -> None:
-        self._value = function.value
-        self._add = function.add
+    def __init__(self, kernel: Kernel, variant: Variant, recipe: Recipe, width: int, index: Value) -> None:
+        self._kernel = kernel
         self._variant = variant
         self._fused = recipe.fused
         self._contracted = recipe.contracted
         self._width = width
         self._index = index
         self._last = width == 1
-        self._float, self._int, self._bool = self._of("float"), self._of("i32"), self._of("i1")
-        self._intrinsic = "f32" if self._last else f"v{width}f32"
+        self._float, self._int, self._short = map(self._of, (_F32, _I32, _I16))
 
-    def _of(self, kind: str) -> str:
-        return kind if self._last else f"<{self._width} x {kind}>"
+    def _of(self, kind: Value) -> Value:
+        return kind if self._last else ir.VectorType(kind, self._width)
 
-    def _number(self, name: str) -> str:
-        return f"%n.{name}" if self._last else f"%v.{name}"
+    def _number(self, name: str) -> Value:
+        """A number for all of the elements."""
+        number, nothing = self._kernel.given[name], ir.Constant(self._float, ir.Undefined)
+        if self._last:
+            return number
+        first = self._kernel.insert_element(nothing, number, _I32(0))
+        return self._kernel.shuffle_vector(first, nothing, ir.Constant(self._int, None))
 
-    def _constant(self, number: int) -> str:
-        return str(number) if self._last else f"<{', '.join([f'i32 {number}'] * self._width)}>"
+    def _bits(self, number: int) -> Value:
+        return ir.Constant(self._int, number if self._last else [number] * self._width)
 
-    def _place(self, name: str, kind: str) -> str:
-        return self._value(f"getelementptr {kind}, ptr %{name}, i64 {self._index}")
+    def _load(self, name: str, kind: Value = _F32) -> Value:
+        place = self._kernel.at(self._kernel.given[name], self._index, kind)
+        return self._kernel.load(place, align=_BYTES[kind], typ=self._of(kind))
 
-    def _load(self, name: str) -> str:
-        return self._value(f"load {self._float}, ptr {self._place(name, 'float')}, align 4")
+    def store(self, name: str, value: Value, kind: Value = _F32) -> None:
+        """Writes elements."""
+        self._kernel.store(value, self._kernel.at(self._kernel.given[name], self._index, kind), align=_BYTES[kind])
 
-    def _store(self, name: str, value: str) -> None:
-        self._add(f"  store {self._float} {value}, ptr {self._place(name, 'float')}, align 4")
+    def _call(self, name: str, *values: Value) -> Value:
+        lanes = "f32" if self._last else f"v{self._width}f32"
+        return self._kernel.intrinsic(f"llvm.{name}.{lanes}", self._float, *values)
 
-    def _do(self, operation: str, *values: str, kind: str = "") -> str:
-        return self._value(f"{operation} {kind or self._float} {', '.join(values)}")
-
-    def _fma(self, a: str, b: str, c: str) -> str:
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a · b + c."""
-        if not self._fused:
-            return self._do("fadd", self._do("fmul", a, b), c)
-        of = ", ".join(f"{self._float} {each}" for each in (a, b, c))
-        return self._value(f"call {self._float} @llvm.fma.{self._intrinsic}({of})")
+        return self._call("fma", a, b, c) if self._fused else self._kernel.fadd(self._kernel.fmul(a, b), c)
 
-    def _plus(self, a: str, b: str, c: str) -> str:
+    def _plus(self, a: Value, b: Value, c: Value) -> Value:
         """a · b + c where torch's source does not say that it is fused."""
-        if self._last or self._contracted:
-            return self._fma(a, b, c)
-        return self._do("fadd", self._do("fmul", a, b), c)
+        fused = self._last or self._contracted
+        return self.fma(a, b, c) if fused else self._kernel.fadd(self._kernel.fmul(a, b), c)
 
-    def _root(self, value: str) -> str:
-        return self._value(f"call {self._float} @llvm.sqrt.{self._intrinsic}({self._float} {value})")
-
-    def _choose(self, condition: str, value: str, other: str, kind: str = "") -> str:
-        kind = kind or self._float
-        return self._value(f"select {self._bool} {condition}, {kind} {value}, {kind} {other}")
-
-    def _mixed(self, average: str, rate: str, new: str, share: str) -> str:
+    def _mixed(self, average: Value, rate: Value, new: Value, share: Value) -> Value:
         """average · rate + new · share. In a vector torch fuses the second product, at the end its compiler the first."""
         if self._last:
-            return self._fma(average, rate, self._do("fmul", share, new))
-        return self._fma(new, share, self._do("fmul", average, rate))
+            return self.fma(average, rate, self._kernel.fmul(share, new))
+        return self.fma(new, share, self._kernel.fmul(average, rate))
 
-    def _mixed_squares(self, average: str, rate: str, new: str, share: str) -> str:
+    def _mixed_squares(self, average: Value, rate: Value, new: Value, share: Value) -> Value:
         """average · rate + new · share · new. In a vector it is up to torch's compiler, too, what is fused."""
-        scaled = self._do("fmul", share, new)
+        scaled = self._kernel.fmul(share, new)
         if not self._last and self._contracted == "second":
-            return self._fma(new, scaled, self._do("fmul", average, rate))
-        return self._plus(average, rate, self._do("fmul", scaled, new))
+            return self.fma(new, scaled, self._kernel.fmul(average, rate))
+        return self._plus(average, rate, self._kernel.fmul(scaled, new))
 
-    def gradient(self) -> str:
+    def gradient(self) -> Value:
         """The gradient in float32."""
-        if self._variant.gradient is torch.float32:
-            return self._load("gradient")
-        kind = _TEXT[self._variant.gradient]
-        came = self._value(f"load {self._of(kind)}, ptr {self._place('gradient', kind)}, align 2")
-        if kind == "half":
-            return self._value(f"fpext {self._of('half')} {came} to {self._float}")
-        bits = self._value(f"zext {self._of('i16')} {came} to {self._int}")
-        return self._value(
-            f"bitcast {self._int} {self._do('shl', bits, self._constant(16), kind=self._int)} to {self._float}"
-        )
+        kernel, kind = self._kernel, _MEMORY[self._variant.gradient]
+        came = self._load("gradient", kind)
+        if kind is not _I16:
+            return kernel.fpext(came, self._float)
+        return kernel.bitcast(kernel.shl(kernel.zext(came, self._int), self._bits(16)), self._float)
 
-    def cast(self, weight: str) -> str:
+    def cast(self, weight: Value) -> Value:
         """A new weight's cast, as 16 bits."""
+        kernel = self._kernel
         if self._variant.cast is torch.float16:
-            half = self._value(f"fptrunc {self._float} {weight} to {self._of('half')}")
-            return self._value(f"bitcast {self._of('half')} {half} to {self._of('i16')}")
-        bits, kind = self._value(f"bitcast {self._float} {weight} to {self._int}"), self._int
-        odd = self._do("and", self._do("lshr", bits, self._constant(16), kind=kind), self._constant(1), kind=kind)
-        rounded = self._do("add", self._do("add", odd, self._constant(0x7FFF), kind=kind), bits, kind=kind)
-        rounded = self._do("lshr", rounded, self._constant(16), kind=kind)
-        nan = self._do("fcmp uno", weight, weight)
-        return self._value(
-            f"trunc {kind} {self._choose(nan, self._constant(0xFFFF), rounded, kind)} to {self._of('i16')}"
-        )
+            return kernel.bitcast(kernel.fptrunc(weight, self._of(_F16)), self._short)
+        bits = kernel.bitcast(weight, self._int)
+        odd = kernel.and_(kernel.lshr(bits, self._bits(16)), self._bits(1))
+        rounded = kernel.lshr(kernel.add(kernel.add(odd, self._bits(0x7FFF)), bits), self._bits(16))
+        nan = kernel.fcmp_unordered("uno", weight, weight)
+        return kernel.trunc(kernel.select(nan, self._bits(0xFFFF), rounded), self._short)
 
-    def store_cast(self, cast: str) -> None:
-        self._add(f"  store {self._of('i16')} {cast}, ptr {self._place('cast', 'i16')}, align 2")
-
-    def update(self) -> str:
+    def update(self) -> Value:
         """Writes the whole update. Returns the new weight."""
-        variant, weight, gradient = self._variant, self._load("weight"), self.gradient()
+        variant, kernel, weight, gradient = self._variant, self._kernel, self._load("weight"), self.gradient()
         for number in range(variant.factors):
-            gradient = self._do("fmul", gradient, self._number(f"factor{number}"))
+            gradient = kernel.fmul(gradient, self._number(f"factor{number}"))
         if variant.maximize:
-            gradient = self._do("fneg", gradient)
+            gradient = kernel.fneg(gradient)
         if variant.decays and variant.kind == "adamw":
-            weight = self._do("fmul", weight, self._number("decay"))
+            weight = kernel.fmul(weight, self._number("decay"))
         elif variant.decays:
-            add = self._fma if variant.kind == "sgd" else self._plus
+            add = self.fma if variant.kind == "sgd" else self._plus
             gradient = add(weight, self._number("decay"), gradient)
         step = {"adam": self._adam, "adamw": self._adam, "sgd": self._sgd, "adagrad": self._adagrad}[variant.kind]
         weight = step(weight, gradient)
-        self._store("weight", weight)
+        self.store("weight", weight)
         return weight
 
-    def _adam(self, weight: str, gradient: str) -> str:
-        average, squares = self._load("s0"), self._load("s1")
-        way = self._do("fsub", gradient, average)
+    def _adam(self, weight: Value, gradient: Value) -> Value:
+        kernel, average, squares = self._kernel, self._load("s0"), self._load("s1")
+        way = kernel.fsub(gradient, average)
         if self._variant.near:
-            average = self._fma(way, self._number("rate1"), average)
+            average = self.fma(way, self._number("rate1"), average)
         else:
-            average = self._fma(way, self._number("beyond1"), gradient)
+            average = self.fma(way, self._number("beyond1"), gradient)
         squares = self._mixed_squares(squares, self._number("beta2"), gradient, self._number("rate2"))
-        self._store("s0", average)
-        self._store("s1", squares)
+        self.store("s0", average)
+        self.store("s1", squares)
         if self._variant.amsgrad:
             squares = self._larger(self._load("s2"), squares)
-            self._store("s2", squares)
-        below = self._do("fdiv", self._root(squares), self._number("bias2"))
-        below = self._do("fadd", below, self._number("eps"))
-        return self._do("fadd", weight, self._do("fdiv", self._do("fmul", average, self._number("step")), below))
+            self.store("s2", squares)
+        below = kernel.fadd(kernel.fdiv(self._call("sqrt", squares), self._number("bias2")), self._number("eps"))
+        return kernel.fadd(weight, kernel.fdiv(kernel.fmul(average, self._number("step")), below))
 
-    def _larger(self, value: str, other: str) -> str:
+    def _larger(self, value: Value, other: Value) -> Value:
         """The larger one. In a vector a NaN of either wins, as in torch's."""
+        kernel = self._kernel
         if self._last:
-            return self._choose(self._do("fcmp olt", value, other), other, value)
-        larger = self._choose(self._do("fcmp ogt", value, other), value, other)
-        nan = self._value(f"bitcast {self._int} {self._constant(-1)} to {self._float}")
-        return self._choose(self._do("fcmp uno", value, other), nan, larger)
+            return kernel.select(kernel.fcmp_ordered("<", value, other), other, value)
+        larger = kernel.select(kernel.fcmp_ordered(">", value, other), value, other)
+        nan = kernel.bitcast(self._bits(0xFFFFFFFF), self._float)
+        return kernel.select(kernel.fcmp_unordered("uno", value, other), nan, larger)
 
-    def _sgd(self, weight: str, gradient: str) -> str:
+    def _sgd(self, weight: Value, gradient: Value) -> Value:
         if self._variant.momentum:
             momentum = gradient
             if not self._variant.first:
                 before = self._load("s0")
                 momentum = self._mixed(before, self._number("momentum"), gradient, self._number("damping"))
-            self._store("s0", momentum)
-            gradient = self._fma(momentum, self._number("momentum"), gradient) if self._variant.nesterov else momentum
+            self.store("s0", momentum)
+            gradient = self.fma(momentum, self._number("momentum"), gradient) if self._variant.nesterov else momentum
         return self._plus(gradient, self._number("step"), weight)
 
-    def _adagrad(self, weight: str, gradient: str) -> str:
-        squares = self._plus(gradient, gradient, self._load("s0"))
-        self._store("s0", squares)
-        below = self._do("fadd", self._root(squares), self._number("eps"))
-        return self._do("fadd", weight, self._do("fdiv", self._do("fmul", gradient, self._number("step")), below))
+    def _adagrad(self, weight: Value, gradient: Value) -> Value:
+        kernel, squares = self._kernel, self._plus(gradient, gradient, self._load("s0"))
+        self.store("s0", squares)
+        below = kernel.fadd(self._call("sqrt", squares), self._number("eps"))
+        return kernel.fadd(weight, kernel.fdiv(kernel.fmul(gradient, self._number("step")), below))
 
 
-def update_text(variant: Variant, recipe: Recipe) -> str:
-    """A function ``void run(i64 begin, i64 end, ptr arguments)``; begin and end count blocks of :data:`BLOCK` elements.
+def text(what: Any, recipe: Any) -> str:
+    """The text of an update, or of norms of gradients in a dtype, by a recipe for it."""
+    return (_update if isinstance(what, Variant) else _norms)(what, recipe)
+
+
+def _update(variant: Variant, recipe: Recipe) -> str:
+    """The update of a tensor; items are blocks of :data:`BLOCK` elements.
 
     Casts go past the caches: nobody reads them before the next fetch.
     """
-    function, width = Function(), recipe.width
-    function.add("define void @run(i64 %begin, i64 %end, ptr %arguments) {", "entry:")
-    _load_arguments(function, width)
+    kernel, width = Kernel(Arguments), recipe.width
+    begin, end = (kernel.mul(each, _I64(BLOCK)) for each in (kernel.begin, kernel.end))
+    end = kernel.select(kernel.icmp_signed("<", end, kernel.given["count"]), end, kernel.given["count"])
 
-    def block(index: str) -> None:
+    def block(index: Value) -> None:
         made = []
         for more in range(0, BLOCK, width):
-            there = function.value(f"add i64 {index}, {more}")
-            elements = Elements(function, variant, recipe, width, there)
-            made.append((there, elements, elements.update()))
-        for low, high in zip(made[::2], made[1::2], strict=True) if variant.cast else ():
-            _stream(function, width, low[0], low[1].cast(low[2]), high[1].cast(high[2]))
+            elements = Elements(kernel, variant, recipe, width, kernel.add(index, _I64(more)))
+            made.append((elements, elements.update()))
+        for more in range(0, BLOCK if variant.cast else 0, 2 * width):
+            low, high = (elements.cast(weight) for elements, weight in made[more // width :][:2])
+            order = ir.Constant(ir.VectorType(_I32, 2 * width), list(range(2 * width)))
+            place = kernel.at(kernel.given["cast"], kernel.add(index, _I64(more)), _I16)
+            stored = kernel.store(kernel.shuffle_vector(low, high, order), place, align=4 * width)
+            stored.set_metadata("nontemporal", kernel.module.add_metadata([_I32(1)]))
 
-    def some(width: int, index: str) -> None:
-        elements = Elements(function, variant, recipe, width, index)
+    def some(width: int, index: Value) -> None:
+        elements = Elements(kernel, variant, recipe, width, index)
         weight = elements.update()
         if variant.cast:
-            elements.store_cast(elements.cast(weight))
+            elements.store("cast", elements.cast(weight), _I16)
 
-    function.loop("block", "%from", "entry", "%blocks", BLOCK, "blocks.done", block)
-    function.add("blocks.done:", *["  fence seq_cst"] * bool(variant.cast), "  br label %vector.test")
-    function.loop("vector", "%block.index", "blocks.done", "%vectors", width, "vectors.done", partial(some, width))
-    function.add("vectors.done:", "  br label %last.test")
-    function.loop("last", "%vector.index", "vectors.done", "%to", 1, "done", partial(some, 1))
-    return "\n".join([*function.lines, "done:", "  ret void", "}", declarations(width), "!0 = !{i32 1}"])
-
-
-def _load_arguments(function: Function, width: int) -> None:
-    """Loads the arguments, numbers also in all lanes of a vector, and says where whole blocks and whole vectors end."""
-    vector = f"<{width} x float>"
-    for name in (*_POINTERS, "count", *_NUMBERS):
-        function.add(f"  %p.{name} = getelementptr i8, ptr %arguments, i64 {getattr(Arguments, name).offset}")
-        if name in _NUMBERS:
-            lanes = f"{vector} %i.{name}, {vector} poison, <{width} x i32> zeroinitializer"
-            function.add(
-                f"  %n.{name} = load float, ptr %p.{name}",
-                f"  %i.{name} = insertelement {vector} poison, float %n.{name}, i64 0",
-                f"  %v.{name} = shufflevector {lanes}",
-            )
-        else:
-            function.add(f"  %{name} = load {'i64' if name == 'count' else 'ptr'}, ptr %p.{name}")
-    function.add(
-        f"  %from = mul i64 %begin, {BLOCK}",
-        f"  %wanted = mul i64 %end, {BLOCK}",
-        "  %to = call i64 @llvm.smin.i64(i64 %wanted, i64 %count)",
-        "  %size = sub i64 %to, %from",
-        f"  %of.blocks = srem i64 %size, {BLOCK}",
-        "  %blocks = sub i64 %to, %of.blocks",
-        f"  %of.vectors = srem i64 %size, {width}",
-        "  %vectors = sub i64 %to, %of.vectors",
-        "  br label %block.test",
-    )
+    index = kernel.loop(begin, kernel.whole(begin, end, BLOCK), BLOCK, block)
+    if variant.cast:
+        kernel.fence("seq_cst")
+    index = kernel.loop(index, kernel.whole(begin, end, width), width, partial(some, width))
+    kernel.loop(index, end, 1, partial(some, 1))
+    return kernel.text()
 
 
-def _stream(function: Function, width: int, index: str, low: str, high: str) -> None:
-    """Stores the casts of two vectors past the caches."""
-    order = ", ".join(f"i32 {lane}" for lane in range(2 * width))
-    both = function.value(f"shufflevector <{width} x i16> {low}, <{width} x i16> {high}, <{2 * width} x i32> <{order}>")
-    place = function.value(f"getelementptr i16, ptr %cast, i64 {index}")
-    function.add(f"  store <{2 * width} x i16> {both}, ptr {place}, align {4 * width}, !nontemporal !0")
+def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
+    """The norms of gradients; items are gradients. LLVM keeps sums in registers.
 
+    torch adds squares up in one chain, from the first element to the last: in the lanes of a vector, then lane by lane, then what
+    is left.
+    """
+    kernel, width = Kernel(NormArguments), recipe.width
+    vector = ir.VectorType(_F32, width)
+    sums, total = kernel.alloca(vector), kernel.alloca(_F32)
+    update = Variant("sgd", dtype, None, 0, maximize=False, decays=False)  # which widens gradients in the same way
 
-def declarations(width: int) -> str:
-    """The functions of LLVM that kernels call."""
-    lines = ["declare i64 @llvm.smin.i64(i64, i64)"]
-    for kind, name in (("float", "f32"), (f"<{width} x float>", f"v{width}f32")):
-        lines += [
-            f"declare {kind} @llvm.fma.{name}({kind}, {kind}, {kind})",
-            f"declare {kind} @llvm.sqrt.{name}({kind})",
-        ]
-    return "\n".join(lines)
+    def add(width: int, to: Value, fused: Value, index: Value) -> None:
+        """Adds squares to a sum, with one rounding where ``fused`` says so."""
+        elements = Elements(kernel, update, RECIPES[0], width, index)
+        wide, before = elements.gradient(), kernel.load(to, typ=to.allocated_type)
+        once, twice = elements.fma(wide, wide, before), kernel.fadd(before, kernel.fmul(wide, wide))
+        kernel.store(kernel.select(fused, once, twice), to)
+
+    def of_vector(index: Value) -> None:
+        ahead = kernel.at(kernel.given["gradient"], kernel.add(index, _I64(_AHEAD)), _I16)
+        kernel.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, *map(_I32, (0, 3, 1)))
+        add(width, sums, ir.IntType(1)(recipe.vectors), index)
+
+    def of_one(fours: Value, index: Value) -> None:
+        """What is left. For AVX2 torch's compiler squares four at a time, and adds those of the rest otherwise."""
+        rest = kernel.icmp_signed(">=", index, fours)
+        add(1, total, rest if recipe.last == "rest" else ir.IntType(1)(recipe.last == "all"), index)
+
+    def each(index: Value) -> None:
+        given = kernel.given
+        given["gradient"] = kernel.load(kernel.at(given["gradients"], index, _PLACE), typ=_PLACE)
+        count = kernel.load(kernel.at(given["counts"], index, _I64), typ=_I64)
+        vectors, fours = (kernel.whole(_I64(0), count, size) for size in (width, 4))
+        kernel.store(ir.Constant(vector, None), sums)
+        begin = kernel.loop(_I64(0), vectors, width, of_vector)
+        lanes = kernel.load(sums, typ=vector)
+        first, *others = (kernel.extract_element(lanes, _I32(lane)) for lane in range(width))
+        kernel.store(reduce(kernel.fadd, others, first), total)
+        kernel.loop(begin, count, 1, partial(of_one, fours))
+        root = kernel.intrinsic("llvm.sqrt.f32", _F32, kernel.load(total, typ=_F32))
+        kernel.store(root, kernel.at(given["norms"], index, _F32))
+
+    kernel.loop(kernel.begin, kernel.end, 1, each)
+    return kernel.text()

@@ -8,12 +8,16 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from sp_lightning.kernels.variants import Variant
+
+R = TypeVar("R")
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
 _lock = threading.Lock()  # LLVM's set-up is the process's
 _engines: list[Any] = []
@@ -59,14 +63,31 @@ def is_installed() -> bool:
     return find_spec("llvmlite") is not None
 
 
-def compile_or_none(text: str) -> Compiled | None:
-    """Compiles a kernel; None, with a line in the log at DEBUG but for a missing llvmlite, if that cannot be done here."""
+def find_kernel(
+    what: Variant | torch.dtype, recipes: Iterable[R], agrees: Callable[[Compiled, R], bool]
+) -> tuple[Compiled, R] | None:
+    """The first kernel that has torch's bits, with its recipe.
+
+    Args:
+        what: an update, or the dtype of gradients whose norms are wanted.
+        recipes: how torch's operators may have been made, the likeliest first.
+        agrees: whether a kernel and torch's operators make the same bits.
+
+    Returns:
+        None if there is none, or if none can be compiled here. A line in the log at DEBUG says why, but for a missing llvmlite.
+    """
     try:
-        return Compiled(text)
+        from sp_lightning.kernels import ir  # which llvmlite writes
+
+        for recipe in recipes:
+            if agrees(kernel := Compiled(ir.text(what, recipe)), recipe):
+                return kernel, recipe
     except ImportError:
-        pass
+        return None
     except Exception as error:  # an llvmlite of another version, or a broken one, may raise anything
         LOG.debug("Superpipeline: no kernel can be compiled: %s. torch's operators are used.", error)
+        return None
+    LOG.debug("Superpipeline: kernels for %s differ from torch's operators, which are used.", what)
     return None
 
 

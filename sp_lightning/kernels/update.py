@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch.autograd.graph import increment_version
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import FUSED_STEPS
-from sp_lightning.kernels.ir import BLOCK, RECIPES, Arguments, Recipe, Variant, update_text
-from sp_lightning.kernels.jit import LOG, Compiled, compile_or_none
+from sp_lightning.kernels.jit import Compiled, find_kernel
+from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, Recipe, Variant
 
 LEAST = 1 << 14
 """Elements of the smallest tensor for which a kernel is faster than torch's operators."""
@@ -162,27 +162,20 @@ def _decay(lr: float, decay: float) -> float:
 @cache
 def _checked(variant: Variant) -> tuple[Compiled, Recipe] | None:
     """A kernel that has torch's bits, with its recipe; None if there is none."""
-    for recipe in RECIPES:
-        kernel = compile_or_none(update_text(variant, recipe))
-        if kernel is None:
-            return None
-        if _agrees(kernel, recipe, variant):
-            return kernel, recipe
-    LOG.debug("Superpipeline: kernels for %s differ from torch's operators, which are used.", variant)
-    return None
+    return find_kernel(variant, RECIPES, partial(_agrees, variant))
 
 
 _COUNTS = (4099, *[7] * 12)
 """Elements of the tensors that are compared. What torch's compiler rounds otherwise at the end shows in a few of them."""
 
 
-def _agrees(kernel: Compiled, recipe: Recipe, variant: Variant) -> bool:
+def _agrees(variant: Variant, kernel: Compiled, recipe: Recipe) -> bool:
     """Whether a kernel and torch's operators make the same bits of several tensors, of which most end within a vector."""
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-        return all(_agrees_on(*each, kernel, recipe, variant) for each in enumerate(_COUNTS))
+        return all(_agrees_on(*each, variant, kernel, recipe) for each in enumerate(_COUNTS))
 
 
-def _agrees_on(seed: int, count: int, kernel: Compiled, recipe: Recipe, variant: Variant) -> bool:
+def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe: Recipe) -> bool:
     settings, generator = _settings(variant), torch.Generator("cpu").manual_seed(seed)
     # Users may have set other defaults.
     drawn = (torch.randn(count, generator=generator, dtype=torch.float32, device="cpu") for _ in range(5))

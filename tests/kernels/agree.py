@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from sp_lightning.kernels import norms, update
-from sp_lightning.kernels.ir import Variant
+from sp_lightning.kernels.variants import Variant
 
 
 def variants() -> list[Variant]:

@@ -14,11 +14,13 @@ from torch import nn
 from sp_lightning.kernels import norms
 from sp_lightning.kernels.jit import Compiled
 from sp_lightning.kernels.norms import norms_of
+from sp_lightning.kernels.variants import NORM_RECIPES
 from sp_lightning.optim.scaler import _are_finite
 from sp_lightning.weights import narrow_gradient
 from sp_lightning.weights.narrow_gradient import Factor, Norms, change, keep_narrow, stored
 
 pytest.importorskip("llvmlite")
+from sp_lightning.kernels.ir import text
 
 
 @pytest.fixture
@@ -58,8 +60,9 @@ def test_what_it_leaves_to_torch() -> None:
 
 
 def test_a_kernel_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, anew: None) -> None:
-    whole = norms._Text.whole
-    monkeypatch.setattr(norms._Text, "whole", lambda self: whole(self).replace("fadd float", "fsub float", 1))
+    monkeypatch.setattr(
+        "sp_lightning.kernels.ir.text", lambda *given: text(*given).replace("fadd float", "fsub float", 1)
+    )
     gradient = torch.randn(1000).bfloat16()
     assert norms_of([gradient]) == {}
     assert torch.equal(Norms().of([gradient])[0], torch.linalg.vector_norm(gradient))
@@ -67,10 +70,7 @@ def test_a_kernel_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, anew
 
 def test_other_recipes_are_other_bits_here() -> None:
     """But for float16, whose squares are exact: with one rounding or two."""
-    agree = [
-        norms._agrees(Compiled(norms._Text(recipe, torch.bfloat16).whole()), torch.bfloat16)
-        for recipe in norms._RECIPES
-    ]
+    agree = [norms._agrees(torch.bfloat16, Compiled(text(torch.bfloat16, recipe)), recipe) for recipe in NORM_RECIPES]
     assert agree.count(True) == 1
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.torch_private import FUSED_STEPS
-from sp_lightning.kernels import ir, jit, update
-from sp_lightning.kernels.ir import Variant, update_text
+from sp_lightning.kernels import jit, update
 from sp_lightning.kernels.norms import norms_of
 from sp_lightning.kernels.update import Operands, update_in_one_pass
+from sp_lightning.kernels.variants import RECIPES, Recipe, Variant
 from sp_lightning.optim import pieces
 from tests.kernels.agree import variants
 from tests.support.mixed import scaled
@@ -28,6 +28,7 @@ from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
 pytest.importorskip("llvmlite")
+from sp_lightning.kernels.ir import text
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_a_kernel_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one would whose processor rounds otherwise."""
-    monkeypatch.setattr(update, "update_text", lambda *given: update_text(*given).replace("fdiv", "fmul", 1))
+    monkeypatch.setattr("sp_lightning.kernels.ir.text", lambda *given: text(*given).replace("fdiv", "fmul", 1))
     monkeypatch.setattr(jit.LOG, "propagate", True)
     with caplog.at_level(logging.DEBUG, jit.LOG.name), simulated():
         ours = run(superpipeline(k=1, optimizer_overlap="forward"), precision="bf16-mixed")
@@ -187,20 +188,18 @@ ADAGRAD = Variant("adagrad", torch.bfloat16, None, 1, maximize=False, decays=Tru
 @pytest.mark.parametrize(
     ("variant", "recipe"),
     [
-        *((ADAMW, recipe) for recipe in ir.RECIPES[1:]),
-        *((SGD, recipe) for recipe in ir.RECIPES[1:]),
-        *(
-            (ADAGRAD, recipe) for recipe in ir.RECIPES[1:] if not recipe.contracted
-        ),  # NEON adds its squares as AVX2 does
+        *((ADAMW, recipe) for recipe in RECIPES[1:]),
+        *((SGD, recipe) for recipe in RECIPES[1:]),
+        *((ADAGRAD, recipe) for recipe in RECIPES[1:] if not recipe.contracted),  # NEON adds its squares as AVX2 does
     ],
     ids=lambda each: each.kind if isinstance(each, Variant) else f"{each.width}-{each.fused}-{each.contracted}",
 )
-def test_other_recipes_are_other_bits_here(variant: Variant, recipe: ir.Recipe) -> None:
+def test_other_recipes_are_other_bits_here(variant: Variant, recipe: Recipe) -> None:
     """Otherwise nothing shows that the right one was chosen."""
     found = update._checked(variant)
     assert found is not None
-    if found[1] == ir.RECIPES[0]:
-        assert not update._agrees(jit.Compiled(update_text(variant, recipe)), recipe, variant)
+    if found[1] == RECIPES[0]:
+        assert not update._agrees(variant, jit.Compiled(text(variant, recipe)), recipe)
 
 
 HARDENED = """

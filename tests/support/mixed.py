@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from tests.support.models import Block, Stack, vectors
+from tests.support.models import Block, Module, Stack, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
@@ -51,6 +51,23 @@ def assert_like_plain(make: Any, **options: Any) -> None:
             with context():
                 ours = bare(make, superpipeline(k=k), **options)
             assert_equal(ours, plain, f"{context.__name__}, k={k}")
+
+
+class Seeing(Module):
+    """Notes what it sees, and does something with the weights of its layers before or while they are called."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__(net or Stack(3))
+        self.seen: list[Any] = []
+
+    def see(self, *things: Any) -> None:
+        self.seen.extend(thing.detach().clone() if isinstance(thing, Tensor) else thing for thing in things)
+
+
+class Manual(Seeing):
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
 
 
 class OwnLinear(Block):

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from sp_lightning.device.cast_gradient import CastGradient
 from sp_lightning.weights.casts import Cast
-from tests.support.mixed import assert_like_plain
+from tests.support.mixed import Seeing, assert_like_plain
 from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import overlapping
 from tests.support.runs import fit
-from tests.weights.test_casts_in_steps import Seeing
 
 CAME = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
 

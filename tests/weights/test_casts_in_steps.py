@@ -10,29 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.mixed import MIXED, assert_like_plain, bare, of_blocks
-from tests.support.models import Block, Module, Stack, llama, tokens
+from tests.support.mixed import MIXED, Manual, Seeing, assert_like_plain, bare, of_blocks
+from tests.support.models import Block, Stack, llama, tokens
 from tests.support.runs import assert_equal, fit, superpipeline
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
-
-
-class Seeing(Module):
-    """Notes what it sees, and does something with the weights of its layers before or while they are called."""
-
-    def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__(net or Stack(3))
-        self.seen: list[Any] = []
-
-    def see(self, *things: Any) -> None:
-        self.seen.extend(thing.detach().clone() if isinstance(thing, Tensor) else thing for thing in things)
-
-
-class Manual(Seeing):
-    def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__(net)
-        self.automatic_optimization = False
-
 
 # ---------------------------------------------------------------------- in the middle of a step
 

@@ -1,0 +1,119 @@
+"""What kernels are made from: their arguments, an update, and how torch's compiler has made its own for a kind of processor.
+
+torch's compiler rounds products and sums in ways that its source does not show. They were found by comparing bits, are written
+here, and are compared again when a kernel is compiled: in a vector other ones are added with one rounding (``fma``) than in what
+is left at the end of a tensor; and a processor without ``fma``, or with shorter vectors, has another recipe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+BLOCK = 32
+"""Elements that a thread takes at least, a multiple of torch's 16: with any number of threads, one has the tensor's end."""
+
+Kind = Literal["adam", "adamw", "sgd", "adagrad"]
+_POINTERS = ("weight", "gradient", "cast", "s0", "s1", "s2")
+_NUMBERS = (
+    "factor0", "factor1", "decay", "step", "rate1", "beyond1", "beta2", "rate2", "bias2", "eps", "momentum", "damping",
+)  # fmt: skip
+
+
+class Arguments(ctypes.Structure):
+    """What an update is called with: addresses, the number of elements, and numbers that are the same for all of them."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in _NUMBERS),
+    ]
+
+
+class NormArguments(ctypes.Structure):
+    """What norms are called with: where the addresses of gradients are, the numbers of their elements, and their norms."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("gradients", "counts", "norms")]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How torch's compiler has made its operators for a kind of processor.
+
+    Attributes:
+        width: elements of a vector.
+        fused: whether products are added with one rounding, in vectors at least where torch's source says so.
+        contracted: which product the compiler fuses in vectors of itself, if it has a choice; None: it fuses none there.
+    """
+
+    width: int
+    fused: bool
+    contracted: Literal["first", "second"] | None
+
+
+RECIPES = (
+    Recipe(8, fused=True, contracted="second"),
+    Recipe(8, fused=False, contracted=None),
+    Recipe(4, fused=True, contracted="first"),
+    Recipe(8, fused=True, contracted=None),
+)
+"""Those of AVX2, which processors with AVX-512 use, too; of x86-64 without; of NEON; and of SVE with 256 bits. They are tried in
+this order."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An update. What is the same for all elements of a tensor is decided when its kernel is compiled.
+
+    Attributes:
+        kind: the optimizer.
+        gradient: the dtype in which the gradient came; the weight and the state are float32.
+        cast: the dtype that new weights are cast to; None if they are not.
+        factors: how many numbers the gradient is multiplied by first: to unscale it, and to clip it.
+        maximize, decays, amsgrad, momentum, nesterov: as the optimizer has them.
+        near: of Adam: whether its average moves to the gradient by less than half of the way, which torch writes otherwise.
+        first: of SGD: whether there is no momentum yet.
+    """
+
+    kind: Kind
+    gradient: torch.dtype
+    cast: torch.dtype | None
+    factors: int
+    maximize: bool
+    decays: bool
+    amsgrad: bool = False
+    near: bool = False
+    momentum: bool = False
+    first: bool = False
+    nesterov: bool = False
+
+    @property
+    def moments(self) -> int:
+        """How many tensors of the weight's size the state has."""
+        return {"adam": 2, "adamw": 2, "sgd": int(self.momentum), "adagrad": 1}[self.kind] + self.amsgrad
+
+
+@dataclass(frozen=True)
+class NormRecipe:
+    """How torch's compiler adds squares: in vectors of ``width`` elements, and what is left, with one rounding or with two.
+
+    Attributes:
+        vectors: whether in a vector there is one.
+        last: of what is left, which squares are added with one: those that are no whole four, all, or none.
+    """
+
+    width: int
+    vectors: bool
+    last: Literal["rest", "all", "none"]
+
+
+NORM_RECIPES = (
+    NormRecipe(8, False, "rest"),
+    NormRecipe(8, False, "none"),
+    NormRecipe(4, True, "all"),
+    NormRecipe(4, True, "none"),
+)
+"""Those of AVX2; of x86-64 without, and of SVE with 256 bits; of NEON; and of SVE with 128 bits."""
