@@ -74,20 +74,19 @@ def find_kernel(
         agrees: whether a kernel and torch's operators make the same bits.
 
     Returns:
-        None if there is none, or if none can be compiled here. A line in the log at DEBUG says why, but for a missing llvmlite.
+        None if there is none, or if none can be compiled here. A line in the log at DEBUG says which it is.
     """
     try:
         from sp_lightning.kernels import ir  # which llvmlite writes
 
         for recipe in recipes:
             if agrees(kernel := Compiled(ir.text(what, recipe)), recipe):
+                LOG.debug("Superpipeline: a kernel is used for %s.", what)
                 return kernel, recipe
-    except ImportError:
-        return None
+        why = "kernels differ from torch's operators"
     except Exception as error:  # an llvmlite of another version, or a broken one, may raise anything
-        LOG.debug("Superpipeline: no kernel can be compiled: %s. torch's operators are used.", error)
-        return None
-    LOG.debug("Superpipeline: kernels for %s differ from torch's operators, which are used.", what)
+        why = f'no kernel can be compiled, which pip install "sp_lightning[kernels]" may mend: {error}'
+    LOG.debug("Superpipeline: torch's operators are used for %s: %s.", what, why)
     return None
 
 

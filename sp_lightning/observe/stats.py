@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from sp_lightning.kernels.jit import is_installed
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 
@@ -166,7 +167,11 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
     share = min(most / max(seconds, 1e-9), 1.0)
     if share < _LITTLE or most < _SHORT:
         return ""
-    return f"Superpipeline: of {seconds:.1f} s, {share:.0%} were waited for {what}; {remedy(what, plan)}."
+    more = _QUICKER * (what == "updates" and any(layer.casts for layer in plan.trained) and not is_installed())
+    return f"Superpipeline: of {seconds:.1f} s, {share:.0%} were waited for {what}; {remedy(what, plan)}{more}."
+
+
+_QUICKER = ', and pip install "sp_lightning[kernels]" makes them quicker'
 
 
 def remedy(what: str, plan: Plan) -> str:

@@ -160,9 +160,29 @@ def test_runs_are_plains(overlap: str, options: Callable[[], dict[str, Any]], ca
 # ---------------------------------------------------------------------- where there is none
 
 
-def test_a_run_without_llvmlite_is_the_same(monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None) -> None:
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is said at DEBUG."""
+    monkeypatch.setattr(jit.LOG, "propagate", True)
+    caplog.set_level(logging.DEBUG, jit.LOG.name)
+    return caplog
+
+
+def test_the_log_says_that_a_kernel_is_used_once(anew: None, log: pytest.LogCaptureFixture) -> None:
+    assert available()
+    assert available()
+    assert log.text.count("Superpipeline: a kernel is used for Variant(kind='adamw'") == 1
+
+
+def test_a_run_without_llvmlite_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None, log: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     assert not available()
+    assert "torch's operators are used for Variant(kind='adamw'" in log.text
+    assert (
+        'no kernel can be compiled, which pip install "sp_lightning[kernels]" may mend: import of llvmlite' in log.text
+    )
     with simulated():
         ours = run(superpipeline(k=1, optimizer_overlap="forward"), precision="bf16-mixed")
     assert not calls
@@ -170,14 +190,13 @@ def test_a_run_without_llvmlite_is_the_same(monkeypatch: pytest.MonkeyPatch, cal
 
 
 def test_a_kernel_that_differs_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None, log: pytest.LogCaptureFixture
 ) -> None:
     """As one would whose processor rounds otherwise."""
     monkeypatch.setattr("sp_lightning.kernels.ir.text", lambda *given: text(*given).replace("fdiv", "fmul", 1))
-    monkeypatch.setattr(jit.LOG, "propagate", True)
-    with caplog.at_level(logging.DEBUG, jit.LOG.name), simulated():
+    with simulated():
         ours = run(superpipeline(k=1, optimizer_overlap="forward"), precision="bf16-mixed")
-    assert "differ from torch's operators, which are used" in caplog.text
+    assert "kernels differ from torch's operators" in log.text
     assert_same(ours, run("auto", precision="bf16-mixed"))
 
 

@@ -18,6 +18,7 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.timeline import Interval, Timeline
 from sp_lightning.model.find import find_layers
+from sp_lightning.observe import stats as observed
 from sp_lightning.observe.stats import Stats, bottleneck, counters_line
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.simulator import Walk
@@ -156,6 +157,20 @@ def test_the_bottleneck_is_named_with_the_option_that_helps(seconds: dict[str, f
     plan = make_plan(find_layers(Stack()), k=1, k_prime=1)
     assert said in bottleneck(stats(**seconds), 10.0, plan)
     assert "larger k or" not in bottleneck(stats(**seconds), 10.0, make_plan(find_layers(Stack()), k=9, k_prime=1))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("installed", [False, True])
+def test_kernels_that_would_help_are_named(
+    installed: bool, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observed, "is_installed", lambda: installed)
+    plan = make_plan(find_layers(Stack(), autocast=autocast), k=1, k_prime=1)
+    named = 'makes them rarer, and pip install "sp_lightning[kernels]" makes them quicker.'
+    assert (named in bottleneck(stats(update_stall_seconds=3.0), 10.0, plan)) == (
+        not installed and autocast is not None
+    )
+    assert "kernels" not in bottleneck(stats(stall_seconds=3.0), 10.0, plan)
 
 
 def test_what_was_waited_is_one_figure_with_its_parts() -> None:
