@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sp_lightning.device.layout import METADATA
 from sp_lightning.device.torch_private import make_wrapper, tree_map_only
 
 
@@ -14,17 +15,16 @@ class CastGradient(Tensor):
     """What a cast's node hands on to its weight's: a gradient that plain autograd would have converted to float32.
 
     autograd makes it the weight's gradient as it is if nothing else is to be added. Whatever computes with it, autograd's sums
-    included, gets plain float32 tensors; from then on it is in float32 itself, so that writes are seen by all that hold it.
+    and hooks of the graph's nodes included, gets one plain float32 tensor, which the gradient consists of from then on.
 
     Args:
-        came: the gradient in the cast's dtype, strided. No other code writes this memory.
+        came: the gradient in the cast's dtype, strided. No other code has this memory.
 
     Attributes:
         came: the same; in float32 once something has computed with it.
     """
 
     came: Tensor
-    __torch_function__ = nn.Parameter.__torch_function__  # as plain tensors have none
 
     @staticmethod
     def __new__(cls, came: Tensor) -> CastGradient:
@@ -33,15 +33,23 @@ class CastGradient(Tensor):
         return made
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA:  # user code, for which operators alone are not enough: it may ask for memory
+            args, kwargs = tree_map_only(cls, cls.wide, (args, kwargs or {}))
+        with torch.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:  # to make it a weight's
+        if func is torch.ops.aten.detach.default:  # autograd makes it a weight's
             return cls(args[0].came)
         args, kwargs = tree_map_only(cls, cls.wide, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def wide(self) -> Tensor:
         """The gradient as a plain float32 tensor."""
-        self.came = self.came.to(torch.float32)
+        with torch.DisableTorchFunctionSubclass():
+            self.came = self.came.to(torch.float32)
         return self.came
 
 

@@ -124,7 +124,8 @@ class Backward(Part):
         # is in param.grad already, whether its parameter is frozen later or not.
         if gradient is None or not host.requires_grad:
             return
-        if gradient.requires_grad:
+        of_cast = type(gradient) is CastGradient
+        if not of_cast and gradient.requires_grad:
             raise RuntimeError(
                 f"The gradient of {group.spans[index].name!r} has a graph of its own (backward(create_graph=True)); it would be "
                 "lost on the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
@@ -132,7 +133,7 @@ class Backward(Part):
         if gradient.dtype is not host.dtype:
             # param.data = other: the host's parameter takes the other dtype before the gradient
             self.lent.take_back(layer)
-        if type(gradient) is CastGradient:
+        if of_cast:
             gradient = gradient.came
         with self._arrivals:
             if current_graph_task() not in self.tasks:

@@ -59,11 +59,9 @@ class Cast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         if gradients[0] is None:
             return None, None
-        came = gradients[0]
         if torch.is_grad_enabled():  # create_graph=True
-            return came.to(torch.float32), None
-        # That of a bias may be the memory of the gradient of what the bias was added to.
-        return CastGradient(came if came.ndim > 1 else came.clone()), None
+            return gradients[0].to(torch.float32), None
+        return CastGradient(gradients[0].clone()), None  # others may hold and write autograd's, as hooks of nodes do
 
 
 class SavedValues:

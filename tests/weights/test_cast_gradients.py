@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.device.cast_gradient import CastGradient
 from sp_lightning.weights.casts import Cast
-from tests.support.mixed import Seeing, assert_like_plain
+from tests.support.mixed import Manual, Seeing, assert_like_plain
 from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import overlapping
 from tests.support.runs import fit
+from tests.support.tiers import first
 
 CAME = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
 
 
 def test_it_is_a_float32_tensor_in_half_the_memory() -> None:
     gradient = CastGradient(CAME)
-    assert (gradient.dtype, gradient.shape, gradient.stride(), gradient.device.type) == (
-        torch.float32,
-        (3, 4),
-        (4, 1),
-        "cpu",
-    )
-    again = gradient.detach()
+    assert (gradient.dtype, gradient.shape, gradient.device.type) == (torch.float32, (3, 4), "cpu")
+    with torch.DisableTorchFunctionSubclass():  # as autograd makes it a weight's
+        again = gradient.detach()
     assert type(again) is CastGradient
     assert again.came is gradient.came is CAME
 
@@ -48,9 +50,10 @@ def test_whoever_holds_it_sees_what_is_written() -> None:
     assert gradient.wide() is gradient.came
 
 
-def test_a_bias_has_memory_of_its_own() -> None:
-    """What it is added to has the same gradient, which user code may keep and write."""
-    bias, x, kept = torch.zeros(4, requires_grad=True), torch.ones(4).bfloat16(), list[Tensor]()
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])
+def test_it_has_memory_of_its_own(shape: tuple[int, ...]) -> None:
+    """What a bias is added to has the same gradient, which user code may keep and write."""
+    bias, x, kept = torch.zeros(shape, requires_grad=True), torch.ones(shape).bfloat16(), list[Tensor]()
     total = x + Cast.apply(bias, bias.detach().bfloat16())
     total.register_hook(kept.append)
     bias.register_hook(lambda gradient: kept.append(gradient.came))
@@ -86,16 +89,105 @@ class Asks(Seeing):
         return loss
 
 
-class WritesAtNodes(Seeing):
-    """In place, before autograd makes it the weight's gradient."""
+class AtNodes(Seeing):
+    """A hook of the graph's nodes sees gradients before autograd makes them the weights'."""
+
+    def __init__(self, does: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.does = does
 
     def loss(self, batch: Any) -> Tensor:
-        net: Any = self.net
         loss = super().loss(batch)
-        node = torch.autograd.graph.get_gradient_edge(net.blocks[2].outer.weight).node
-        handle = node.register_prehook(lambda gradients: ([each.mul_(0.3) for each in gradients], None)[1])
-        loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(handle.remove))
+        for parameter in self.net.parameters() if loss.requires_grad else ():
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            handle = node.register_prehook(lambda gradients: self.see(*map(self.does, gradients)))
+            loss.register_hook(lambda _, h=handle: torch.autograd.Variable._execution_engine.queue_callback(h.remove))
         return loss
+
+
+def moved(gradient: Tensor) -> Tensor:
+    gradient.data = gradient.data * 0.5
+    return gradient
+
+
+def detached(gradient: Tensor) -> Tensor:
+    before = gradient.detach()
+    gradient.mul_(0.3)
+    return before
+
+
+def saved(gradient: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(gradient, file)
+    file.seek(0)
+    found: Tensor = torch.load(file, weights_only=True)
+    return found
+
+
+AT_NODES: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda gradient: gradient.mul_(0.3),
+    "through detach()": lambda gradient: gradient.detach().mul_(0.3),
+    "through .data": lambda gradient: gradient.data.mul_(0.5),
+    "detached before": detached,
+    "other memory": moved,
+    "numpy": lambda gradient: gradient.numpy().tolist(),
+    "lists": lambda gradient: gradient.tolist(),
+    "text": str,
+    "copies": copy.deepcopy,
+    "files": saved,
+    "addresses": lambda gradient: gradient.data_ptr() == gradient.untyped_storage().data_ptr() != 0,
+    "dlpack": torch.from_dlpack,
+    "shared memory": lambda gradient: gradient.share_memory_(),
+    "metadata": lambda gradient: str((gradient.dtype, gradient.shape, gradient.is_leaf, gradient.requires_grad)),
+}
+
+
+@pytest.mark.parametrize("use", first(AT_NODES, "through detach()", why="other uses"))
+def test_hooks_of_nodes_see_plains(use: str) -> None:
+    assert_like_plain(partial(AtNodes, AT_NODES[use]))
+
+
+class Sums(Seeing):
+    """What a linear layer's node gives its weight is kept, and written when that of the next layer comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.net.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self.watch)
+
+    def watch(self, module: Any, args: Any, output: Tensor) -> None:
+        if output.grad_fn is not None:
+            output.grad_fn.register_hook(self.add)
+
+    def loss(self, batch: Any) -> Tensor:
+        self.total: Any = None
+        return super().loss(batch)
+
+    def add(self, inputs: Any, outputs: Any) -> None:
+        self.total = inputs[-1] if self.total is None else self.total.zero_()
+
+
+class Asked(TorchDispatchMode):
+    """Asks for the memory of what operators are given, as a tracker of memory does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in args:
+            if isinstance(each, Tensor):
+                each.untyped_storage().data_ptr()
+        return func(*args, **(kwargs or {}))
+
+
+class InMode(Manual):
+    """A backward within a mode of the user's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        with Asked():
+            self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class UsesTwice(Seeing):
@@ -107,8 +199,8 @@ class UsesTwice(Seeing):
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(Asks, {}), (WritesAtNodes, {}), (UsesTwice, {}), (Seeing, {"detect_anomaly": True})],
-    ids=["asks", "writes at nodes", "uses twice", "anomalies are looked for"],
+    [(Asks, {}), (Sums, {}), (InMode, {}), (UsesTwice, {}), (Seeing, {"detect_anomaly": True})],
+    ids=["asks", "writes what nodes gave", "in a mode", "uses twice", "anomalies are looked for"],
 )
 def test_a_run_is_plains(make: Any, options: dict[str, Any]) -> None:
     assert_like_plain(make, **options)
