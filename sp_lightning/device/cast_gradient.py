@@ -10,6 +10,9 @@ from torch import Tensor
 from sp_lightning.device.layout import METADATA
 from sp_lightning.device.torch_private import make_wrapper, tree_map_only
 
+_AS_ITS_OWN = torch.ops.aten.detach.default
+"""The operator by which autograd makes a gradient a weight's. ``gradient.detach()`` in user code is another function."""
+
 
 class CastGradient(Tensor):
     """What a cast's node hands on to its weight's: a gradient that plain autograd would have converted to float32.
@@ -34,14 +37,15 @@ class CastGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in METADATA:  # user code, for which operators alone are not enough: it may ask for memory
+        # User code may ask for memory, too, which operators do not. A dispatch mode calls autograd's operator again.
+        if func not in METADATA and func is not _AS_ITS_OWN:
             args, kwargs = tree_map_only(cls, cls.wide, (args, kwargs or {}))
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:  # autograd makes it a weight's
+        if func is _AS_ITS_OWN:
             return cls(args[0].came)
         args, kwargs = tree_map_only(cls, cls.wide, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -106,7 +106,7 @@ class AtNodes(Seeing):
 
 
 def moved(gradient: Tensor) -> Tensor:
-    gradient.data = gradient.data * 0.5
+    gradient.data = gradient.data * 0.3
     return gradient
 
 
@@ -127,7 +127,7 @@ def saved(gradient: Tensor) -> Tensor:
 AT_NODES: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda gradient: gradient.mul_(0.3),
     "through detach()": lambda gradient: gradient.detach().mul_(0.3),
-    "through .data": lambda gradient: gradient.data.mul_(0.5),
+    "through .data": lambda gradient: gradient.data.mul_(0.3),
     "detached before": detached,
     "other memory": moved,
     "numpy": lambda gradient: gradient.numpy().tolist(),
