@@ -40,15 +40,15 @@ class Kernel(ir.IRBuilder):
         module.triple = binding.get_process_triple()
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), (_I64, _I64, _PLACE)), "run")
         super().__init__(function.append_basic_block())
-        self.begin, self.end, self._arguments = function.args
+        self.begin, self.end, given = function.args
         self.given = {
-            name: self.load(self.at(self._arguments, getattr(arguments, name).offset, _I8), typ=_GIVEN[kind])
+            name: self.load(self.at(given, _I64(getattr(arguments, name).offset), _I8), typ=_GIVEN[kind])
             for name, kind, *_ in arguments._fields_
         }
 
     def at(self, place: Value, index: Value, kind: Value) -> Value:
         """The place of an element."""
-        return self.gep(place, [index if isinstance(index, ir.Value) else _I64(index)], source_etype=kind)
+        return self.gep(place, [index], source_etype=kind)
 
     def whole(self, begin: Value, end: Value, size: int) -> Value:
         """Where the last item ends that is whole, of items of so many elements."""

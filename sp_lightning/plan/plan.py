@@ -158,7 +158,7 @@ class Plan:
         # While the gradients of experts arrive, those of the block around them may be there in part.
         flying = min(self.k_prime + 1 + bool(self.experts), len(self.layers)) * largest
         trained = (layer for layer in self.layers if layer.gradient_bytes)
-        # A cast's gradient that a user's hook reads is on the device in both dtypes for a moment.
+        # A cast's gradient is on the device twice for a moment: autograd's own is copied, or is made float32 for a hook.
         twice = max((cast.nbytes for layer in trained for cast in layer.casts), default=0)
         return flying + twice + self.residents.gradient_bytes + self.staying[1]
 
