@@ -1,4 +1,4 @@
-"""The shape of the package: wings whose imports go down, small files, one file that touches the accelerator."""
+"""The shape of the package: wings whose imports go down, one file that touches the accelerator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
-from tests.support.source import code_lines, imports, lengths
+from tests.support.source import imports
 
 PACKAGE = Path(sp_lightning.__file__).parent
 FILES = {
@@ -32,25 +32,6 @@ WINGS = (
     "tune", "trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__"}
-BUDGET = {"lines of code": 22_262, "files": 177, "classes": 268}
-"""What the whole package may have: what it had when this was last lowered. A feature that needs more says here why: ``plan``
-gives a verdict first, tries remedies, compares models in a table, counts images and adapters (530 lines, 3 files), takes a
-waiting time apart, reads the module's own optimizer, sees a table that is read whole, says prices of remedies (60 lines),
-tries what lets plain Lightning do without it, adds up the parts of host memory, names the memory that lacks (29 lines);
-``check`` compares a user's model with plain Lightning (890 lines, 10 files, 17 classes), what it keeps in attributes and gives
-to loggers, too (80 lines, 2 classes); layers are stepped on the device (750 lines, 4 files, 5 classes), with state on a disk and
-bitsandbytes' (110 lines, 1 class), where they step is measured (170 lines, 2 files, 2
-classes), and a forward finds new casts there (60 lines, 1 file);
-a dry run's mode remembers operators, which halves its time (80 lines, 1 class); kernels update a
-layer in one walk, as torch's compilers for two kinds of processors round (530 lines, 6 files, 9 classes); a
-cast's gradient stays in its memory (30 lines, 1 file, 1 class); trainings
-share a base (600 lines, 5 files, 13 classes), torch's settings go with a turn (50 lines), and ``plan`` counts them (85
-lines, 1 file); gradients of rows come without a wait (10 lines), and a run and ``plan`` say what updates under backward
-would take (20 lines); ``plan`` says what some hours are enough for, of which size of a family, by rates that ``rates`` has
-measured and by what a run has reached (780 lines, 5 files, 3 classes)."""
-MOST_LINES = {"file": 400, "class": 300, "function": 40}
-EXCEPTIONS: dict[str, str] = {}
-"""What is longer than that, by name, with the reason why it is not cut."""
 
 
 def wing(file: str) -> str:
@@ -188,23 +169,6 @@ class Mine(Strategy):
     ]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_nothing_is_longer_than_a_reader_can_hold(file: str) -> None:
-    long = {name: lines for kind, name, lines in lengths(file, FILES[file]) if lines > MOST_LINES[kind]}
-    assert {name: lines for name, lines in long.items() if name not in EXCEPTIONS} == {}
-
-
-def test_the_package_keeps_to_its_budget() -> None:
-    trees = [ast.parse(source) for source in FILES.values()]
-    now = {
-        "lines of code": sum(map(code_lines, FILES.values())),
-        "files": len(FILES),
-        "classes": sum(isinstance(node, ast.ClassDef) for tree in trees for node in ast.walk(tree)),
-    }
-    assert {name: count for name, count in now.items() if count > BUDGET[name]} == {}
-    assert now["lines of code"] > BUDGET["lines of code"] - 200, "lower the budget to what was reached"
-
-
 def classes(source: str) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
 
@@ -222,7 +186,6 @@ MECHANISMS = [
 
 def test_every_class_is_part_of_one_mechanism() -> None:
     listed = [(file, name) for _, names, files in MECHANISMS for file in files for name in names]
-    assert len(MECHANISMS) <= 41
     assert [file for file in dict(listed) if file not in FILES] == []
     there = {(file, name) for file, source in FILES.items() for name in classes(source)}
     assert there - set(listed) == set(), "a class belongs in a row of CONTRIBUTING's table, with its file"
@@ -234,32 +197,6 @@ def test_no_two_classes_have_one_name() -> None:
     """But for what has a second base class in ``pytorch_lightning``, where it is to have the same name."""
     names = [name for file, source in FILES.items() if file != "pytorch_lightning" for name in classes(source)]
     assert sorted(set(names)) == sorted(names)
-
-
-def test_lines_of_code_are_counted() -> None:
-    assert (
-        code_lines(
-            '"""Doc."""\n\n# why\nx = [\n    1,\n]\n\n\ndef f():\n    """Doc.\n\n    More."""\n    return x  # why\n'
-        )
-        == 5
-    )
-
-
-def test_every_exception_is_still_needed() -> None:
-    long = {
-        name
-        for file, source in FILES.items()
-        for kind, name, lines in lengths(file, source)
-        if lines > MOST_LINES[kind]
-    }
-    assert set(EXCEPTIONS) - long == set()
-    assert all(EXCEPTIONS.values())
-
-
-def test_the_length_check_can_fail() -> None:
-    body = "".join(f"    x = {i}\n" for i in range(50))
-    found = {name: (kind, lines) for kind, name, lines in lengths("a", f'def f():\n    """Doc."""\n{body}')}
-    assert found == {"a": ("file", 52), "a.f": ("function", 51)}
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -1,4 +1,4 @@
-"""The shape of the test-suite: a folder for each wing, small files, and helpers in ``tests/support``."""
+"""The shape of the test-suite: a folder for each wing, and helpers in ``tests/support``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ BESIDE_THE_WINGS = {
     "results",
     "support",
 }
-MOST_LINES = 600
 
 
 def imported_test_files(source: str) -> list[str]:
@@ -42,11 +41,6 @@ def test_no_helper_is_imported_from_a_test_file(file: str) -> None:
 def test_the_import_check_can_fail() -> None:
     assert imported_test_files("from tests.weights.test_tables import Text") == ["tests.weights.test_tables.Text"]
     assert imported_test_files("from tests.support.models import test_case") == []
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_no_file_is_longer_than_a_reader_can_hold(file: str) -> None:
-    assert len(FILES[file].splitlines()) <= MOST_LINES
 
 
 def test_the_folders_are_those_of_the_wings() -> None:
