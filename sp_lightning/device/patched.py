@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -87,32 +87,78 @@ def elsewhere(its: Any) -> bool:
     return here is not None and its is not None and here is not its
 
 
-_theirs: Any = getattr(*ENGINE_CALL)
+class Patch:
+    """Code of ours around a function that a module or a class holds under a name, while it is installed.
+
+    Other code may put a wrapper of its own around ours and leave it there for good, or put the function of before back.
+    Therefore each installation makes a new wrapper around the present function. One that cannot be taken out, because another
+    one is around it, only passes calls on from then on.
+
+    Args:
+        owner: holds the function.
+        name: its name there.
+        around: is called in its place, with the function that it is around and that function's arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        self._wrapper: Any = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether a call of the function runs our code, as far as the outermost function shows."""
+        return self._wrapper is not None and getattr(self._owner, self._name) is self._wrapper
+
+    def install(self) -> None:
+        """Puts our code around the present function, unless it is the outermost already."""
+        if not self.installed:
+            self.remove()
+            self._wrapper = _wrapper(getattr(self._owner, self._name), self._around)
+            setattr(self._owner, self._name, self._wrapper)
+
+    def remove(self) -> None:
+        """Takes our code out. Does nothing if it is not there."""
+        wrapper, self._wrapper = self._wrapper, None
+        if wrapper is not None:
+            wrapper.around = None
+            if getattr(self._owner, self._name) is wrapper:
+                setattr(self._owner, self._name, wrapper.__wrapped__)
+
+
+def _wrapper(function: Any, around: Callable[..., Any]) -> Any:
+    @leave_frame_out
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        ours = wrapper.around
+        return function(*args, **options) if ours is None else ours(function, *args, **options)
+
+    wrapper: Any = call
+    wrapper.around = around
+    return wrapper
 
 
 def watch(watcher: Any) -> None:
     """Tells a :class:`~sp_lightning.engine.backward.Backward` of each call that fails: by ``backward``, ``autograd.grad``, a
     checkpoint, other threads. It is told in the thread of the call, with the graph tasks that were under way when that began."""
-    global _theirs
-    if getattr(*ENGINE_CALL) is not _watched:
-        _theirs = getattr(*ENGINE_CALL)
-        setattr(*ENGINE_CALL, _watched)
+    _engine_call.install()
     _watchers[watcher] = scope.get()
 
 
 def unwatch(watcher: Any) -> None:
     """Ends :func:`watch`. Does nothing if it has ended already."""
     _watchers.pop(watcher, None)
-    if not _watchers and getattr(*ENGINE_CALL) is _watched:
-        setattr(*ENGINE_CALL, _theirs)
+    if not _watchers:
+        _engine_call.remove()
 
 
-@leave_frame_out
-def _watched(*args: Any, **options: Any) -> Any:
+def _tell_of_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     before = [(watcher, list(watcher.tasks)) for watcher, its in list(_watchers.items()) if not elsewhere(its)]
     try:
-        return plain(_theirs(*args, **options))
+        return plain(call(*args, **options))
     except BaseException:
         for watcher, tasks in before:
             watcher.failed(tasks)
         raise
+
+
+_engine_call = Patch(*ENGINE_CALL, _tell_of_failure)

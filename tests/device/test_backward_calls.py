@@ -65,3 +65,39 @@ def test_nobody_is_kept_alive_by_watching() -> None:
     backward(fails=True)
     unwatch(other)
     assert other.told == [[]]
+
+
+def test_another_wrapper_that_stays_is_no_loop() -> None:
+    """Other code wrapped the engine's call during a run, and left its wrapper there: the next run, and any backward, recursed."""
+    theirs: Any = getattr(*ENGINE_CALL)
+    calls: list[int] = []
+    try:
+        for turn in range(3):
+            watch(watches := Watches([]))
+            ours = getattr(*ENGINE_CALL)
+
+            def wrapper(*args: Any, turn: int = turn, ours: Any = ours, **options: Any) -> Any:
+                calls.append(turn)
+                return ours(*args, **options)
+
+            setattr(*ENGINE_CALL, wrapper)
+            backward(fails=True)
+            assert watches.told == [[]]
+            unwatch(watches)
+            backward(fails=True)
+            assert watches.told == [[]]
+        assert calls == [0, 0, 1, 0, 1, 0, 2, 1, 0, 2, 1, 0]
+    finally:
+        setattr(*ENGINE_CALL, theirs)
+
+
+def test_a_wrapper_is_put_back_where_other_code_has_put_the_function_of_before_back() -> None:
+    theirs: Any = getattr(*ENGINE_CALL)
+    watch(first := Watches([]))
+    setattr(*ENGINE_CALL, theirs)
+    watch(second := Watches([]))
+    backward(fails=True)
+    assert (first.told, second.told) == ([[]], [[]])
+    unwatch(first)
+    unwatch(second)
+    assert getattr(*ENGINE_CALL) is theirs
