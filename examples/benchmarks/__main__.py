@@ -21,6 +21,8 @@ from examples.benchmarks.workloads import PRECISIONS, SIZES
 
 # With less left of the budget than this many seconds, nothing is begun.
 LEAST = 10.0
+RESULTS = Path(__file__).with_name("results")
+"""Rows that were measured before, by date and machine."""
 
 
 class Budget:
@@ -40,6 +42,9 @@ def run(plan: agenda.Agenda, budget: Budget, seconds: float, out: Path) -> None:
         if isinstance(item, agenda.Module):
             _module(item, budget, out)
             continue
+        if isinstance(item, agenda.Tests):
+            _tests(item, budget, out)
+            continue
         for name in item.contestants:
             limits = contest.Limits(seconds, min(item.time_out, budget.left()), item.device_gib)
             if budget.left() < LEAST:
@@ -52,23 +57,37 @@ def run(plan: agenda.Agenda, budget: Budget, seconds: float, out: Path) -> None:
 
 def _module(item: agenda.Module, budget: Budget, out: Path) -> None:
     """Run a module; where it does not come to its row, leave one that says why."""
-    name = f"examples.benchmarks.{item.name}"
-    if budget.left() < LEAST:
-        row = _late()
-    else:
-        command = [sys.executable, "-m", name, *item.arguments, "--out", str(out.absolute())]
-        environment = {**os.environ, rows.RUN: rows.run()}
-        with tempfile.TemporaryFile() as log:
-            code = contest.wait(command, environment, log.fileno(), min(item.time_out, budget.left()))
-            log.seek(0)
-            text = log.read().decode(errors="replace")
-        if code == 0:
-            print(text.strip(), flush=True)
-            return
-        error = "took too long" if code is None else f"its process ended with {contest.how_it_ended(code)}"
-        row = {"status": "failed", "error": error, "traceback": text[-3000:]}
+    command = ["-m", f"examples.benchmarks.{item.name}", *item.arguments, "--out", str(out.absolute())]
+    row, text = _ran(command, {}, item.time_out, budget)
+    if row["status"] == "ok":
+        print(text.strip(), flush=True)
+        return
     rows.append(out, {**rows.origin(), "kind": item.name, **row})
     print(f"{item.name}: {row['status']}: {row['error']}", flush=True)
+
+
+def _tests(item: agenda.Tests, budget: Budget, out: Path) -> None:
+    """Run tests, none of which begins when their time is over, and leave a row with what they said last."""
+    end = time.time() + min(item.time_out, budget.left()) - LEAST
+    command = ["-m", "pytest", "-q", "-ra", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short", *item.arguments]
+    row, text = _ran(command, {"GPU_TEST_END": str(end)}, item.time_out, budget)
+    rows.append(out, {**rows.origin(), "kind": "gpu-tests", "name": item.name, "said": text[-3000:], **row})
+    print(f"tests {item.name}: {row['status']}: {text.strip().splitlines()[-1:]}", flush=True)
+
+
+def _ran(command: Sequence[str], environment: dict[str, str], time_out: float, budget: Budget) -> tuple[rows.Row, str]:
+    """How a Python process ended, as a part of a row, and what it printed."""
+    if budget.left() < LEAST:
+        return _late(), ""
+    environment = {**os.environ, rows.RUN: rows.run(), **environment}
+    with tempfile.TemporaryFile() as log:
+        code = contest.wait([sys.executable, *command], environment, log.fileno(), min(time_out, budget.left()))
+        log.seek(0)
+        text = log.read().decode(errors="replace")
+    if code == 0:
+        return {"status": "ok"}, text
+    error = "took too long" if code is None else f"its process ended with {contest.how_it_ended(code)}"
+    return {"status": "failed", "error": error, "traceback": text[-3000:]}, text
 
 
 def _late() -> rows.Row:
@@ -97,6 +116,9 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     size, precision = options.size or "tiny", options.precision or "bf16-mixed"
     plan = agenda.LISTS[options.list]() if options.list else agenda.of_size(size, precision)
     file = options.out / "rows.jsonl"
+    if options.list == "next":
+        known = [row for path in (*RESULTS.rglob("rows.jsonl"), file) if path.is_file() for row in rows.read(path)]
+        plan = [item for item in plan if not agenda.is_done(item, known)]
     found: list[rows.Row] = []
     try:
         with cli.orderly(file):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 
+from examples.benchmarks.contestants import THREADS
+from examples.benchmarks.rows import Row, code
 from examples.benchmarks.workloads import SIZES, Workload
 
 
@@ -39,7 +43,22 @@ class Contest:
     device_gib: float | None = None
 
 
-Agenda = list[Module | Contest]
+@dataclass(frozen=True)
+class Tests:
+    """Tests that ``pytest`` runs, with a row that says how they ended.
+
+    Attributes:
+        name: of the row.
+        arguments: of pytest.
+        time_out: seconds.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    time_out: float = 90
+
+
+Agenda = list[Module | Contest | Tests]
 
 TRAINING = (
     "plain", "superpipeline-2:1", "superpipeline-4:2", "fsdp2", "deepspeed", "fsdp2-exact", "torchao", "fsdp"
@@ -114,6 +133,53 @@ def others_on_one_card() -> Agenda:
     return [on_24_gb("8B", 190), Contest(seven, ("superpipeline-2:1",), 140), on_24_gb("1.5B", 110)]
 
 
+def next_on_one_card() -> Agenda:
+    """What has no row of the present code yet, most valuable first; what has one is left out (``is_done``).
+
+    First the figures of README, by README's own snippet, then what was mended since tests ran on a GPU last, then what helps to
+    choose defaults, then rivals, then smaller cards and larger models.
+    """
+    small, large = train("llm", "1.5B", 16384), train("llm", "8B", 16384, "bf16-true")
+    in_16_bits = Workload("train", "llm", "14B", "bf16-true", 8192, 4096, checkpointing=True, steps=6)
+    on_24_gb = Workload("train", "llm", "8B", "bf16-true", 8192, 4096, checkpointing=True, steps=6)
+    timeline = "--size 1.5B --tokens 16384 --length 4096 --seconds 4"
+    return [
+        Contest(small, ("plain", "default", "default-clipped", "plain-clipped"), 75),
+        Contest(large, ("plain", "default", "default-clipped"), 120),
+        Tests("mended", ("tests/gpu/test_cuda.py", "-k", "readers or signals or inference or hooks"), 90),
+        Contest(small, ("plain-compiled", "default-compiled"), 110),
+        Module("beside_plan", tuple(timeline.split()), 110),
+        Contest(small, tuple(f"superpipeline-2:1-threads{threads}" for threads in THREADS), 60),
+        Contest(small, ("fsdp2", "deepspeed", "deepspeed-2"), 90),
+        Contest(on_24_gb, ("default",), 120, device_gib=24),
+        Contest(in_16_bits, ("default",), 200, device_gib=24),
+        Contest(small, tuple(f"superpipeline-{k}:1-backward" for k in (1, 2, 4, 99)), 60),
+        Contest(Workload("predict", "llm", "7B", "bf16-true", 8192, 4096, steps=12), PREDICTION, 60),
+    ]
+
+
+def is_done(item: Module | Contest | Tests, found: Iterable[Row]) -> bool:
+    """Whether an accelerator has given rows of the present code for all of an item.
+
+    The contestants of a contest count if they ran in one run. A rival that is not installed is left out there.
+    """
+    rows_here = [row for row in found if row.get("code") == code() and row["machine"]["accelerator"] is not None]
+    well = [row for row in rows_here if row["status"] == "ok"]
+    if isinstance(item, Tests):
+        return any(row["kind"] == "gpu-tests" and row["name"] == item.name for row in well)
+    if isinstance(item, Module):
+        commands = [shlex.split(row["command"]) for row in well if row["kind"] == item.name.replace("_", "-")]
+        return any(set(item.arguments) <= set(command) for command in commands)
+    wanted = asdict(item.workload)
+    runs: defaultdict[str, set[str]] = defaultdict(set)
+    for row in rows_here:
+        shape = row.get("workload", {})
+        same = all(shape.get(name) == value for name, value in wanted.items())
+        if "contestant" in row and same and row["limits"]["device_gib"] == item.device_gib:
+            runs[row["run"]] |= {row["contestant"]} if row["status"] in ("ok", "missing") else set()
+    return any(set(item.contestants) <= names for names in runs.values())
+
+
 def pretended() -> Agenda:
     """What a CPU can do of the lists of one card: whether they work."""
     workload = Workload("train", "llm", "tiny", "bf16-mixed", 128, 64, checkpointing=True, steps=5)
@@ -171,6 +237,7 @@ LISTS: dict[str, Callable[[], Agenda]] = {
     "3B": middle_on_one_card,
     "8B": large_on_one_card,
     "card": others_on_one_card,
+    "next": next_on_one_card,
     "pretend": pretended,
     "h200": h200,
     "activations": activations,

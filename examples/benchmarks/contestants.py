@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
 from examples.benchmarks.workloads import BLOCKS, Task, Workload
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy  # which registers "superpipeline"
 
 # Host memory as multiples of the weights' bytes: weight, gradient, two moments. Pinned blocks (weights, gradients) are
 # rounded up to powers of two unless torch is told otherwise: twice their size at worst.
@@ -37,6 +37,8 @@ class Contestant:
         environment: variables of its process.
         updates_on_host: its optimizer works on host memory, so that the update's seconds can be read off the clock.
         checkpointing: it computes activations again in backward, where the workload does not say so for all.
+        compiled: each block is compiled (``block.compile()``).
+        clips: gradients are clipped to this norm; None if they are not.
     """
 
     name: str = "plain"
@@ -48,16 +50,20 @@ class Contestant:
     environment: Mapping[str, str] = field(default_factory=dict)
     updates_on_host: bool = False
     checkpointing: bool = False
+    compiled: bool = False
+    clips: float | None = None
 
     def module(self, net: nn.Module, workload: Workload) -> Task:
         """The LightningModule around the network."""
         return Task(net)
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
-        """What the Trainer is told beyond what all are told."""
+        """Trainer arguments beyond those that all contestants share, except for clipping."""
         return {"strategy": "auto"}
 
 
+THREADS = (15, 12, 10, 8)
+"""Numbers of threads that update in the background."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": (", default optimizer", {"fused_optimizer": False}),
     "off": (", fused", {"optimizer_overlap": "off"}),
@@ -70,6 +76,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "offload": (", activations offloaded", {"activations": "offload"}),
     # Of a device without such a bound, "auto" would keep whatever plain Lightning can keep.
     "auto": (" in 16 GiB, activations auto", {"activations": "auto", "memory_budget": "16GiB"}),
+    **{
+        f"threads{threads}": (f", fused, under backward, {threads} threads", {"optimizer_overlap": "backward"})
+        for threads in THREADS
+    },
 }
 """Label and options of the strategy, by the last part of a contestant's name: superpipeline-2:1-forward."""
 
@@ -105,6 +115,23 @@ class Superpipeline(Contestant):
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         _, options = VARIANTS.get(self.variant, ("", {}))
         return {"strategy": SuperpipelineStrategy(k=self.k, k_prime=self.k_prime, **options)}
+
+
+class WithHook(Task):
+    """A Task with a hook that many modules have."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Metrics would be logged here."""
+
+
+class Ordinary(Contestant):
+    """This project as README shows it: ``strategy="superpipeline"`` and no option, around an ordinary module."""
+
+    def module(self, net: nn.Module, workload: Workload) -> Task:
+        return WithHook(net, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
+
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        return {"strategy": "superpipeline"}
 
 
 class Fsdp(Contestant):
@@ -157,8 +184,14 @@ class Fsdp2(Contestant):
         return {"strategy": HostShards()}
 
 
+@dataclass(frozen=True)
 class DeepSpeed(Contestant):
-    """ZeRO stage 3 with everything offloaded, and the optimizer that it demands for that."""
+    """ZeRO with the optimizer offloaded, in stage 3 the weights as well, and the optimizer that it demands for that.
+
+    Memory is pinned, as DeepSpeed does by default and Lightning does not.
+    """
+
+    stage: int = 3
 
     def module(self, net: nn.Module, workload: Workload) -> Task:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -168,7 +201,8 @@ class DeepSpeed(Contestant):
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
-        return {"strategy": DeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True)}
+        options: dict[str, Any] = {"offload_optimizer": True, "offload_parameters": self.stage == 3, "pin_memory": True}
+        return {"strategy": DeepSpeedStrategy(stage=self.stage, **options)}
 
 
 class TorchAo(Contestant):
@@ -229,12 +263,32 @@ def superpipeline(k: int, k_prime: int, variant: str = "") -> Superpipeline:
     name, label = f"superpipeline-{k}:{k_prime}", f"superpipeline {k}:{k_prime}"
     if variant:
         name, label = f"{name}-{variant}", label + VARIANTS[variant][0]
-    return Superpipeline(name, label, copies, updates_on_host=True, k=k, k_prime=k_prime, variant=variant)
+    threads = variant.removeprefix("threads")
+    # The process has one thread more than updates have.
+    environment = {"OMP_NUM_THREADS": str(int(threads) + 1)} if threads != variant else {}
+    options: dict[str, Any] = {"k": k, "k_prime": k_prime, "variant": variant, "environment": environment}
+    return Superpipeline(name, label, copies, updates_on_host=True, **options)
 
 
 def _rival(kind: Callable[..., Contestant], name: str, label: str, copies: float, **more: Any) -> Contestant:
     return kind(name, label, {"train": copies}, updates_on_host=True, **more)
 
+
+_OURS = {"train": TRAINING}
+ORDINARY: tuple[Contestant, ...] = (
+    Contestant("plain-clipped", "plain Lightning, clipped", {"train": 1.0}, clips=1.0),
+    Contestant("plain-compiled", "plain Lightning, compiled blocks", {"train": 1.0}, compiled=True),
+    Ordinary("default", "superpipeline, README's snippet", _OURS, updates_on_host=True),
+    Ordinary("default-clipped", "superpipeline, README's snippet, clipped", _OURS, updates_on_host=True, clips=1.0),
+    Ordinary(
+        "default-compiled",
+        "superpipeline, README's snippet, compiled blocks",
+        _OURS,
+        updates_on_host=True,
+        compiled=True,
+    ),
+)
+"""What an ordinary program gets, beside plain Lightning with the same."""
 
 RIVALS: tuple[Contestant, ...] = (
     Contestant(),
@@ -248,6 +302,10 @@ RIVALS: tuple[Contestant, ...] = (
     _rival(
         DeepSpeed, "deepspeed", "DeepSpeed ZeRO-3 offload", DEEPSPEED,
         distributions=("deepspeed",), device="cuda", precisions=("32-true", "bf16-mixed"),
+    ),
+    _rival(
+        DeepSpeed, "deepspeed-2", "DeepSpeed ZeRO-2 offload", DEEPSPEED,
+        distributions=("deepspeed",), device="cuda", precisions=("32-true", "bf16-mixed"), stage=2,
     ),
     _rival(TorchAo, "torchao", "torchao CPUOffloadOptimizer", ROUNDED, distributions=("torchao",), device="cuda"),
     Accelerate("accelerate", "accelerate cpu_offload", {"predict": 1.0}, ("accelerate",)),
@@ -272,9 +330,9 @@ def by_name(name: str) -> Contestant:
     if head == "superpipeline" and pair and (not variant or variant in VARIANTS):
         return superpipeline(*parse_pair(pair), variant)
     try:
-        return known([])[name]
+        return {**known([]), **{each.name: each for each in ORDINARY}}[name]
     except KeyError:
-        names = ", ".join(known([]))
+        names = ", ".join([*known([]), *(each.name for each in ORDINARY)])
         raise ValueError(
             f"There is no contestant {name!r}; there are {names} and superpipeline-2:1, or other k:k', "
             f"or superpipeline-2:1-forward; its variants are {list(VARIANTS)}."

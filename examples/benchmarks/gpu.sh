@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The first hour on a machine with a GPU and no network: calls of at most ten minutes, in the order of their worth.
 #     bash examples/benchmarks/gpu.sh                # first light, memory, limits, 1.5B: one call
+#     bash examples/benchmarks/gpu.sh next           # what has no row of the present code in examples/benchmarks/results yet, most
+#                                                    # valuable first, in six minutes; the next call goes on
 #     bash examples/benchmarks/gpu.sh 3B             # a part alone, in at most eight minutes: first, memory, limits, 1.5B, 3B,
 #                                                    # 8B, card, foresight, h200, activations, trials (which has not run yet)
 #     bash examples/benchmarks/gpu.sh tests1         # the GPU's tests in parts, tests1 to tests7: each at most ten minutes; these
@@ -102,5 +104,6 @@ ranks)
     run 450 ranks "$python" -m examples.benchmarks.ranks --ranks $numbers --width 2048 --layers 24 --tokens 8192 \
         --out "$out/rows.jsonl"
     ;;
+next) list next 330 ;;
 *) list "$part" 455 ;;
 esac

@@ -20,7 +20,7 @@ from torch import nn
 from examples.benchmarks import meter
 from examples.benchmarks.contestants import Bare, Contestant, by_name
 from examples.benchmarks.rows import Row
-from examples.benchmarks.workloads import WARM_UP, Batches, Workload, build_batches, build_net
+from examples.benchmarks.workloads import BLOCKS, WARM_UP, Batches, Workload, build_batches, build_net
 
 GIB = 2**30
 
@@ -59,8 +59,12 @@ def _trained(workload: Workload, contestant: Contestant, net: nn.Module, batches
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        gradient_clip_val=contestant.clips,
         **contestant.trainer_arguments(workload),
     )
+    for block in net.modules() if contestant.compiled else ():
+        if isinstance(block, BLOCKS):
+            block.compile()
     module = contestant.module(net, workload)
     updates_on_host = contestant.updates_on_host or not torch.cuda.is_available()
     if workload.task == "train":

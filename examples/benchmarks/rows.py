@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,15 @@ def commit() -> str:
         return os.environ.get("COMMIT", "unknown")
 
 
+@cache
+def code() -> str:
+    """A digest of the package's source: rows with the same one come from the same engine, whatever the commit says."""
+    digest = hashlib.sha256()
+    for path in sorted((REPOSITORY / "sp_lightning").rglob("*.py")):
+        digest.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def run() -> str:
     """What rows of one run have in common: when its first process started."""
     started = datetime.datetime.fromtimestamp(psutil.Process().create_time(), datetime.UTC)
@@ -95,6 +106,7 @@ def origin() -> Row:
         "versions": {name: found for name in DISTRIBUTIONS if (found := installed(name))},
         "python": platform.python_version(),
         "commit": commit(),
+        "code": code(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
     }

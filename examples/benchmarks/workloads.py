@@ -30,6 +30,7 @@ _LLAMA = {
     "3B": (3072, 8192, 28, 24, 8, 128256, True),  # Llama-3.2-3B
     "7B": (4096, 11008, 32, 32, 32, 32000, False),  # Llama-2-7B
     "8B": (4096, 14336, 32, 32, 8, 128256, False),  # Llama-3.1-8B
+    "14B": (5120, 13824, 48, 40, 8, 152064, False),  # with the sizes of Qwen2.5-14B
 }
 # image, patch, layers, heads, hidden, mlp
 _VIT = {

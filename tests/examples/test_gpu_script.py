@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from examples.benchmarks import __main__ as everything
-from examples.benchmarks import first_light, rows
+from examples.benchmarks import agenda, first_light, rows
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack, vectors
 
@@ -74,6 +75,66 @@ def test_a_list_alone_ends_within_eight_minutes(part: str, on_a_machine: Any) ->
     status, (done,) = on_a_machine(part)
     assert status == 0
     assert f"--list {part} --minutes 7.5" in done
+
+
+def test_what_is_next_ends_within_six_minutes(on_a_machine: Any) -> None:
+    status, (done,) = on_a_machine("next")
+    assert status == 0
+    assert "--list next --minutes 5.5" in done
+
+
+def rows_of(item: agenda.Contest | agenda.Module | agenda.Tests, **other: Any) -> list[rows.Row]:
+    """The rows that an item leaves on a GPU."""
+    origin = {"versions": {}, "python": "3", "commit": "a", "date": "2026-01-01", "command": "python", "run": "1"}
+    origin |= {"code": rows.code(), "machine": {"accelerator": "a GPU"}, "status": "ok", **other}
+    if isinstance(item, agenda.Tests):
+        return [{**origin, "kind": "gpu-tests", "name": item.name}]
+    if isinstance(item, agenda.Module):
+        command = f"python -m examples.benchmarks.{item.name} {' '.join(item.arguments)}"
+        return [{**origin, "kind": item.name.replace("_", "-"), "command": command}]
+    shared = {"workload": asdict(item.workload), "limits": {"device_gib": item.device_gib}, "kind": "train"}
+    return [{**origin, **shared, "contestant": name} for name in item.contestants]
+
+
+def test_what_has_rows_of_the_present_code_is_not_next() -> None:
+    for item in agenda.next_on_one_card():
+        done = rows_of(item)
+        assert agenda.is_done(item, done), item
+        assert not agenda.is_done(item, rows_of(item, code="of before"))
+        assert not agenda.is_done(item, rows_of(item, machine={"accelerator": None}))
+        assert not agenda.is_done(item, rows_of(item, status="failed"))
+        assert not agenda.is_done(item, [])
+        if len(done) > 1:  # ratios are those of one run
+            assert not agenda.is_done(item, [{**done[0], "run": "2"}, *done[1:]])
+            assert agenda.is_done(item, [{**done[0], "status": "missing"}, *done[1:]])
+    items = agenda.next_on_one_card()
+    assert not any(agenda.is_done(other, rows_of(item)) for item in items for other in items if other is not item)
+
+
+def test_the_next_call_goes_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan, ran = agenda.next_on_one_card(), list[Any]()
+    monkeypatch.setattr(everything, "RESULTS", tmp_path)
+    monkeypatch.setattr(everything, "run", lambda plan, *_: ran.extend(plan))
+    monkeypatch.setattr(everything.report, "write", lambda *_, **__: "nowhere")
+    (tmp_path / "a day").mkdir()
+    for row in rows_of(plan[0]):
+        rows.append(tmp_path / "a day" / "rows.jsonl", row)
+    for row in rows_of(plan[1]):
+        rows.append(tmp_path / "out" / "rows.jsonl", row)
+    everything.main(["--list", "next", "--out", str(tmp_path / "out")])
+    assert ran == plan[2:]
+
+
+@pytest.mark.rest("a process that imports pytest")
+def test_tests_on_the_list_leave_a_row(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    item = agenda.Tests("mended", ("tests/device/test_layout.py",))
+    everything.run([item], everything.Budget(3), 1.0, out)
+    everything.run([item], everything.Budget(0), 1.0, out)
+    first, late = rows.read(out)
+    assert (first["kind"], first["name"], first["status"]) == ("gpu-tests", "mended", "ok")
+    assert "passed" in first["said"]
+    assert late["status"] == "skipped"
 
 
 def test_a_file_of_a_part_has_a_mebibyte_at_most(tmp_path: Path) -> None:
