@@ -146,7 +146,7 @@ def next_on_one_card() -> Agenda:
     return [
         Contest(small, ("plain", "default", "default-clipped", "plain-clipped"), 75),
         Contest(large, ("plain", "default", "default-clipped"), 120),
-        Tests("mended", ("tests/gpu/test_cuda.py", "-k", "readers or signals or inference or hooks"), 90),
+        Tests("user-code", ("tests/gpu/test_user_code.py",), 90),
         Contest(small, ("plain-compiled", "default-compiled"), 110),
         Module("beside_plan", tuple(timeline.split()), 110),
         Contest(small, tuple(f"superpipeline-2:1-threads{threads}" for threads in THREADS), 60),

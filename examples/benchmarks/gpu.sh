@@ -89,7 +89,7 @@ foresight)
 trials)
     run 455 trials "$python" -m examples.benchmarks.shared_base --accelerator gpu --rounds 1
     ;;
-tests1) run_tests 560 tests1 tests/gpu/test_fork.py $cuda tests/gpu/test_delays.py -k "not bitwise" ;;
+tests1) run_tests 560 tests1 tests/gpu/test_fork.py tests/gpu/test_user_code.py $cuda tests/gpu/test_delays.py -k "not bitwise" ;;
 tests2) run_tests 560 tests2 $cuda::test_training_is_bitwise_equal ;;
 tests3) run_tests 560 tests3 $cuda::test_updates_in_the_background_are_bitwise_those_of_the_step ;;
 tests4) run_tests 560 tests4 $cuda::test_activations_are_bitwise_equal ;;
