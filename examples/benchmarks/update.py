@@ -1,6 +1,6 @@
 """The optimizer's step on the host: torch's AdamW alone, an update in three walks over memory, in pieces, and in one pass.
 
-The pass is a kernel of our own (``pip install "sp_lightning[kernels]"``); without llvmlite it is the pieces again.
+The pass is a kernel of our own (``pip install llvmlite``); without llvmlite it is the pieces again.
 
 Same tensors, one process, taking turns; with one thread, and with all that torch takes. Under bf16-mixed the gradients come
 in bfloat16 and new weights are cast for the next fetch, so AdamW alone, on float32 gradients that are there already, is

@@ -153,7 +153,7 @@ def run_lightning(arguments: list[str]) -> None:
     except ModuleNotFoundError as error:
         if "jsonargparse" not in str(error):
             raise
-        raise SystemExit(f'{error} Install it: pip install "sp_lightning[cli]".') from error
+        raise SystemExit(f'{error} Install it: pip install "jsonargparse[signatures]".') from error
     except ValueError as error:
         # jsonargparse lists every type that it tried, and the value in full. The user needs the reasons alone.
         tried = str(error).partition("\nErrors:\n  - ")[2].partition("\nGiven value type:")[0].split("\n  - ")

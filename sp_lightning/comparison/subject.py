@@ -167,7 +167,7 @@ class Subject:
         except Exception as error:
             hint = "If it names no module, give its class beside it"
             if isinstance(error, ModuleNotFoundError):  # jsonargparse
-                hint = 'pip install "sp_lightning[cli]"'
+                hint = 'pip install "jsonargparse[signatures]"'
             why = f"{type(error).__name__}: {error}. {hint}"
             raise NotRunError(f"The config {str(self.config)!r} could not be read. {why}.") from error
 
