@@ -1,15 +1,13 @@
 """Activations while a step runs: each unit's forward is called in its mode.
 
-While a step runs, the units' ``forward`` is replaced, as the modules' parameters are. The module is called as ever, with
-its hooks around it, and the unit's mode runs its own forward.
+The module is called as ever, with its hooks around it, and the unit's mode runs its own forward.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-import sys
+import threading
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
@@ -27,6 +25,7 @@ from sp_lightning.device.torch_private import (
     current_graph_task,
     forward_mode_level,
     interpreter_stack,
+    trace_only_inlined,
     tree_leaves,
 )
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode
@@ -76,7 +75,8 @@ class Activations:
         self.calls: tuple[Call, ...] = ()
         self._rows = rows
         self._units = units
-        self._installed: list[UnitForward] = []
+        self._set_of_units = frozenset(units.values())
+        self._installed = False
         self._forward: list[UnitCall] = []  # the calls of the forward under way
         self._in_backward = False  # whether that forward's backward has begun
         self._counts: list[int] = []  # the calls of each forward of this step
@@ -97,17 +97,12 @@ class Activations:
             self.install()
 
     def install(self) -> None:
-        """Replaces the units' forwards."""
-        if not self.idle and not self._installed:
-            self._installed = [UnitForward(name, unit, self.call) for name, unit in self._units.items()]
-            for unit in self._installed:
-                unit.install()
+        """Calls units' forwards in their modes from now on."""
+        self._installed = not self.idle
 
     def remove(self) -> None:
-        """Gives the units their own forwards back."""
-        for unit in self._installed:
-            unit.remove()
-        self._installed = []
+        """Calls units' forwards as they are from now on."""
+        self._installed = False
 
     def flush(self) -> None:
         """A step or its backward is over: afterwards nothing is on its way."""
@@ -118,6 +113,30 @@ class Activations:
 
     # ------------------------------------------------------------------ one call
 
+    @trace_only_inlined
+    def run(self, unit: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a unit's module, and runs the forward inside of the call in the unit's mode.
+
+        What the module's forward is, is read anew in each call: user code may have exchanged it, or the module's class.
+        """
+        if not self._installed:
+            return call(module, *args, **kwargs)
+        if (
+            getattr(module, COMPILED_CALL, None) is not None
+        ):  # nothing can be put inside, so it runs as a whole in the mode
+            return self.call(unit, partial(call, module), args, kwargs)
+        if isinstance(
+            vars(module).get("forward"), UnitForward
+        ):  # of another thread, or of a hook that calls the module
+            return call(module, *args, **kwargs)
+        forward = UnitForward(module, partial(self.call, unit))
+        try:
+            forward.install()
+            return call(module, *args, **kwargs)
+        finally:
+            forward.close()
+
+    @never_compiled  # the engine is no part of a graph
     def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward in its mode."""
         if interpreter_stack() is not None or forward_mode_level() >= 0:
@@ -153,9 +172,17 @@ class Activations:
                 mode = "recompute"
         # A checkpoint of the user's around the unit computes it again by itself, and shows twice what the forward changes.
         if mode == "recompute" and not is_checkpointed():
-            return self.recompute.run(unit, self._units[unit], forward, args, kwargs)
+            return self.recompute.run(unit, self._units[unit], partial(self._look_at_others, forward), args, kwargs)
         if self.recompute.in_trial:
-            return self.recompute.try_out(unit, self._units[unit], forward, args, kwargs)
+            return self.recompute.try_out(unit, self._units[unit], partial(self._look_at_others, forward), args, kwargs)
+        return forward(*args, **kwargs)
+
+    def _look_at_others(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a forward. In the first run, units that it refers to are looked at: ``other.forward(x)`` is no call."""
+        for first in first_runs()[-1:]:
+            for name, module in first.before.outside:  # which grows meanwhile
+                if module in self._set_of_units:
+                    first.before.add(name, module)
         return forward(*args, **kwargs)
 
     def _pre_backward(self, call: UnitCall, gradient: Tensor) -> None:
@@ -186,77 +213,58 @@ class Activations:
 
 
 class UnitForward:
-    """Stands in place of a module's forward, and hands each call on.
+    """Stands in place of a module's forward from the beginning of a call to that of the forward, and hands it on.
 
-    A deep copy of the module that is made meanwhile has a forward of its own. So has a module that is unpickled. A shallow copy
-    has this object among its attributes (learn2learn's ``clone_module`` copies a module's ``__dict__`` and exchanges the
-    weights in it); this object then runs the forward of the copy, and hands nothing on.
+    Between the two, hooks of users run. torch reads ``module.forward`` before them, and code of ours can be inside of hooks
+    only there. Other threads may call the module meanwhile: their forward is the module's own.
 
     Args:
-        name: the unit's name.
-        module: the unit.
-        call: takes the name, the module's own forward, and the arguments of a call.
+        module: the module.
+        call: takes the module's own forward, and the arguments that hooks leave.
     """
 
-    def __init__(self, name: str, module: nn.Module, call: Callable[[str, Callable[..., Any], Any, Any], Any]) -> None:
-        self._call: Callable[[str, Callable[..., Any], Any, Any], Any] | None = call
-        self._name = name
-        self.__self__ = module
-        # Nothing can be put inside a compiled call, so it is replaced as a whole.
-        self._attribute = "forward" if getattr(module, COMPILED_CALL, None) is None else COMPILED_CALL
-        attributes = vars(module)
-        self._own: Any = attributes.get(self._attribute)  # what the instance had under this name, beside its class
-        self._forward: Callable[..., Any] = getattr(module, self._attribute)
-        self.__func__ = getattr(self._forward, "__func__", self._forward)
-        functools.update_wrapper(self, self._forward)
+    def __init__(self, module: nn.Module, call: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self._call: Callable[[Callable[..., Any], Any, Any], Any] | None = call
+        self._module = module
+        self._thread = threading.get_ident()
+        self._own: Any = vars(module).get("forward")  # what the instance has beside its class
+        self._forward: Callable[..., Any] = module.forward
 
     def install(self) -> None:
         """Takes its place in the module."""
-        vars(self.__self__)[self._attribute] = self
+        vars(self._module)["forward"] = self
 
     def remove(self) -> None:
-        """Gives the module its own forward back. Code that has kept this object calls that forward from now on."""
-        self._call = None
-        attributes = vars(self.__self__)
-        if attributes.get(self._attribute) is self:
+        """Gives the module its own forward back."""
+        attributes = vars(self._module)
+        if attributes.get("forward") is self:  # a hook may have exchanged it
             if self._own is None:
-                del attributes[self._attribute]
+                del attributes["forward"]
             else:
-                attributes[self._attribute] = self._own
+                attributes["forward"] = self._own
 
-    @never_compiled  # the engine is no part of a graph
+    def close(self) -> None:
+        """The call is over. Code that has kept this object calls the module's own forward from now on."""
+        self.remove()
+        self._call = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        called = self._called()
-        if called is not self.__self__ and self._own is None:
-            return self.__func__(called, *args, **kwargs)
-        if called is not self.__self__ or self._call is None:
+        call = self._call if threading.get_ident() == self._thread else None
+        if call is None:
             return self._forward(*args, **kwargs)
-        return self._call(self._name, self._forward, args, kwargs)
+        self.remove()
+        return call(self._forward, args, kwargs)
 
-    def _called(self) -> nn.Module:
-        """The module whose forward this is in the running call.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)  # __self__, __code__, …
 
-        Nothing hands it over: an attribute of an instance is not bound to it, and a hook on the module would take
-        ``nn.TransformerEncoderLayer`` off its fast path. So it is read from the frame of ``nn.Module.__call__``, which is the
-        second one from here, or a little further if something is being compiled.
-        """
-        frame = sys._getframe(2)
-        for _ in range(4):
-            if frame.f_globals is vars(nn.modules.module):
-                called = frame.f_locals["self"]
-                return called if vars(called).get(self._attribute) is self else self.__self__
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-        return self.__self__
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._forward  # inspect.signature asks for it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The forward is bound to the copy of the module, which is made before its attributes are.
+        # A hook copies the module: the forward is bound to the copy, which is made before its attributes are.
         return copy.deepcopy(self._forward, memo)
 
     def __reduce__(self) -> Any:
-        return (getattr, (self.__self__, "forward")) if self._own is None else (_identity, (self._own,))
-
-
-def _identity(value: Any) -> Any:
-    return value
+        return (getattr, (self._module, "forward")) if self._own is None else (copy.copy, (self._own,))

@@ -147,6 +147,7 @@ class Snapshot:
         weights: the weights.
         held: weights and modules: the name, the dict that holds them, their key in it, and what is held.
         inputs: tensors among the arguments, with their versions.
+        outside: modules with weights that it refers to, of which only their own buffers are looked at, and their names.
         context: a copy of the context variables.
     """
 
@@ -155,6 +156,7 @@ class Snapshot:
         self.tensors: dict[str, TensorCopy] = {}
         self.weights: list[WeightState] = []
         self.held: list[tuple[str, dict[str, Any], str, Any]] = []
+        self.outside: list[tuple[str, nn.Module]] = []
         self.inputs = [(each, each._version) for each in given if isinstance(each, Tensor) and not each.is_inference()]
         self._seen: set[int] = set()  # the dicts of modules and other containers, which the states keep alive
         self.add("", module)
@@ -217,6 +219,7 @@ class Snapshot:
             # Outside of the tree. An attribute that has weights may lead to the whole model.
             if objects < _DEEP and any(True for _ in value.parameters()):
                 self._look_at_buffers(name, value)
+                self.outside.append((name, value))
             else:
                 self.add(name, value)
         elif (state := _state_of(value)) is not None or isinstance(value, tuple):

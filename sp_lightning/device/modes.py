@@ -22,7 +22,7 @@ from sp_lightning.device.torch_private import (
 P = ParamSpec("P")
 R = TypeVar("R")
 _NOTHING: AbstractContextManager[None] = nullcontext()  # it may be entered again and again
-_NOT_IN_GRAPHS = (
+NOT_IN_GRAPHS = (
     "here Superpipeline moves weights, which no graph contains. Compile without fullgraph=True. To a compiled function, or "
     "torch.cond, pass weight.clone() in place of a weight. Export (strict=True) copy.deepcopy(module), or after the run"
 )
@@ -71,5 +71,5 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
         return (function if frame_compiler() is None else disabled)(*args, **kwargs)
 
     # This frame itself is left out. What it calls is left out by ``disabled``.
-    vars(call)[WHY_LEFT_OUT] = _NOT_IN_GRAPHS
+    vars(call)[WHY_LEFT_OUT] = NOT_IN_GRAPHS
     return leave_frame_out(call)

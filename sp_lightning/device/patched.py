@@ -101,7 +101,7 @@ class Patch:
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        self._owner, self._name, self._around = owner, name, around
+        self._owner, self._name, self.around = owner, name, around
         self._wrapper: Any = None
 
     @property
@@ -113,28 +113,34 @@ class Patch:
         """Puts our code around the present function, unless it is the outermost already."""
         if not self.installed:
             self.remove()
-            self._wrapper = _wrapper(getattr(self._owner, self._name), self._around)
+            self._wrapper = self.wrap(getattr(self._owner, self._name))
             setattr(self._owner, self._name, self._wrapper)
 
     def remove(self) -> None:
         """Takes our code out. Does nothing if it is not there."""
         wrapper, self._wrapper = self._wrapper, None
         if wrapper is not None:
-            wrapper.around = None
+            wrapper.stop()
             if getattr(self._owner, self._name) is wrapper:
                 setattr(self._owner, self._name, wrapper.__wrapped__)
 
+    def wrap(self, function: Any) -> Any:
+        """Makes a wrapper around a function. After its ``stop()`` it only passes calls on."""
+        around: Callable[..., Any] | None = self.around
 
-def _wrapper(function: Any, around: Callable[..., Any]) -> Any:
-    @leave_frame_out
-    @wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        ours = wrapper.around
-        return function(*args, **options) if ours is None else ours(function, *args, **options)
+        @leave_frame_out
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            ours = around  # another thread may stop it at any time
+            return function(*args, **options) if ours is None else ours(function, *args, **options)
 
-    wrapper: Any = call
-    wrapper.around = around
-    return wrapper
+        def stop() -> None:
+            nonlocal around
+            around = None
+
+        wrapper: Any = call
+        wrapper.stop = stop
+        return wrapper
 
 
 def watch(watcher: Any) -> None:

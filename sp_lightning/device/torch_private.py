@@ -19,7 +19,8 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, autograd, nn, serialization
+from torch import Tensor, autograd, jit, nn, serialization
+from torch._dynamo import comptime as compile_time
 from torch._dynamo import decorators, eval_frame
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
@@ -336,6 +337,9 @@ def run_first_after_step(optimizer: Optimizer, handle: RemovableHandle) -> None:
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute in which ``module.compile()`` leaves what a call runs. It has no public name."""
 
+SCRIPTING = (jit._recursive, "create_script_module")
+"""Where ``torch.jit.script`` finds what makes a program of a module. It asks a module nothing before, and has no hooks."""
+
 RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 """The attributes in which ``nn.RNNBase`` lists its weights, anew whenever they are others."""
 
@@ -344,6 +348,23 @@ frame_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_c
 
 leave_frame_out: Callable[[Callable[..., Any]], Callable[..., Any]] = decorators.skip
 """Has ``torch.compile`` leave out a frame. The public ``torch.compiler.disable(recursive=False)`` puts another around it."""
+
+
+def trace_only_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Has ``torch.compile`` follow a function where a traced one calls it, and begin no graph in it. No public way."""
+    eval_frame.skip_code(function.__code__)  # type: ignore[attr-defined]
+    return function
+
+
+comptime: Any = compile_time.comptime
+"""Calls a function with a context while ``torch.compile`` traces the call, and does nothing otherwise. In a private module."""
+
+
+def traced_value(context: Any, name: str) -> Any:
+    """The object that a local variable stands for where :data:`comptime` was called; None if there is none outside of graphs."""
+    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    return getattr(variable, "value", None)
+
 
 WHY_LEFT_OUT = "_torchdynamo_disable_msg"
 """The attribute of such a function that says why, where ``torch.compile`` may leave out none (``fullgraph=True``)."""

@@ -15,7 +15,7 @@ The parts, from below; each imports those before it only:
 - ``host_source``: the bytes of a layer on the host, updated and cast, as a transfer is to read them; those in files, too.
 - ``step``, ``backward``: from the first fetch to the last; graph tasks, and gradients that arrive in them (7) (8) (9).
   Each part from here on is a ``step.Part``: it has the parts so far, of which there is one record.
-- ``saved_tensors``, ``module_hooks``, ``access``: the doors by which modules, autograd and user code ask for a layer (4) (6).
+- ``saved_tensors``, ``module_calls``, ``access``: the doors by which modules, autograd and user code ask for a layer (4) (6).
 - ``updating``: the engine as an optimizer's step sees it. ``layerwise`` takes such a step apart by layers, and ``clipping``
   measures norms while backward goes on, and leaves the multiplication to the updates.
 - ``turns``: with several devices, the bytes that this rank's user code has written, and the primary's turn

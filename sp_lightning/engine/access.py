@@ -1,6 +1,6 @@
 """Access: the ways in which a layer is asked for at the moment when its weights are needed.
 
-- a module is called (:meth:`Access.enter`, :meth:`Access.leave`, by way of :mod:`sp_lightning.engine.module_hooks`),
+- a module is called (:meth:`Access.enter`, :meth:`Access.leave`, by way of :mod:`sp_lightning.engine.module_calls`),
 - autograd unpacks a weight that it saved (:mod:`sp_lightning.engine.saved_tensors`),
 - anything else computes with a weight whose layer is away (:meth:`Access.on_demand`, by way of a stand-in's class),
 - a table's rows are looked up (:meth:`Access.reading_rows`).
@@ -30,7 +30,7 @@ from sp_lightning.device.torch_private import (
 )
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import tied
-from sp_lightning.engine.module_hooks import Visits
+from sp_lightning.engine.module_calls import Visits
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
 from sp_lightning.engine.step import Part, Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins

@@ -16,7 +16,7 @@ from sp_lightning.device.patched import unwatch, watch
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.module_hooks import attach_module_hooks
+from sp_lightning.engine.module_calls import listen
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
@@ -42,7 +42,7 @@ class Streamer:
     """Streams the layers of one module.
 
     Args:
-        module: the root. Its parameters become views of the host store, and its modules get hooks.
+        module: the root. Its parameters become views of the host store, and its modules' calls are listened to.
         found: the module's layers.
         plan: the plan that was made for ``found``.
         device: the device.
@@ -164,8 +164,8 @@ class Streamer:
         self._access = Access(self._below, self._step, self._backward, saved_tensors, units, around_rerun)
         for layer in layers:
             layer.parameters.connect(layer, self._access)
-        self._module_hooks = attach_module_hooks(self._access, visits | self._embeddings)
         watch(self._backward)
+        self._calls = listen(self._access, visits | self._embeddings, found.units, self.activations)
 
     # ------------------------------------------------------------------ a step
 
@@ -332,7 +332,7 @@ class Streamer:
     # ------------------------------------------------------------------ it is over
 
     def close(self) -> None:
-        """Frees device memory and removes hooks. The host's parameters stay in the modules as ordinary CPU parameters."""
+        """Frees device memory, and leaves calls alone. The host's parameters stay in the modules as ordinary CPU parameters."""
         with self._lock:
             unwatch(self._backward)  # first: the rest may raise, and this is the process's
             self.abort(over=True)
@@ -340,8 +340,8 @@ class Streamer:
             self._closed = True
             self._backward.close()
             self._access.close()
-            for handle in self._module_hooks:
-                handle.remove()
+            for calls in self._calls:
+                calls.remove()
             self._slots.close()
             self.activations.offload.close()
             self._residents.close()

@@ -123,7 +123,7 @@ class ExpertRows(AllRows):
             self._say("a parametrization computes with all of them (PEFT's adapters on stacks, target_parameters)")
             return None
         reading = how_it_reads(module)
-        hooked = len(forward_pre_hooks(module)) + len(global_forward_pre_hooks) > 1  # ours is one of them
+        hooked = bool(forward_pre_hooks(module) or global_forward_pre_hooks)
         if reading is not Reading.UNKNOWN and not hooked:
             return reading
         self.fall_back(_HOOKED if hooked else "nobody knows how its forward reads them")

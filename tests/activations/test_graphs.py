@@ -172,17 +172,16 @@ class Copies(Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         block = pl_module.net.blocks[1]
-        assert "forward" in vars(block), "the step has ended"
+        assert type(block.inner.weight) is not nn.Parameter, "the step has ended"
         self.copies = [copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
-        self.original = block
 
 
 def test_a_copy_that_is_made_in_a_step_runs_by_itself() -> None:
     copies = Copies()
     ours = fit(lambda: Module(Stack()), vectors(), superpipeline(activations="recompute"), callbacks=[copies])
     assert_same(ours, fit(lambda: Module(Stack()), vectors()))
-    assert "forward" not in vars(copies.original.eval())
     for each in copies.copies:
+        assert "forward" not in vars(each)
         x = torch.randn(4, 16)
         before = each.eval()(x)
         with torch.no_grad():

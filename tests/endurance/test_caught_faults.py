@@ -184,7 +184,7 @@ def state_of(module: Catches) -> dict[str, Any]:
         "slots in use": sum(slot.lent for slot in streamer._slots.all) - len(streamer._residency.used),
         "hooks on the thread": top_saved_tensors_hooks(),
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
-        "activations": (len(streamer.activations._installed), sum("forward" in vars(m) for m in module.modules())),
+        "activations": (streamer.activations._installed, sum("forward" in vars(m) for m in module.modules())),
         "the unit under way": streamer.activations.offload.call,
         "first runs": list(recompute.first_runs()),
         "optimizer": [set(vars(each)) - {"_opt_called"} for each in module.trainer.optimizers],

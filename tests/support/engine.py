@@ -13,7 +13,7 @@ from torch import nn
 
 from sp_lightning.device.device import Device
 from sp_lightning.engine.access import Access
-from sp_lightning.engine.module_hooks import Visits
+from sp_lightning.engine.module_calls import Visits
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan

@@ -161,7 +161,7 @@ class WholeGraph(Module):
 @pytest.mark.parametrize(
     ("refused", "remedy"),
     first(
-        [("loss", "loss, clone"), ("cond", "cond, clone"), ("blocks, fullgraph", "blocks")],
+        [("loss", "loss, clone"), ("cond", "cond, clone")],
         ("loss", "loss, clone"),
         why="other graphs that meet the engine",
     ),
@@ -175,6 +175,14 @@ def test_a_graph_without_breaks_meets_the_engine_and_is_told_what_to_do(refused:
     plain = fit(lambda: WholeGraph(refused), vectors())
     torch._dynamo.reset()
     assert_same(fit(lambda: WholeGraph(remedy), vectors(), superpipeline()), plain)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "blocks, fullgraph"])
+def test_layers_of_torch_s_own_classes_are_whole_graphs(kind: str) -> None:
+    """The graph of one began with hooks of ours, which no graph contains."""
+    plain = fit(lambda: WholeGraph(kind), vectors())
+    torch._dynamo.reset()
+    assert_same(fit(lambda: WholeGraph(kind), vectors(), superpipeline()), plain)
 
 
 class Asynchronous(Device):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from sp_lightning.engine.module_hooks import attach_module_hooks
+from sp_lightning.engine.module_calls import listen
 from sp_lightning.weights.expert_rows import ExpertRows
 
 
@@ -51,14 +51,14 @@ class Calls(nn.Module):
 @contextmanager
 def listening(*modules: nn.Module) -> Iterator[Listens]:
     listener = Listens()
-    handles = attach_module_hooks(listener, dict.fromkeys(modules, ()))
+    calls = listen(listener, dict.fromkeys(modules, ()))
     yield listener
-    for handle in handles:
-        handle.remove()
+    for each in calls:
+        each.remove()
 
 
 def test_a_call_that_has_not_begun_does_not_end_the_call_around_it() -> None:
-    """torch calls the hook after a call whose ``enter`` has raised as well, and that took the outer call for its own."""
+    """The end of a call whose ``enter`` had raised took the outer call for its own."""
     module = Calls()
 
     def inside(x: Tensor) -> None:
@@ -101,14 +101,13 @@ def test_a_routed_call_that_has_not_begun_does_not_end_the_one_around_it() -> No
 
     module.inside = inside
     with mock.patch.object(listener, "enter", return_value=()):
-        handles = attach_module_hooks(listener, {module: (layer,)})
+        (calls,) = listen(listener, {module: (layer,)})
         module(torch.tensor([2.0]))
-    for handle in handles:
-        handle.remove()
+    calls.remove()
     assert rows.running == []
 
 
-def test_a_hook_of_a_user_that_raises_first_ends_no_call_of_another_module() -> None:
+def test_a_hook_of_a_user_that_raises_ends_the_call_of_its_module_alone() -> None:
     inner, outer = Calls(), Calls()
 
     def refuses(module: nn.Module, args: Any) -> None:
@@ -117,8 +116,8 @@ def test_a_hook_of_a_user_that_raises_first_ends_no_call_of_another_module() -> 
 
     def inside(x: Tensor) -> None:
         with pytest.raises(RuntimeError, match="refused"):
-            inner(x)
-        assert listener.left == []
+            inner(x + 1)
+        assert listener.left == [3.0]
 
     outer.inside = inside
     handle = register_module_forward_pre_hook(refuses)
@@ -127,7 +126,7 @@ def test_a_hook_of_a_user_that_raises_first_ends_no_call_of_another_module() -> 
             outer(torch.tensor([2.0]))
     finally:
         handle.remove()
-    assert listener.left == [2.0]
+    assert listener.left == [3.0, 2.0]
 
 
 def test_calls_of_two_threads_end_each_by_itself() -> None:
@@ -153,7 +152,7 @@ def test_calls_of_two_threads_end_each_by_itself() -> None:
     assert listener.left == [1.0, 2.0]
 
 
-def test_ctrl_c_inside_a_call_ends_with_the_call_around_it() -> None:
+def test_ctrl_c_ends_a_call() -> None:
     """torch calls no hook after it."""
     inner, outer = Calls(), Calls()
 
@@ -163,6 +162,7 @@ def test_ctrl_c_inside_a_call_ends_with_the_call_around_it() -> None:
     def inside(x: Tensor) -> None:
         with pytest.raises(KeyboardInterrupt):
             inner(x + 1)
+        assert listener.left == [2.0]
 
     inner.inside, outer.inside = interrupted, inside
     with listening(inner, outer) as listener:

@@ -1,0 +1,113 @@
+"""Calls of modules, by which the engine knows when a module that uses layers is called and when it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from sp_lightning.device.around_calls import release, surround
+from sp_lightning.device.modes import never_compiled
+from sp_lightning.device.torch_private import trace_only_inlined
+from sp_lightning.weights.expert_rows import ExpertRows
+from sp_lightning.weights.layer import StreamedLayer
+
+Visits = Sequence[StreamedLayer]
+
+
+class Listener(Protocol):
+    """Is told of calls of modules."""
+
+    def enter(self, visits: Visits, inputs: Any) -> Visits:
+        """Called before a module that uses these layers. Returns the layers that :meth:`leave` is to get."""
+
+    def leave(self, visits: Visits, output: Any) -> None:
+        """Called after the module has returned, or has raised (``output`` is then None)."""
+
+
+class Runner(Protocol):
+    """Runs the calls of units."""
+
+    def run(self, unit: str, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns ``call(module, *args, **kwargs)``."""
+
+
+class ModuleCalls:
+    """What the engine does around each call of one module: before its pre-hooks, and after its hooks.
+
+    Args:
+        listener: is told of each call.
+        module: the module.
+        visits: the layers that it uses.
+        unit: the unit that the module is; None if it is none.
+        runner: runs the calls of a unit.
+    """
+
+    def __init__(
+        self, listener: Listener, module: nn.Module, visits: Visits, unit: str | None, runner: Runner | None
+    ) -> None:
+        self._listener = listener
+        self._module = module
+        self._visits = visits
+        self._unit = unit
+        self._runner = runner
+        self._experts = next((layer.rows for layer in visits if isinstance(layer.rows, ExpertRows)), None)
+        surround(module, self)
+
+    def remove(self) -> None:
+        """Leaves the calls of the module alone from now on."""
+        release(self._module, self)
+
+    @trace_only_inlined
+    def __call__(self, call: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        visits, output = self._begin(args, kwargs), None
+        try:
+            if self._unit is None or self._runner is None:
+                output = call(module, *args, **kwargs)
+            else:
+                output = self._runner.run(self._unit, call, module, args, kwargs)
+            return output
+        finally:  # after Ctrl-C, too
+            self._end(visits, output)
+
+    @never_compiled  # transfers cannot be part of a compiled graph
+    def _begin(self, args: Any, kwargs: Any) -> Visits:
+        if self._experts is None:
+            return self._listener.enter(self._visits, args)
+        self._experts.begin_call(self._module, args, kwargs)
+        try:
+            return self._listener.enter(self._visits, (args, kwargs))
+        except BaseException:
+            self._experts.end_call()
+            raise
+
+    @never_compiled
+    def _end(self, visits: Visits, output: Any) -> None:
+        if self._experts is not None:
+            self._experts.end_call()
+        self._listener.leave(visits, output)
+
+
+def listen(
+    listener: Listener,
+    visits: Mapping[nn.Module, tuple[StreamedLayer, ...]],
+    units: Mapping[str, nn.Module] | None = None,
+    runner: Runner | None = None,
+) -> list[ModuleCalls]:
+    """Has a listener told of the calls of modules, as long as the returned objects exist and are not removed.
+
+    Args:
+        listener: is told.
+        visits: the modules, and the layers that each uses.
+        units: by name, the modules whose calls ``runner`` runs.
+        runner: runs them.
+    """
+    unit_of = {module: name for name, module in (units or {}).items()}
+    calls = []
+    for module, used in visits.items():
+        if isinstance(module, nn.TransformerEncoder) and len(module.layers) and module.layers[0] in visits:
+            # It reads the weights of its first layer to choose its path, before it calls that layer.
+            used = tuple(sorted({*used, *visits[module.layers[0]]}, key=lambda layer: layer.index))
+        calls.append(ModuleCalls(listener, module, used, unit_of.get(module), runner))
+    return calls
