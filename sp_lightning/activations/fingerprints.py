@@ -103,7 +103,8 @@ class SavedRun:
             self.found.append(self._fingerprint(tensor))
 
     def _fingerprint(self, tensor: Any) -> Fingerprint:
-        kind: tuple[Any, ...] = (tensor.dtype, tensor.shape)
+        # A nested tensor has no shape, or one with a symbol in it that is another one for each tensor.
+        kind: tuple[Any, ...] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         if isinstance(tensor, StandInForWrapped):
             return Fingerprint((*kind, id(tensor.host)))
         if (group := getattr(tensor, "_of", None)) is not None:  # a weight, whose memory may be away
