@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.activations.fingerprints import WeightAt
 from sp_lightning.activations.offload import Offload, UnitCall
 from sp_lightning.activations.recompute import OutsideWatch, Recompute, Rerun, first_runs, is_checkpointed
 from sp_lightning.device.device import Device
@@ -44,6 +45,7 @@ class Activations:
         stays: the addresses of storages that never leave the device, but for those of buffers. The set may grow later.
         rerun: a context for a unit's second run, called with its name and its positional arguments.
         outside: says what was done to weights outside of a unit.
+        weight_at: says which weights lie on the device.
         log: where warnings go; None for Lightning's log.
 
     Attributes:
@@ -65,12 +67,13 @@ class Activations:
         stays: Set[int],
         rerun: Rerun,
         outside: OutsideWatch,
+        weight_at: WeightAt,
         log: logging.Logger | None = None,
     ) -> None:
         self._module = module
         self.ring = ring
         self.offload = Offload(device, ring, stays, log)
-        self.recompute = Recompute(rerun, outside, device.empty(0))
+        self.recompute = Recompute(rerun, outside, weight_at, device, pin=ring.pin)
         self.choose(modes)
         self.calls: tuple[Call, ...] = ()
         self._rows = rows
@@ -174,7 +177,9 @@ class Activations:
         if mode == "recompute" and not is_checkpointed():
             return self.recompute.run(unit, self._units[unit], partial(self._look_at_others, forward), args, kwargs)
         if self.recompute.in_trial:
-            return self.recompute.try_out(unit, self._units[unit], partial(self._look_at_others, forward), args, kwargs)
+            watched = partial(self._look_at_others, forward)
+            output, call.in_backward = self.recompute.try_out(unit, self._units[unit], watched, args, kwargs)
+            return output
         return forward(*args, **kwargs)
 
     def _look_at_others(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +193,9 @@ class Activations:
     def _pre_backward(self, call: UnitCall, gradient: Tensor) -> None:
         self._in_backward = True
         self.offload.pre_backward(call)
+        if call.in_backward is not None:
+            begins, call.in_backward = call.in_backward, None
+            begins()
 
     # ------------------------------------------------------------------ the calls of a forward
 

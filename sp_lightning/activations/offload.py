@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -122,6 +122,7 @@ class UnitCall:
         storages: the storages that have left, in that order.
         saved: bytes of the storages that were saved here first, whether they have left or not.
         inputs: bytes of the storages that this call was the first to be given.
+        in_backward: what is to be called once, when the call's backward begins; None if nothing is.
     """
 
     unit: str
@@ -132,6 +133,7 @@ class UnitCall:
     storages: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     saved: int = 0
     inputs: int = 0
+    in_backward: Callable[[], None] | None = None
 
     def needed(self) -> list[OffloadedStorage]:
         """The storages that the graph still holds, in the order in which backward needs them."""

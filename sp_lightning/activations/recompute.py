@@ -8,6 +8,9 @@ and values), the random states of Python and NumPy, context variables, which wei
 kernels. After the second run, they are as they were before it. What cannot be put back, as a weight or an argument that the
 forward writes, is refused by name: a weight of the module as soon as the first run has written it, another one if the second
 run writes it once more.
+
+Whatever else differs in the second run (a hook that was removed, a function that was patched, a kernel that is not
+deterministic) shows in what autograd saves, which is compared with what it saved in the first run (``fingerprints``).
 """
 
 from __future__ import annotations
@@ -15,19 +18,23 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
-from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from sp_lightning.activations.fingerprints import Differences, SavedRun, WeightAt, differences
 from sp_lightning.activations.snapshot import Snapshot, host_of, put
+from sp_lightning.device.accelerator import generator_states, set_generator_states
+from sp_lightning.device.device import Device
 from sp_lightning.device.torch_private import (
     TORCHSCRIPT,
     checkpoint_hook,
+    current_graph_task,
     preserve_version_counter,
     top_saved_tensors_hooks,
     tree_flatten,
@@ -41,7 +48,9 @@ Rerun = Callable[[str, Any], AbstractContextManager[None]]
 OutsideWatch = Callable[[str], Callable[[], str | None]]
 """Takes a unit's name. What it returns says what was done to weights outside of the unit since; None if nothing was."""
 
-_our_hooks: WeakSet[Callable[..., Any]] = WeakSet()
+
+# Of torch's error about a saved tensor, as this package raises it, too.
+_WRITTEN = "has been modified by an inplace operation"
 
 
 class Unrepeatable(RuntimeError):
@@ -51,22 +60,28 @@ class Unrepeatable(RuntimeError):
 class Recompute:
     """Runs units' forwards of which autograd keeps the inputs only; and finds out, in a trial, of which ones it could.
 
-    In a trial forwards run once, as usual. What they write, and what is written between them and the end of backward, is
-    looked at.
+    In a trial autograd keeps everything, as usual. What forwards write, and what is written between them and the end of backward,
+    is looked at, and each forward runs again right before its backward, for nothing but a look at what it saves.
 
     Args:
         rerun: a context for the second run of a unit's forward.
         outside: says what was done to weights outside of a unit.
-        anchor: a tensor on the device. It tells torch's checkpoint whose random state to restore if no argument does.
+        weight_at: says which weights lie on the device.
+        device: the device that computes.
+        pin: whether the host's memory is page-locked.
 
     Attributes:
         in_trial: whether forwards are looked at now.
+        differences: what the comparisons of two runs have found.
     """
 
-    def __init__(self, rerun: Rerun, outside: OutsideWatch, anchor: Tensor) -> None:
+    def __init__(self, rerun: Rerun, outside: OutsideWatch, weight_at: WeightAt, device: Device, *, pin: bool) -> None:
         self._rerun = rerun
         self._outside = outside
-        self._anchor = anchor
+        self._weight_at = weight_at
+        self.differences = Differences(device, pin=pin)
+        # It tells torch's checkpoint whose random state to restore if no argument does.
+        self._anchor = device.empty(0)
         # By unit, the tensors that it writes where no version shows it.
         self._volatile: defaultdict[str, set[str]] = defaultdict(set)
         self.in_trial = False
@@ -92,22 +107,30 @@ class Recompute:
 
         def run(anchor: Tensor, *once: Any) -> Any:
             nonlocal first, given
-            if hook := checkpoint_hook():
-                _our_hooks.add(hook)
             if first is None:
-                first = FirstRun(unit, module, once, self._volatile[unit])
+                first = FirstRun(unit, module, once, self._volatile[unit], self._weight_at)
                 (args, kwargs), given = given, None
-                with first.running():
+                with first.running(), first.saved.noting(first.unpacked):
                     output = forward(*args, **kwargs)
                 first.ended()
                 return output
             # Lists and dicts are made anew, as they were given: what the forward has added to them stays in those of the
             # first run.
             args, kwargs = tree_unflatten([once[position] for position in positions], structure)
-            with self._rerun(unit, args), first.restored(self._outside(unit)):
+            with self._rerun(unit, args), first.restored(self._outside(unit)), self._compared(first):
                 return first.before.context.copy().run(forward, *args, **kwargs)
 
         return checkpoint(run, self._anchor, *once.values(), use_reentrant=False)
+
+    @contextmanager
+    def _compared(self, first: FirstRun) -> Iterator[None]:
+        """While this is active, a forward runs again. What it saves is compared with what it saved before."""
+        second = SavedRun(self._weight_at)
+        try:
+            with second.noting(_unpacked):
+                yield
+        finally:  # torch ends the second run by an exception
+            self.differences.add(differences(first.saved, second), first.differs)
 
     # ------------------------------------------------------------------ the trial
 
@@ -120,28 +143,59 @@ class Recompute:
         unfit, self._unfit, self.in_trial = self._unfit, {}, False
         return unfit
 
-    def try_out(self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a unit's forward once and looks at what it changes."""
+    def try_out(
+        self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, Callable[[], None] | None]:
+        """Runs a unit's forward and looks at what it changes.
+
+        Returns:
+            Its output, and what is to be called when its backward begins; None if the unit cannot be recomputed.
+        """
+        if current_graph_task() != -1:  # this is a second run already, of a unit or of a checkpoint around it
+            return forward(*args, **kwargs), None
         try:
-            first = FirstRun(unit, module, tree_leaves((args, kwargs)), self._volatile[unit])
+            first = FirstRun(unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._weight_at)
+            again = None  # a checkpoint of the user's around the unit runs it again by itself
+            if not is_checkpointed():
+                again = partial(self._try_again, first, forward, _Given(args, kwargs), _Around(self._anchor.device))
         except Exception as error:  # an object of the user's may raise anything when it is looked at
             self._unfit[unit] = str(error)
-            return forward(*args, **kwargs)
+            return forward(*args, **kwargs), None
         done = self._outside(unit)
-        with first.running():
+        with first.running(), first.saved.noting(_unpacked):
             output = forward(*args, **kwargs)
         try:
             first.ended()
             first.refuse(done())
         except Unrepeatable as error:
             self._unfit[unit] = str(error)
-        else:
+            return output, None
+        self._watched.append(first)
+        return output, again
+
+    def _try_again(self, first: FirstRun, forward: Callable[..., Any], given: _Given, around: _Around) -> None:
+        """Runs a forward again, whose backward begins, and looks at what it saves. Nothing uses what it computes."""
+        if not self.in_trial or first.unit in self._unfit:
+            return
+        second = SavedRun(self._weight_at)
+        try:
+            with around.again():
+                args, kwargs = given.take()
+                with self._rerun(first.unit, args), first.restored(self._outside(first.unit)), second.noting(_unpacked):
+                    first.before.context.copy().run(forward, *args, **kwargs)
+            others = len(first.saved.found) != len(second.found)
+            if others or any(each.item() for each in differences(first.saved, second)):
+                raise first.differs()
+        except torch.OutOfMemoryError:  # in a step that recomputes it, less of other units is on the device
+            pass
+        except Exception as error:  # a forward may raise anything that it does not raise in its first run
+            self._unfit[first.unit] = str(error)
+        finally:
             first.drop_values()
-            self._watched.append(first)
-        return output
 
     def backward_ended(self) -> None:
         """Looks at what was written since the forwards, which a second forward in backward could not put back."""
+        self.differences.clear()
         watched, self._watched = self._watched, []
         for first in watched if self.in_trial else ():
             try:
@@ -152,13 +206,66 @@ class Recompute:
 
 def is_checkpointed() -> bool:
     """Whether a non-reentrant checkpoint of the user's, in its first or its second run, takes what autograd saves now."""
-    hook = checkpoint_hook()
-    return hook is not None and hook not in _our_hooks
+    return checkpoint_hook() is not None  # within ours, a SavedRun's hooks are before it
+
+
+def _unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
+    return unpack(packed)
 
 
 def _is_leaf(value: Any) -> bool:
     """Whether checkpoint keeps a value as it is. Objects are not taken apart, even if torch was told how to do that."""
     return type(value) not in (tuple, list, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
+class _Given:
+    """The arguments of a forward, for a second run. Tensors are packed as autograd's own are, and may be away meanwhile."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        leaves, self._structure = tree_flatten((tuple(args), kwargs), is_leaf=_is_leaf)
+        pack, self._unpack = top_saved_tensors_hooks() or (Tensor.detach, Tensor.detach)
+        self._leaves = [
+            (pack(leaf), leaf.requires_grad, leaf.is_leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        self._tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+
+    def take(self) -> Any:
+        """The positional arguments, and those by name.
+
+        Raises:
+            RuntimeError: one has been written since.
+        """
+        each = zip(self._leaves, self._tensors, strict=True)
+        return tree_unflatten([self._tensor(*leaf) if tensor else leaf for leaf, tensor in each], self._structure)
+
+    def _tensor(self, packed: Any, requires_grad: bool, is_leaf: bool) -> Tensor:
+        tensor = self._unpack(packed).detach().requires_grad_(requires_grad)
+        return tensor if is_leaf else tensor.view_as(tensor)
+
+
+class _Around:
+    """What torch's checkpoint keeps for a second run: random states and autocast."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._random = generator_states()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in {device.type, "cpu"}
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """While this is active, they are as they were."""
+        now = generator_states()
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.enable_grad())
+            for each in self._autocast:
+                contexts.enter_context(torch.autocast(*each))
+            set_generator_states(self._random)
+            try:
+                yield
+            finally:
+                set_generator_states(now)
 
 
 class FirstRun:
@@ -169,12 +276,22 @@ class FirstRun:
         module: it and the modules inside it are looked at.
         given: the forward's arguments. Objects among them that are no tensors are looked at, and what they hold.
         volatile: the names of tensors that the unit was seen to write where no version shows it; more are added.
+        weight_at: says which weights lie on the device.
+
+    Attributes:
+        unit: the same.
+        before: what it finds.
+        saved: what autograd saves in it.
     """
 
-    def __init__(self, unit: str, module: nn.Module, given: Sequence[Any], volatile: set[str]) -> None:
+    def __init__(
+        self, unit: str, module: nn.Module, given: Sequence[Any], volatile: set[str], weight_at: WeightAt
+    ) -> None:
         self.unit = unit
         self.before = Snapshot(module, given)
+        self.saved = SavedRun(weight_at)
         self._volatile = volatile
+        self._again = 0  # how often it was run again
         self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
         self.scripted: str | None = None
         """The function of TorchScript that has saved something for backward in the forward."""
@@ -222,9 +339,10 @@ class FirstRun:
                 self._unchanged.append((name, copied.tensor, copied.version))
 
     def drop_values(self) -> None:
-        """Forgets all but what :meth:`check` needs. There is no second run."""
+        """Forgets all but what :meth:`check` needs. There is no further run."""
         self.before.states.clear()
         self.before.tensors.clear()
+        self.saved.found.clear()
 
     def check(self) -> None:
         """Checks that what was written since can be put back.
@@ -261,6 +379,7 @@ class FirstRun:
             Unrepeatable: something was written since that cannot be put back, or the second run has written a weight
                 outside of the unit once more, or has given it another gradient.
         """
+        self._again += 1
         self.check()
         tensors = self.before.tensors.values()
         states = [*(copied.state for copied in tensors), *self.before.states]
@@ -272,6 +391,35 @@ class FirstRun:
             finally:  # torch stops the second run by an exception once it has computed what backward needs
                 put(states, now)
                 self.refuse(done())
+
+    def unpacked(self, unpack: Callable[[Any], Any], packed: Any) -> Any:
+        """Unpacks what the forward has saved: the first call runs the forward again.
+
+        Raises:
+            Unrepeatable: what the forward was given has been written since.
+        """
+        before = self._again
+        try:
+            return unpack(packed)
+        except CheckpointError as error:
+            if self._again == before:
+                raise
+            raise self.differs() from error  # other tensors were saved, or another number of them
+        except RuntimeError as error:
+            if self._again == before and _WRITTEN in str(error):
+                raise Unrepeatable(
+                    f"A tensor that {self.unit!r} was given has been written since its forward, which backward was to compute "
+                    f"again. Write x = x + layer(x) in place of x += layer(x). {self._remedy}"
+                ) from error
+            raise
+
+    def differs(self) -> Unrepeatable:
+        """The error that its second run has saved other values."""
+        return Unrepeatable(
+            f"The forward of {self.unit!r} computed other values in backward than in forward. It depends on what has changed in "
+            "between (a hook, a patched function or class, a context, a global variable: parametrize.cached() has one), or on a "
+            f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy}"
+        )
 
     def refuse(self, done: str | None) -> None:
         """Refuses a forward for what it has done.

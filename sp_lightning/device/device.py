@@ -82,6 +82,7 @@ class Wait(enum.Enum):
     RETURN_AFTER_USE = "an activation comes back into memory after the last kernel that used that before"
     USE_AFTER_RETURN = "a returned activation is read after its transfer"
     REUSE_AFTER_RETURN = "memory of a returned activation that nobody read is used again after the transfer"
+    READ_AFTER_COMPARE = "the host reads whether two runs of a forward differ after the kernels that compared them"
     CLOSE_AFTER_STORE = "the host's memory of activations is freed after the last transfer from or to it"
     UNPIN_AFTER_COPY = "host memory is unpinned after the last copy from or to it"
 

@@ -77,13 +77,14 @@ class HostRing:
         limit: the most bytes that the ring takes; None for no limit.
 
     Attributes:
+        pin: the same.
         nbytes: bytes that the ring has taken.
         peak_bytes: the most bytes that it had taken at once.
     """
 
     def __init__(self, device: Device, *, pin: bool, limit: int | None) -> None:
         self._device = device
-        self._pin = pin
+        self.pin = pin
         self.limit = limit
         self._idle: list[PinnedMemory] = []  # the smallest first
         # A buffer is returned when a graph is freed, by any thread and at any moment, while the ring is in use, too. A
@@ -114,7 +115,7 @@ class HostRing:
                 return None
             self._free(largest := self._idle.pop())
             self.nbytes -= largest.nbytes
-        buffer = PinnedMemory(self._device, nbytes, pin=self._pin)
+        buffer = PinnedMemory(self._device, nbytes, pin=self.pin)
         self.nbytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return buffer

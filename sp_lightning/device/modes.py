@@ -16,6 +16,7 @@ from sp_lightning.device.torch_private import (
     disable_dispatch_modes,
     frame_compiler,
     leave_frame_out,
+    no_torch_functions,
     transforms_active,
 )
 
@@ -47,6 +48,19 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Hides operators from dispatch modes (selective checkpoints, counters of FLOPs), which are to see the model's alone."""
     return disable_dispatch_modes() if count_dispatch_modes() else _NOTHING
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Hides operators from dispatch modes, from function modes, from tensor subclasses, and from transforms."""
+    if count_dispatch_modes() or transforms_active():
+        return _unseen()
+    return no_torch_functions()
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    with clear_transforms(), no_dispatch_modes(), no_torch_functions():
+        yield
 
 
 def held(lock: AbstractContextManager[Any], *, leaves_inference_mode: bool = False) -> AbstractContextManager[Any]:

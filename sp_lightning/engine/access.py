@@ -48,7 +48,6 @@ class Access(Part):
 
     Attributes:
         calls: the calls of modules that are running.
-        run_again: the unit whose forward was the last to run again.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Access(Part):
         self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
         self.gradients_complete, self.at_host = backward.complete, backward.at_host
-        self.run_again = ""
         self.calls = RunningCalls()
         self._closed = False
 
@@ -134,7 +132,6 @@ class Access(Part):
     def rerun(self, unit: str, inputs: Any) -> Iterator[None]:
         """A context in which a unit's forward runs again, in backward. No hook of the module tells of that."""
         self._backward.join()
-        self.run_again = unit
         visits = self.enter(self._units[unit], inputs)
         try:
             with self._around_rerun():

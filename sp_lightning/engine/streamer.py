@@ -120,8 +120,19 @@ class Streamer:
             self._stays,
             lambda unit, inputs: self._access.rerun(unit, inputs),
             lambda unit: _done_elsewhere(unit, self.found, self._layers, self._backward),
+            self._weight_at,
             log,
         )
+        self._gradients.checked = self.activations.recompute.differences.check
+
+    def _weight_at(self, address: int, offset: int) -> tuple[int, int | None, int] | None:
+        """Which weight lies in the device's storage at an address; see :data:`WeightAt`. A cast has no index."""
+        slot = self._slots.by_address.get(address)
+        layer = self._resident_layer if slot is None and address == self._residents.address else slot and slot.layer
+        if layer is None:
+            return None
+        which = layer.parameters.at(offset)
+        return layer.index, which, offset if which is None else offset - layer.spans[which].offset
 
     def _build_step(self, averages: Sequence[nn.Module], placement: Placement) -> None:
         """Builds what modules hold, the step and its backward."""
@@ -283,11 +294,6 @@ class Streamer:
         return thawed or self.found.staying > self.plan.staying
 
     # ------------------------------------------------------------------ what it has done
-
-    @property
-    def run_again(self) -> str:
-        """The unit whose forward was the last to run again in backward."""
-        return self._access.run_again
 
     @property
     def weight_bytes(self) -> int:

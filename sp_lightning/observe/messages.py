@@ -11,12 +11,6 @@ from sp_lightning.plan.units import human_bytes
 # The lines that this process has logged.
 _SAID: set[str] = set()
 
-RUN_AGAIN_DIFFERED = (
-    'Superpipeline ran the forward of {unit!r} again (activations="recompute"), and it did something else than before: it '
-    "depends on a global variable (parametrize.cached() has one), a file, or random numbers that are not torch's. Keep or "
-    'offload what it saves: SuperpipelineStrategy(activations={{"{unit}": "offload", "**": "recompute"}}).'
-)
-
 TRANSFORMS = (
     "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
     "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "

@@ -15,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
 
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
@@ -27,7 +26,6 @@ from sp_lightning.model.checks import refuse_cuda_graphs
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found, Parted
 from sp_lightning.observe.messages import (
-    RUN_AGAIN_DIFFERED,
     after_out_of_memory,
     in_our_words,
     less_host_memory,
@@ -352,8 +350,6 @@ class Run:
             if (said := in_our_words(error)) is not None:
                 raise RuntimeError(said) from error
             note(error, self.engine.updates.partially_updated)
-            if isinstance(error, CheckpointError) and self.engine.run_again:
-                error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.engine.run_again))
             if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):
                 vars(error)["made_room"] = True  # the optimizer's step may be around this one
                 self._make_room(error)

@@ -33,6 +33,7 @@ class GradientSink(Generic[W]):
     Attributes:
         in_flight: the same number.
         keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until user code reads them.
+        checked: called before what came is applied. It raises an error if gradients are known to be wrong.
         stay: whether those of a layer that a step waits for stay on the device, where the layer is stepped.
         arriving: the layers, or families of them, of which gradients have arrived that :meth:`make_room` would send off.
         device_bytes: bytes of gradients that are on the device now.
@@ -45,6 +46,7 @@ class GradientSink(Generic[W]):
         self.in_flight = in_flight
         self._apply_one = apply
         self.keep_narrow = self.stay = False
+        self.checked: Callable[[], None] = _nothing
         self.arriving: dict[Any, None] = {}
         self.device_bytes = self.drained_bytes = self.host_waits = 0
         # What comes, the tensors on the device that are kept alive until compute has waited for the copy, and its event.
@@ -79,6 +81,7 @@ class GradientSink(Generic[W]):
         while len(self._landed) > keep:
             what, landed = self._landed.popleft()
             self.device.synchronize(landed, Wait.APPLY_AFTER_DRAIN)
+            self.checked()
             self._apply_one(what)
 
     def drop_drains(self) -> list[W]:
@@ -122,6 +125,10 @@ class GradientSink(Generic[W]):
 
     def drop(self) -> None:
         """Drops the gradients that did not get there, after a backward that failed."""
+
+
+def _nothing() -> None:
+    pass
 
 
 def bytes_of_dense(gradient: Tensor) -> int:

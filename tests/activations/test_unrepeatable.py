@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import CheckpointError
 
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Unrepeatable
@@ -366,10 +364,9 @@ class CachedParametrizations(Module):
 
 
 def test_weights_that_torch_caches_are_no_part_of_a_second_forward() -> None:
-    said = r"(?s)ran the forward of 'net\.blocks\.\d' again.*parametrize\.cached\(\).*\"offload\""
-    with pytest.raises(CheckpointError) as caught:
+    said = r"(?s)forward of 'net\.blocks\.\d' computed other values.*parametrize\.cached\(\).*\"offload\""
+    with pytest.raises(Unrepeatable, match=said):
         fit(CachedParametrizations, vectors(), superpipeline(activations="recompute"))
-    assert re.search(said, "".join(caught.value.__notes__))
     offloaded = {"net.blocks.*": "offload", "**": "recompute"}
     ours = fit(CachedParametrizations, vectors(), superpipeline(activations=offloaded))
     assert_same(ours, fit(CachedParametrizations, vectors()))

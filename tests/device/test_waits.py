@@ -20,6 +20,7 @@ where a device waits for more than the simulation: the two that are not are list
 | CLIP_AFTER_NORM, STEP_AFTER_BRING, TAKE_AFTER_STEP, BRING_AFTER_TAKE, READ_AFTER_TAKE | steps on the device |
 | STORE_AFTER_SAVE, REUSE_AFTER_STORE, RETURN_AFTER_USE, USE_AFTER_RETURN | activations that are offloaded |
 | REUSE_AFTER_RETURN | a unit without a backward, whose activations were under way, and nothing else comes |
+| READ_AFTER_COMPARE | activations that are computed again |
 | GATHER_AFTER_SEND | an embedding of which only rows travel |
 | CLOSE_AFTER_STORE | a last forward without a backward |
 | DROP_AFTER_DRAIN | a hook that raises while gradients are applied |

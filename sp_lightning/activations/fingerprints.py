@@ -1,0 +1,298 @@
+"""Compares what autograd saves in the two runs of a forward, bit by bit, while the host goes on.
+
+Backward follows the graph of the first run and computes with the tensors of the second one. So if the two runs save the same
+bits, backward computes what it would have computed without a second run; and if not, gradients are wrong. The tensors of the
+first run are gone by then. What stays of each is a fingerprint: sums over its memory, a thousandth of its size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.device.layout import PAGE, flat_bytes
+from sp_lightning.device.modes import never_compiled, unseen
+from sp_lightning.device.torch_private import (
+    is_traceable_wrapper_subclass,
+    sparse_indices,
+    sparse_values,
+    storage_id,
+    top_saved_tensors_hooks,
+)
+from sp_lightning.model.wrapped import StandInForWrapped, parts
+
+WeightAt = Callable[[int, int], tuple[Any, ...] | None]
+"""Takes the address of a storage and bytes from its start. Returns which weight lies there now, as the index of its layer and its
+own, and how many bytes of it come before; None if none does."""
+
+# A tensor of at most so many bytes is kept whole.
+_SMALL = 2**14
+# Bytes of a row: a larger tensor's memory is a matrix of such rows, whose rows and columns are summed.
+_ROW = 2**13
+_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: None, torch.float64: None}
+
+_NOT_THERE_YET = 2
+"""A byte that no comparison gives."""
+
+
+class Fingerprint(NamedTuple):
+    """What stays of a saved tensor.
+
+    Attributes:
+        kind: its class, dtype, shape and strides. Of a weight, which may be written in no run, its place as well.
+        sums: sums over its memory, or a copy of it if it is small; each flat, ``uint8``. None of a weight.
+    """
+
+    kind: tuple[Any, ...]
+    sums: tuple[Tensor, ...] = ()
+
+
+class SavedRun:
+    """What autograd saves in one run of a forward, as fingerprints, in the order in which it does.
+
+    Args:
+        weight_at: says which weights lie on the device.
+
+    Attributes:
+        found: the fingerprints.
+    """
+
+    def __init__(self, weight_at: WeightAt) -> None:
+        self._weight_at = weight_at
+        self.found: list[Fingerprint] = []
+        # Several operators may save one tensor, as those that compute queries, keys and values do.
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Fingerprint]] = {}
+
+    @contextmanager
+    def noting(self, unpack: Callable[[Callable[..., Any], Any], Any]) -> Iterator[None]:
+        """While this is active, what is packed by the present hooks is noted before.
+
+        Args:
+            unpack: is called in place of the present hook that unpacks, with that hook and what it is given.
+        """
+        present = top_saved_tensors_hooks()
+        if present is None:  # in a trial, in which autograd keeps tensors itself
+            yield
+            return
+        its_pack, its_unpack = present
+
+        def pack(tensor: Tensor) -> Any:
+            self._note(tensor)
+            return its_pack(tensor)
+
+        with saved_tensors_hooks(pack, lambda packed: unpack(its_unpack, packed)):
+            try:
+                yield
+            finally:
+                self._known.clear()
+
+    @never_compiled  # it looks at addresses and versions
+    def _note(self, tensor: Tensor) -> None:
+        with unseen():
+            self.found.append(self._fingerprint(tensor))
+
+    def _fingerprint(self, tensor: Any) -> Fingerprint:
+        # A nested tensor has no shape, or one with a symbol in it that is another one for each tensor.
+        kind: tuple[Any, ...] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
+        if isinstance(tensor, StandInForWrapped):
+            return Fingerprint((*kind, id(tensor.host)))
+        if (group := getattr(tensor, "_of", None)) is not None:  # a weight, whose memory may be away
+            return Fingerprint((*kind, tensor.stride(), group.layer.index, tensor._index, 0))
+        plain = _plain_parts(tensor)
+        if plain is None:
+            return Fingerprint((type(tensor), *kind))
+        if len(plain) != 1 or plain[0] is not tensor:
+            inner = [self._fingerprint(each) for each in plain]
+            kinds, sums = [each.kind for each in inner], [each.sums for each in inner]
+            return Fingerprint((type(tensor), *kind, *kinds), tuple(chain(*sums)))
+        kind, storage = (*kind, tensor.stride()), tensor.untyped_storage()
+        weight = self._weight_at(storage.data_ptr(), tensor.storage_offset() * tensor.element_size())
+        if weight is not None:
+            return Fingerprint((*kind, *weight))
+        if may_be_unwritten(tensor):
+            return Fingerprint(kind)
+        if tensor.nbytes <= _SMALL:
+            return Fingerprint(kind, (flat_bytes(tensor.detach().clone()),))
+        place = (storage_id(storage), tensor._version, tensor.storage_offset(), *kind)
+        if place not in self._known:
+            self._known[place] = StorageWeakRef(storage), Fingerprint(kind, _sums(tensor.detach()))
+        return self._known[place][1]
+
+
+def _plain_parts(tensor: Any) -> Sequence[Any] | None:
+    """The strided tensors that a tensor consists of, itself if it is one; None if it has no values that can be read."""
+    if tensor.is_meta or not tensor.numel():
+        return None
+    if is_traceable_wrapper_subclass(tensor):
+        return [each for _, each in parts("", tensor)]
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        return sparse_indices(tensor), sparse_values(tensor)
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.layout is not torch.strided:
+        return [tensor.to_dense()]
+    if tensor.is_conj() or tensor.is_neg():
+        return [tensor.resolve_conj().resolve_neg()]
+    if tensor.is_complex():
+        return [torch.view_as_real(tensor)]
+    return [tensor.int_repr()] if tensor.is_quantized else [tensor]
+
+
+def may_be_unwritten(tensor: Tensor) -> bool:
+    """Whether an accelerator's operators save such a tensor, by its dtype and shape, without having written all of it.
+
+    Attention saves the seed and the offset of random numbers that it has not drawn, cuDNN's recurrent layers a reserve with
+    gaps. What is there is anything, and is used by no backward.
+    """
+    if tensor.device.type == "cpu" or tensor.is_floating_point():
+        return False
+    seeds = tensor.dtype is torch.uint64 or (tensor.ndim == 0 and tensor.dtype is torch.int64)
+    return seeds or (tensor.ndim == 1 and tensor.dtype is torch.uint8)
+
+
+def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Sums over a large tensor's memory, each flat, ``uint8``. They differ, but for a chance, if any bit does.
+
+    The memory is a matrix of 64-bit numbers. A sum over a row, modulo 2**64, shows each single bit. Sums over columns show what
+    rows do not: elements that have changed places. They are sums of floats where the tensor has floats, which also show
+    that pairs of numbers have changed their signs, the highest bit of the 64. All of them are the same in each run: torch's sums
+    are deterministic.
+    """
+    size, begin = tensor.element_size(), tensor.storage_offset()
+    extent = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if extent != tensor.numel() or begin * size % 8:  # not dense: a part of another tensor, or an expanded one
+        tensor, begin = tensor.clone(memory_format=torch.contiguous_format), 0
+    (rows, rest), columns = divmod(tensor.nbytes, _ROW), _ROW // size
+    matrix = tensor.as_strided((rows, columns), (columns, 1), begin)
+    lanes = matrix.view(torch.int64)
+    by_column = matrix.sum(0, dtype=_SUMMED_AS[tensor.dtype]) if tensor.dtype in _SUMMED_AS else lanes.sum(0)
+    found = [lanes.sum(1), by_column]
+    if rest:
+        found.append(tensor.as_strided((rest // size,), (1,), begin + rows * columns).clone())
+    return tuple(each.view(torch.uint8) for each in found)
+
+
+def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
+    """Compares two runs as far as the second one has come, with one kernel for each device.
+
+    Returns:
+        Of each device a tensor of shape ``(1,)``, ``uint8``: 1 if the runs differ there, else 0.
+    """
+    found: list[Tensor] = []
+    pairs: dict[torch.device, dict[tuple[int, int], tuple[Tensor, Tensor]]] = {}
+    for one, other in zip(first.found, second.found, strict=False):
+        if one.kind != other.kind or len(one.sums) != len(other.sums):
+            return [torch.ones(1, dtype=torch.uint8)]
+        for before, now in zip(one.sums, other.sums, strict=True):
+            pairs.setdefault(now.device, {})[id(before), id(now)] = before, now
+    with unseen(), torch.no_grad():
+        for each in pairs.values():
+            before, now = zip(*each.values(), strict=True)
+            found.append((torch.cat(before) != torch.cat(now)).any().view(1).view(torch.uint8))
+    return found
+
+
+class Differences:
+    """Results of comparisons on their way to the host, and the first difference that has been found.
+
+    On an accelerator a result comes to the host in the order of compute, and the host does not wait for it. Whenever the host has
+    waited for gradients it looks at what has come: a result comes before the gradients that follow from its second run.
+
+    Args:
+        device: the device that computes.
+        pin: whether the host's memory is page-locked.
+    """
+
+    def __init__(self, device: Device, *, pin: bool) -> None:
+        self._device = device
+        self._pin = pin
+        self._memory: PinnedMemory | None = None
+        self._free: deque[int] = deque()  # places in it
+        self._under_way: deque[tuple[Callable[[], Exception], int]] = deque()
+        self._error: Exception | None = None
+        self._lock = threading.RLock()  # each device has a thread of autograd's
+
+    def add(self, results: Sequence[Tensor], error: Callable[[], Exception]) -> None:
+        """Takes the results of a comparison.
+
+        Args:
+            results: what :func:`differences` has returned.
+            error: makes the error that a difference is.
+
+        Raises:
+            Exception: that error, if the host knows already.
+        """
+        with self._lock:
+            for each in results:
+                if self._device.computes_on_host or each.device != self._device.device:
+                    if each.item():
+                        self._error = self._error or error()
+                else:
+                    self._send(each, error)
+        self.check()
+
+    def _send(self, result: Tensor, error: Callable[[], Exception]) -> None:
+        if self._memory is None:
+            self._memory = PinnedMemory(self._device, PAGE, pin=self._pin)
+            self._free.extend(range(PAGE))
+        if not self._free:
+            self._read(everything=True)
+        at = self._free.popleft()
+        place = self._memory.bytes[at : at + 1]
+        with unseen():
+            place.fill_(_NOT_THERE_YET)
+            self._device.copy([place], [result], Stream.COMPUTE)
+        self._under_way.append((error, at))
+
+    def check(self, *, everything: bool = False) -> None:
+        """Looks at what has come.
+
+        Args:
+            everything: whether the host waits for what is under way.
+
+        Raises:
+            Exception: the first difference that was found since :meth:`clear`.
+        """
+        if self._under_way:
+            with self._lock:
+                self._read(everything=everything)
+        if self._error is not None:
+            raise self._error
+
+    def clear(self) -> None:
+        """A backward is over: forgets what it has found."""
+        with self._lock:
+            self._read(everything=True)
+            self._error = None
+
+    def _read(self, *, everything: bool) -> None:
+        if self._under_way and everything:
+            assert self._memory is not None
+            self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.READ_AFTER_COMPARE)
+            self._device.access(self._memory.bytes, None, write=False)
+        while self._under_way:
+            assert self._memory is not None
+            error, at = self._under_way[0]
+            with unseen():
+                came = self._memory.bytes[at].item()
+            if came not in (0, 1) and not everything:
+                return
+            self._under_way.popleft()
+            self._free.append(at)
+            if came:
+                self._error = self._error or error()
