@@ -177,7 +177,8 @@ class Device:
     def receive(self, source: Tensor) -> Tensor:
         """Returns a copy of a device tensor on the host, with the order of its strides. The host waits for the copy."""
         shape, stride = source.shape, torch.empty_like(source, device="meta").stride()
-        memory = torch.empty_strided(shape, stride, dtype=source.dtype, device="cpu")
+        with no_inference_mode():
+            memory = torch.empty_strided(shape, stride, dtype=source.dtype, device="cpu")
         self.wait(Stream.DOWNLOAD, self.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         self.copy([memory], [source], Stream.DOWNLOAD)
         self.synchronize(self.record(Stream.DOWNLOAD), Wait.APPLY_AFTER_DRAIN)

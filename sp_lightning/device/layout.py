@@ -2,6 +2,10 @@
 
 A *block* (host) or a *slot* (device) is one flat ``uint8`` tensor that holds all parameters of one layer. A
 :class:`Span` says where a parameter lies in it.
+
+User code may be in inference mode when a layer is needed. In it ``view(dtype)``, ``set_`` and ``from_dlpack`` make inference
+tensors even of ordinary memory, and nothing outside of inference mode may write these. So what is made here, and in ``lease``, is
+made outside of it.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import TENSOR_METADATA, null_storage, refuse_access, storage_id
 
 ALIGNMENT = 512
@@ -114,13 +119,15 @@ def bytes_of(memory: Tensor, span: Span) -> Tensor:
 
 def part(memory: Tensor, span: Span) -> Tensor:
     """As :func:`view`, for a flat ``uint8`` tensor that may begin anywhere in its storage."""
-    return bytes_of(memory, span).view(span.dtype).as_strided(span.shape, span.stride)
+    with no_inference_mode():
+        return bytes_of(memory, span).view(span.dtype).as_strided(span.shape, span.stride)
 
 
 def strided(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int]) -> Tensor:
     """Returns a view that begins ``offset`` bytes into the storage of ``memory``; ``stride`` in elements of ``dtype``."""
-    result = torch.empty(0, dtype=dtype, device=memory.device)
-    result.set_(memory.untyped_storage(), offset // dtype.itemsize, tuple(shape), tuple(stride))
+    with no_inference_mode():
+        result = torch.empty(0, dtype=dtype, device=memory.device)
+        result.set_(memory.untyped_storage(), offset // dtype.itemsize, tuple(shape), tuple(stride))
     return result
 
 
@@ -133,7 +140,8 @@ def absent(like: Span | Tensor, device: torch.device, why: str) -> Tensor:
     stride = like.stride if isinstance(like, Span) else like.stride()
     last = sum((length - 1) * step for length, step in zip(like.shape, stride, strict=True))
     storage = null_storage(0, device, (last + 1) * like.dtype.itemsize if like.shape.numel() else 0)
-    result = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, stride)
+    with no_inference_mode():
+        result = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, stride)
     refuse_access(storage_id(storage), why)
     return result
 
@@ -168,5 +176,5 @@ UNCHANGED_BY_UPDATES = METADATA - {Tensor._version.__get__} | {Tensor.requires_g
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor's elements in their order: ``uint8``, flat; a view where they lie so, else a copy."""
     flat = tensor.reshape(-1).contiguous()
-    # One element counts as contiguous, whatever its stride is.
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+    with no_inference_mode():  # One element counts as contiguous, whatever its stride is.
+        return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

@@ -66,7 +66,8 @@ def lend(memory: Tensor) -> Tensor:
         memory: a flat ``uint8`` tensor on any device. It stays alive as long as the new storage does.
     """
     # The way through DLPack is the one that gives memory a second storage without a copy, on every device.
-    return from_dlpack(to_dlpack(memory))
+    with no_inference_mode():
+        return from_dlpack(to_dlpack(memory))
 
 
 class Lease:
@@ -82,8 +83,7 @@ class Lease:
     """
 
     def __init__(self, memory: Tensor) -> None:
-        with no_inference_mode():
-            self.memory = lend(memory)
+        self.memory = lend(memory)
         self._storage = self.memory.untyped_storage()
         self._id = storage_id(self._storage)
         self._views: dict[Hashable, list[Tensor]] = {}
@@ -125,8 +125,7 @@ class Lease:
         Callers use these tensors as a source of views and do not keep them: a kept one would not count as use.
         """
         if key not in self._views:
-            with no_inference_mode():
-                self._views[key] = [view(self.memory, span) for span in spans]
+            self._views[key] = [view(self.memory, span) for span in spans]
             tensors, objects, address = self._own
             self._own = tensors + len(spans), objects, address
         return self._views[key]
@@ -139,8 +138,7 @@ class Lease:
         """
         found = self._saved.get(saved)
         if found is None:
-            with no_inference_mode():
-                found = strided(self.memory, saved.offset, saved.dtype, saved.shape, saved.stride)
+            found = strided(self.memory, saved.offset, saved.dtype, saved.shape, saved.stride)
             if saved.again and len(self._saved) < MOST_SAVED:
                 self._saved[saved] = found
                 tensors, objects, address = self._own

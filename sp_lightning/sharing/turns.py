@@ -3,6 +3,10 @@
 A turn may end where a layer is about to come to the device. The next one goes to a trial whose next layer is there already; if
 there is none, to the trial that has waited longest. So a layer that has come serves all trials before the next one comes, as
 databases have several queries share one scan.
+
+Inside ``torch.autocast`` with its cache a trial keeps its turn. The cache of casts is the process's, and any thread that leaves
+its own outermost autocast clears it. The trial would cast a weight a second time then, and the gradient of a weight with two
+casts is added up in another order.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 
 from sp_lightning.device.accelerator import generator_states, set_generator_states
+from sp_lightning.device.patched import Patch
 from sp_lightning.device.torch_private import (
     attention_order,
     float32_precisions,
@@ -130,6 +135,33 @@ class ProcessState:
         random.setstate(self._python)
 
 
+_casts = threading.local()
+"""Of each thread: whether autocast's cache was on since the thread entered its outermost autocast (``kept``)."""
+
+
+def _autocast_depth() -> int:
+    """How many contexts of autocast this thread is in."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _note_cache(set_enabled: Callable[[bool], None], enabled: bool) -> None:
+    """Runs in place of ``torch.set_autocast_cache_enabled``, which autocast calls whenever it is entered or left.
+
+    A cast stays in the cache after an inner autocast, although the outer one has its cache off, as that of ``bf16-mixed`` has.
+    """
+    set_enabled(enabled)
+    depth = _autocast_depth()
+    if enabled or not depth:
+        _casts.kept = depth > 0
+
+
+def _keeps_casts() -> bool:
+    """Whether autocast may have kept casts of this thread's weights, which it is to find again."""
+    return getattr(_casts, "kept", False) and _autocast_depth() > 0
+
+
 class Turn:
     """A trial, as turns see it.
 
@@ -179,6 +211,7 @@ class TrialTurns:
         self._outside: ProcessState
         self._left: ProcessState | None  # what the process has where a turn begins, if that is known
         self._others = WeakSet[Any]()  # trainers outside of trials
+        self._cache_notes = Patch(torch, "set_autocast_cache_enabled", _note_cache)
 
     def refuse_beside(self, trainer: Any) -> None:
         """Refuses a run outside of trials beside them: a RuntimeError. A trial that begins while it runs is refused, too."""
@@ -200,7 +233,9 @@ class TrialTurns:
                 if any(each.state.status == "running" for each in self._others):
                     raise RuntimeError(_BESIDE)
                 self._outside = ProcessState()
+                self._cache_notes.install()
             turn.state = self._outside
+            _casts.kept = _autocast_depth() > 0  # what was entered before is not known
             self._waiting.append(turn)
             try:
                 if self._running is None:
@@ -214,10 +249,12 @@ class TrialTurns:
     def pass_on(self, turn: Turn, wants: Hashable = None) -> None:
         """The trial whose turn it is needs a layer, or begins a step. Returns once it is its turn again.
 
+        Where autocast keeps casts for it, it goes on at once.
+
         Raises:
             Exception: the error that the turn is to end with. It is raised once.
         """
-        if self._waiting:  # who comes in this moment has a turn at the next layer
+        if self._waiting and not _keeps_casts():  # who comes in this moment has a turn at the next layer
             with self._lock:
                 turn.wants, turn.waited = wants, 0
                 if self._chosen(turn) is not turn:
@@ -235,6 +272,7 @@ class TrialTurns:
             if self._waiting:
                 self._give()
             else:
+                self._cache_notes.remove()
                 self._outside.restore()
 
     def _chosen(self, *last: Turn) -> Turn:

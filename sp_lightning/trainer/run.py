@@ -45,6 +45,7 @@ from sp_lightning.trainer.user_hooks import UserHooks
 from sp_lightning.tune.choices import Window
 from sp_lightning.tune.machine import takes_slices
 from sp_lightning.tune.tuner import Tuner
+from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.buffers import find_averages
 
 
@@ -122,6 +123,7 @@ class Run:
         )
         self._parted: list[Parted] = []
         self._host_room: int | None = None
+        _refuse_in_step(module)
         self.streamer: Streamer | None = None
         self.tuner: Tuner | None = None
         self._build()
@@ -362,6 +364,20 @@ class Run:
             self.engine.allow_writes()  # the code that catches the error may write weights
         except Exception:
             self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
+
+
+def _refuse_in_step(module: pl.LightningModule) -> None:
+    """Refuses a module that has weights of another run, in the middle of a step of that run, where they are on the device.
+
+    Raises:
+        ValueError: it has such a weight.
+    """
+    name = next((name for name, p in module.named_parameters() if issubclass(type(p), DeviceParameter)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name!r} of {type(module).__name__} is a weight of another run, which is in the middle of a step. Begin this run "
+            "between two steps (on_train_batch_start, on_train_batch_end), or with a copy: copy.deepcopy(module)."
+        )
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from time import perf_counter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakSet
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 _ONE_CLASS = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-host"
 _FOLLOWED = "followed"
-"""What a closure has that a step was called with already."""
+"""The attribute of a closure that a step was called with already: the hooks of the run that follows it."""
+_open: WeakSet[StepHooks] = WeakSet()
+"""Those of all runs of this process: a run may begin inside of another one, and torch calls the hooks of both."""
 
 
 class StepHooks:
@@ -55,9 +58,11 @@ class StepHooks:
         self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
         self._scope = scope.get()
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+        _open.add(self)
 
     def close(self) -> None:
         """Removes the hooks."""
+        _open.discard(self)
         for handle in [*self._handles, *(each for handles in self._own.values() for each in handles)]:
             handle.remove()
         self.give_back_groups()
@@ -71,6 +76,10 @@ class StepHooks:
 
     def _layerwise(self, optimizer: Optimizer) -> LayerwiseStep | None:
         return self.deferring[1] if self.deferring is not None and optimizer is self.deferring[0] else None
+
+    def steps_on_device(self, optimizer: Optimizer) -> bool:
+        """Whether the running step is an optimizer's of this run, whose layers the device steps."""
+        return self._layerwise(optimizer) is not None and self._run.engine.updating.on_device is not None
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
@@ -112,7 +121,7 @@ class StepHooks:
             self._arrange_groups(optimizer, lambda: result)
             return result
 
-        vars(closure)[_FOLLOWED] = True
+        vars(closure)[_FOLLOWED] = self
         return closure
 
     def closed(self, optimizer: Optimizer) -> None:
@@ -129,10 +138,13 @@ class StepHooks:
         name, layerwise, what = type(optimizer).__name__, self._layerwise(optimizer), ""
         closures = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, FunctionType)]
         if layerwise is None:
-            layer_of = self._run.engine.updating.layer_of
-            if any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
-                what = f"{name} is not what configure_optimizers has returned; one class can do both ({_ONE_CLASS})"
-        elif layerwise.submitted or any(_FOLLOWED in vars(each) for each in closures):
+            layer_of, module = self._run.engine.updating.layer_of, type(self._run.module).__name__
+            ours = any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
+            # A run inside of this one may train the same weights. Where it steps them on the device as well, it does so itself.
+            if ours and not any(each.steps_on_device(optimizer) for each in list(_open)):
+                what = f"{name} is not what {module}.configure_optimizers has returned, and would step its weights on the host"
+                what += f"; one class can do both ({_ONE_CLASS})"
+        elif layerwise.submitted or any(vars(each).get(_FOLLOWED) is self for each in closures):
             what = f"{name}.step calls another step, super().step(), that torch's hooks see: what follows runs twice"
         elif (more := kwargs.keys() - {"closure"}) or len(args) > 2:
             what = f"{name}.step was given {', '.join(map(repr, more)) or 'more than a closure'}"

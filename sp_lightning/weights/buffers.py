@@ -79,12 +79,13 @@ class AveragesOnDevice:
     def _send(self) -> None:
         if self._sent or not self._in_step():
             return
-        self._sent = [  # the device may have no memory for one of them, and then none is sent
-            (owner._buffers, name, host, torch.empty_like(host, device=self._device).copy_(host))
-            for owner in self._owners
-            for name, host in dict.items(owner._buffers)
-            if host is not None and host.device != self._device
-        ]
+        with no_inference_mode():  # training writes them, too
+            self._sent = [  # the device may have no memory for one of them, and then none is sent
+                (owner._buffers, name, host, torch.empty_like(host, device=self._device).copy_(host))
+                for owner in self._owners
+                for name, host in dict.items(owner._buffers)
+                if host is not None and host.device != self._device
+            ]
         for buffers, name, _, sent in self._sent:
             buffers[name] = sent
 

@@ -90,8 +90,7 @@ class SavedValues:
         last = sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))
         source = self.copy[place.offset - ahead - self.begin :][: ahead + (last + 1) * place.dtype.itemsize]
         memory = device.send(source)
-        with no_inference_mode():
-            return strided(memory, ahead, place.dtype, place.shape, place.stride)
+        return strided(memory, ahead, place.dtype, place.shape, place.stride)
 
 
 def are_saved(present: list[SavedValues], index: int) -> bool:

@@ -315,8 +315,9 @@ class ExpertRows(AllRows):
         if self.present is None or index not in self.stacks or value.untyped_storage().data_ptr() not in slots:
             return value
         span, rows = replace(self.layer.planned.spans[index], offset=0), sorted(self.present)
-        whole = part(self.layer.block.present(index).clone(), span)
-        whole[rows] = value[rows].to("cpu")
+        with no_inference_mode():
+            whole = part(self.layer.block.present(index).clone(), span)
+            whole[rows] = value[rows].to("cpu")
         return whole
 
     def read_whole(self) -> None:

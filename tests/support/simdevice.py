@@ -255,10 +255,11 @@ class SimDevice(Device):
         while not work.done():
             future, run, clock = self._later.popleft()
             self._learn(Stream.UPDATE, clock)
-            with (
+            with (  # both are of one thread, and not the background's
                 self.engine(),
                 torch.autocast("cpu", enabled=False),
-            ):  # autocast is that of one thread, and not the background's
+                torch.inference_mode(False),
+            ):
                 self._runs = Stream.UPDATE
                 try:
                     run()
