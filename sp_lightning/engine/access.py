@@ -243,11 +243,40 @@ class Access(Part):
         with held(self.lock):
             if self.swap.on_device and layer.parameters.written():
                 self._step.take_back_writes()
-                if layer in self.residency.used:  # user code runs inside of its module's call
-                    self.lent.take_back(layer)
             if layer is self.residents.layer:  # they are in use all the time: only this has their next use noticed
                 self.residents.group.ask(before_use=True)
             self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
+
+    def host_was_used(self, layer: StreamedLayer) -> None:
+        """Brings what was written of the host's weights to where the device's are in use, or viewed."""
+        with held(self.lock):
+            if layer is self.residents.layer:
+                if self.swap.on_device:
+                    self.residents.refresh()
+                return
+            for member in layer.owner.family:
+                if member.outdated and member in self.residency.used:
+                    self.residency.renew(member)
+                elif member.outdated and member.slot is not None and member.slot.escaped and not member.block.displaced:
+                    member.invalidate()
+                    self.residency.renew_views()
+
+    def host_is_shown(self, layer: StreamedLayer) -> None:
+        """Prepares for writes of the host's weights that no version shows: no copy of them on the device is trusted."""
+        self.host_is_used(layer)
+        with held(self.lock):
+            if layer is self.residents.layer:
+                self.residents.invalidate()
+            elif layer in self.residency.used:
+                self._step.shown.add(layer)
+            else:
+                self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
+
+    def device_is_used(self, layer: StreamedLayer) -> None:
+        """Has a layer that is in use be what the host's weights are, which modules hold at the moment."""
+        with held(self.lock):
+            if not self.swap.on_device and layer in self.residency.used and (layer.outdated or layer in self._step.shown):
+                self.residency.renew(layer)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         """Prepares ``param.data = value``: graphs that saved views of the weight keep its old values.

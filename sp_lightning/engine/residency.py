@@ -155,11 +155,38 @@ class Residency:
                     break
                 self._fetch(pairs)
 
-    def renew(self) -> None:
+    def renew_views(self) -> None:
         """Brings present weights to memory that user code still views, which sees them there as in views of a plain parameter."""
         for slot in self.slots.all:
             if slot.stale and slot.layer is not None and slot.held:
                 self._fetch([(slot.layer, slot)])
+
+    def renew_used(self) -> None:
+        """Brings the host's present weights to all layers in use, because the host's were or may have been written."""
+        for layer in list(self.used):
+            self.renew(layer)
+
+    def renew(self, layer: StreamedLayer) -> None:
+        """Does the same for one layer.
+
+        A running call goes on with the new weights in the same memory, as with a plain parameter that was written in place:
+        views of the weights see them, and autograd finds the new version of what it saved.
+
+        Raises:
+            RuntimeError: a weight was given other memory, or was written on the device as well.
+        """
+        if not layer.running_calls:  # its next use brings it
+            self.release(layer)
+            layer.invalidate()
+            return
+        self._tenants.before_renewal(layer)
+        slot = self.used[layer]
+        layer.rows.drop_cached()
+        layer.casts.invalidate()
+        slot.stale = True
+        self._fetch([(layer, slot)])
+        self.slots.join(slot)
+        self._tenants.renewed(layer, slot)
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
         """Releases a layer that is about to be staged, if the user has given its host parameters other memory."""

@@ -68,6 +68,7 @@ class Step(Part):
         ends_with_backward: whether the step is over once a backward has ended.
         thread: the identifier of the thread that has begun the step.
         shared: whether other threads use weights in it, too.
+        shown: the layers in use whose host memory user code has got (``.data``) while modules hold the host's parameters.
         expected: the phase whose first layers may have come already (:meth:`prefetch_for`); None if there is none.
     """
 
@@ -75,7 +76,9 @@ class Step(Part):
         super().__init__(**vars(below))
         self._watch = watch
         self.expected: str | None = None
-        self._held = False  # whether an optimizer steps within a manual step
+        self._held = False  # whether modules hold the host's parameters in a step, where user code may write them
+        self.shown: set[StreamedLayer] = set()
+        self._stepping = False  # whether that is because an optimizer steps inside of a step, or of a call
         self.running = False
         self.kind = StepKind.INFERENCE
         self.ends_with_backward = False
@@ -139,7 +142,7 @@ class Step(Part):
 
     def activate(self, *, in_backward: bool = False) -> None:
         """Puts device parameters into the modules, if they are not there, and brings residents up to date."""
-        if self._held:  # an optimizer's step has come to its closure, or has raised, and may have written weights
+        if self._held:  # an optimizer's step is over, has come to its closure, or has raised, and may have written weights
             self._held = False
             self.invalidate_unused()
             self.residents.invalidate()
@@ -151,6 +154,8 @@ class Step(Part):
             self.residents.group.expose()
         if held_host:
             self.swap.watch_captured(not in_backward, thread=self.thread)
+            self.residency.renew_used()
+            self.shown.clear()
             self._look_at_weights()
 
     def share(self, shared: bool) -> None:
@@ -163,14 +168,22 @@ class Step(Part):
 
     # ------------------------------------------------------------------ weights may be written
 
-    def invalidate(self) -> None:
-        """Marks all copies on the device as out of date, because host weights were or may have been written."""
+    def invalidate(self, *, goes_on: bool = True) -> None:
+        """Marks all copies on the device as out of date, because host weights were or may have been written.
+
+        Args:
+            goes_on: whether code of the step follows, which computes with the device's parameters. Otherwise an optimizer
+                goes on that has stepped another one.
+        """
         self.residency.release_unpinned()
         self.invalidate_unused()
         self.residents.invalidate()
         self.expected = None
-        self._held = False
-        if self.running and self.kind is StepKind.MANUAL:
+        if self.swap.on_device and self.residency.used:  # a call goes on that has the old weights
+            self.residency.renew_used()
+            self.residents.refresh()
+        if goes_on and (self._stepping or (self.running and self.kind is StepKind.MANUAL)):
+            self._held = self._stepping = False
             self.activate()  # this step goes on after the optimizer's step
             self._look_at_weights()
 
@@ -182,7 +195,7 @@ class Step(Part):
         self.source.invalidate(
             [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used]
         )
-        self.residency.renew()
+        self.residency.renew_views()
 
     def allow_writes(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
@@ -199,10 +212,10 @@ class Step(Part):
         self.residents.invalidate()
 
     def hold_host(self) -> None:
-        """Has modules hold the host's parameters while an optimizer steps within a manual step: it may read the weights there."""
-        if self.running and self.kind is StepKind.MANUAL and self.swap.on_device:
+        """Puts the host's parameters into the modules while an optimizer steps inside of a step: it may read the weights there."""
+        if self.swap.on_device:
             self.swap.to_host()
-            self._held = True
+            self._held = self._stepping = True
         self.swap.watch_captured(False)
 
     def compute_on_host(self, on_host: bool) -> None:
@@ -225,7 +238,7 @@ class Step(Part):
 
     def resume(self) -> None:
         """Has modules hold the device's parameters again after :meth:`hold_host`."""
-        if self._held and self.running:
+        if self._held and (self.running or self._stepping):
             self.activate()
 
     def show_host(self) -> None:
@@ -250,10 +263,14 @@ class Step(Part):
         """
         self.residency.release_unpinned()
         self.residency.let_rest(rests and self.residency.rests)
+        for layer in self.residency.used:  # a call of its module is running
+            self.lent.take_back(layer)
         self.lent.take_back_all()
         self.residents.take_back_writes()
         for layer in self.layers:
-            if layer.kind is not Kind.RESIDENTS and (layer.slot is None or not layer.slot.escaped):
+            if layer.kind is Kind.RESIDENTS or layer in self.residency.used:
+                continue
+            if layer.slot is None or not layer.slot.escaped:
                 layer.parameters.exposed.clear()
 
     # ------------------------------------------------------------------ it ends
@@ -271,7 +288,7 @@ class Step(Part):
         if compare:
             self.compare_writes()
         self.lent.refuses = compare  # until the next step begins
-        self.running = False
+        self.running = self._stepping = False
         for layer in self.layers:
             layer.running_calls = 0
         try:

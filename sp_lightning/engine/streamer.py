@@ -253,10 +253,14 @@ class Streamer:
 
     # ------------------------------------------------------------------ between steps
 
-    def invalidate(self) -> None:
-        """Marks all copies on the device as out of date, because host weights were or may have been written."""
+    def invalidate(self, *, goes_on: bool = True) -> None:
+        """Marks all copies on the device as out of date, because host weights were or may have been written.
+
+        Args:
+            goes_on: whether code of the step follows; see :meth:`Step.invalidate`.
+        """
         with self._lock:
-            self._step.invalidate()
+            self._step.invalidate(goes_on=goes_on)
 
     def allow_writes(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""

@@ -162,7 +162,8 @@ class HostBlock:
         parameter, span = self.parameters[index], self.planned.spans[index]
         with no_inference_mode():
             target = view(lend(bytes_of(self.memory.seen, span)), self._alone[index])
-        with no_inference_mode(), torch.no_grad():
+        # Within a step user code's uses of the parameter are those of the device's.
+        with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             if into is not None:
                 self._device.access(self.weights, None, write=True)
                 written = target if into is self.memory.seen else part(into, span)

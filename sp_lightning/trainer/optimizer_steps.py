@@ -309,6 +309,7 @@ class OptimizerSteps:
         finally:
             self._step_hooks.give_back_groups()
             self._step_hooks.deferring = outer
+            self._step_hooks.ended(optimizer)
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
         """What stands for a precision plugin's methods in one step, by their names: layers' updates clip, or the primary does."""

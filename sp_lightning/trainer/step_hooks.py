@@ -54,6 +54,7 @@ class StepHooks:
         self.deferring: tuple[Optimizer, LayerwiseStep] | None = None
         self._begun = 0.0  # when the running step began, or went on after its closure
         self._in_closure: Optimizer | None = None  # whose closure runs, called by torch's step
+        self._stepping: list[Optimizer] = []  # the optimizers whose steps are running, the innermost last
         self._fused: list[dict[str, Any]] = []  # the groups that are fused here, for which their users have None
         self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
         self._scope = scope.get()
@@ -89,6 +90,7 @@ class StepHooks:
             return None
         if self._run.engine.updating.on_device is not None:
             self._refuse_beside_device(optimizer, args, kwargs)
+        self._stepping.append(optimizer)
         self._prepare(optimizer)
         self._drop_own(optimizer)
         first = optimizer.register_step_post_hook(self.give_back_groups)
@@ -190,7 +192,14 @@ class StepHooks:
         if not streamer.device.computes_on_host:
             streamer.updating.step_seconds += now - self._begun
         self._begun = now  # an optimizer may have stepped inside another one's step
-        streamer.invalidate()
+        self.ended(optimizer)
+        inside = self._stepping and self._stepping[-1] is not self._in_closure
+        streamer.invalidate(goes_on=not inside)
+
+    def ended(self, optimizer: Optimizer) -> None:
+        """A step has ended, with those inside of it, which may have raised."""
+        if optimizer in self._stepping:
+            del self._stepping[self._stepping.index(optimizer) :]
 
     def _drop_own(self, optimizer: Optimizer) -> None:
         for handle in self._own.pop(optimizer, ()):

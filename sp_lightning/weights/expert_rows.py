@@ -173,6 +173,8 @@ class ExpertRows(AllRows):
         """Copies the rows to a slot that are needed, or worth a fetch if none is; those that the cache has from there."""
         fresh = slot.layer is not self.layer or slot.stale
         wanted = self.ahead if self.needed == NOTHING else self.needed
+        if slot.stale and slot.layer is self.layer:  # views of rows that are there follow the weight
+            wanted = None if wanted is None or self.present is None else wanted | self.present
         before = NOTHING if fresh else self.present
         self.present = None if wanted is None or before is None else before | wanted
         if before is None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import shared
+from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.weights.casts import are_saved, keep_saved_values
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import Slot, StreamedLayer
@@ -46,6 +48,12 @@ class Tenants:
     def release(self, layer: StreamedLayer, slot: Slot) -> None:
         """Called when no call uses a layer any more: takes its memory from the modules, and releases the slot."""
         self._slots.release(slot)
+
+    def before_renewal(self, layer: StreamedLayer) -> None:
+        """Called before the host's present weights are copied to a layer in use, over those that its calls have used so far."""
+
+    def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Called when they have arrived."""
 
     def rest(self, layer: StreamedLayer) -> None:
         """Called instead of :meth:`release` where no call uses a layer any more and it keeps its slot."""
@@ -114,6 +122,35 @@ class LentWeights(Tenants):
         group.resting = False
         group.sync_requires_grad()
         layer.casts.offer(views[len(group.all) :])
+
+    def before_renewal(self, layer: StreamedLayer) -> None:
+        """Takes back what was written on the device, and refuses weights that were given other memory on the host.
+
+        Raises:
+            RuntimeError: one was, or one was written on the host and on the device.
+        """
+        if layer.parameters.changed:
+            self.take_back(layer)
+        for member in layer.family:
+            for index in member.block.displaced:
+                raise RuntimeError(
+                    f"Parameter {member.planned.spans[index].name!r} was given other memory on the host (param.data = other) "
+                    f"while a call of its layer {layer.name!r} was running, which goes on with the old memory. Write it in place: "
+                    "param.data.copy_(other)."
+                )
+
+    def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Copies the new values to weights that were given other memory in this use, and offers the new casts."""
+        group = layer.parameters
+        places = self._slots.views(layer, slot)
+        with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            for index in range(len(group.all)):
+                value = group.value(index)
+                if index in group.retyped:
+                    value.copy_(group.hosts[index])
+                elif not same_place(value, places[index]):
+                    value.copy_(places[index])
+        self.move_in(layer, slot)
 
     # ------------------------------------------------------------------ a use ends
 

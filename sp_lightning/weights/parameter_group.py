@@ -62,6 +62,15 @@ class Doors(Protocol):
     def host_is_used(self, layer: Any) -> None:
         """Called within a step before user code reads the host's weights of a layer, or writes them."""
 
+    def host_was_used(self, layer: Any) -> None:
+        """Called within a step after user code has read the host's weights of a layer, or written them."""
+
+    def host_is_shown(self, layer: Any) -> None:
+        """Called within a step before user code gets the host's memory of a weight, which it may write in a way no version shows."""
+
+    def device_is_used(self, layer: Any) -> None:
+        """Called before an operation that was given the host's weights of a layer is given the device's instead."""
+
     def reading_rows(self, layer: Any) -> AbstractContextManager[tuple[Tensor, Any] | None]:
         """A context in which no update writes a table's weight; yields its bytes, or None if all of it is on the device."""
 
@@ -299,9 +308,14 @@ class ParameterGroup:
             self.doors.take_back_writes(self.layer)
         return versions(self.hosts), list(self.unversioned_writes)
 
+    @property
+    def changed(self) -> bool:
+        """Whether a weight was written on the device since :meth:`take_written`, as far as versions show it."""
+        return versions(self.counters) != self._versions
+
     def written(self) -> bool:
         """Whether :meth:`take_written` would return any, or a weight has other memory than the layer's."""
-        return bool(self.exposed or self.retyped) or versions(self.counters) != self._versions
+        return bool(self.exposed or self.retyped) or self.changed
 
     def take_written(self) -> list[int]:
         """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.

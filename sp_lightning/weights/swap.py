@@ -26,7 +26,7 @@ from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.roles import Role, leave_all, left, take_all
 from sp_lightning.weights.writes import WeightWatch
@@ -192,7 +192,10 @@ class _InStep(Role):
         of = role.device_of
         if func in _OF_THE_HOST:
             if func == _GET_DATA:
-                _host_is_used([of[id(args[0])]])
+                device = of[id(args[0])]
+                if role.in_use([args[0]]):
+                    return device.data
+                device._of.doors.host_is_shown(device._of.layer)
             if func == _SET_GRADIENT and args[1] is not None and id(args[0]) in of:
                 args = args[0], of[id(args[0])]._of.doors.device.on_host(args[1])
             with Untouched():
@@ -201,41 +204,61 @@ class _InStep(Role):
         hosts = [leaf for leaf in leaves if id(leaf) in of]
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in of]
         role.used = True
-        if _on_device(func, others, role):
+        groups = {of[id(host)]._of for host in hosts}
+        if _on_device(func, hosts, others, role):
+            for group in groups:
+                group.doors.device_is_used(group.layer)
             args, kwargs = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
+            if func == _SET_DATA:
+                args[0].data = args[1]
+                return None
             return func(*args, **kwargs)
-        _host_is_used([of[id(host)] for host in hosts])
+        for group in groups:  # the host's weights have what was written on the device, and no transfer reads them
+            group.doors.host_is_used(group.layer)
         # No update is waited for here: what has that role, too, was asked first. Other classes among the arguments are asked.
         with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+        for group in groups:
+            group.doors.host_was_used(group.layer)
+        return output
+
+    @classmethod
+    def in_use(cls, hosts: Iterable[Tensor]) -> bool:
+        """Whether the running step has all of them on the device, in a call of their layers: then those are the weights.
+
+        Residents are left out, which are there all the time. Other threads look at the host's memory, which never leaves.
+        """
+        if not cls.swap.on_device or threading.get_ident() != cls.thread:
+            return False
+        groups = (cls.device_of[id(host)]._of for host in hosts)
+        return all(group.attached and group.layer.kind is not Kind.RESIDENTS for group in groups)
 
 
-def _host_is_used(parameters: Iterable[DeviceParameter]) -> None:
-    """Prepares host weights to be read and written: they have what was written on the device, and no transfer reads them."""
-    for group in {parameter._of for parameter in parameters}:
-        group.doors.host_is_used(group.layer)
-
-
-def _on_device(func: Callable[..., Any], others: Sequence[Tensor], role: type[_InStep]) -> bool:
+def _on_device(
+    func: Callable[..., Any], hosts: Sequence[Tensor], others: Sequence[Tensor], role: type[_InStep]
+) -> bool:
     """Whether a call is to be given the device's parameters: for a graph, or because another argument is on the device."""
-    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-        return False
+    device = next(iter(role.device_of.values()))._of.doors.device
+    if func == _SET_DATA:
+        return len(others) == 1 and role.in_use(hosts) and (device.computes_on_host or device.has(others[0]))
     if func in _OF_GRAPHS or any(issubclass(type(other), DeviceParameter) for other in others):
         return True
     if func in (Tensor.detach, torch.detach):
         # It may be written. Other threads look at the host's memory, which never leaves.
         return role.swap.on_device and threading.get_ident() == role.thread
-    device = next(iter(role.device_of.values()))._of.doors.device
     others = [other for other in others if other.ndim]
     if any(map(device.has, others)):
         return True
-    return torch.is_grad_enabled() and (not others or device.computes_on_host)
+    if others and not device.computes_on_host:
+        return False
+    return torch.is_grad_enabled() or role.in_use(hosts)
 
 
 _OF_GRAPHS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 """What looks for parameters in a graph."""
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 
 _OF_THE_HOST = METADATA | {
