@@ -10,7 +10,8 @@ from typing import Any
 
 from sp_lightning.cli.arguments import Overlap, Place, Question, changed, contradictions
 from sp_lightning.cli.estimate import Estimate
-from sp_lightning.cli.host import on_device
+from sp_lightning.cli.host import beside, on_device
+from sp_lightning.optim.step_context import compiles
 from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.tune.choices import SAME
@@ -139,8 +140,8 @@ def stepped(estimate: Estimate, overlap: Overlap, place: Place) -> Estimate | No
         return None
     if place == "device":
         step = on_device(step, question)
-    elif step.overlap != "off":
-        step = replace(step, overlap=overlap)
+    elif step.overlap != "off" or any(map(compiles, step.optimizers)):
+        step = replace(step, overlap=beside(step.optimizers, overlap))
     elif overlap != estimate.question.overlap:
         return None  # it cannot run in the background
     return replace(estimate, question=question, step=step)

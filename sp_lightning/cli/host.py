@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sp_lightning.cli.arguments import PRECISIONS, Overlap, Question
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.fused import has_fused_step
+from sp_lightning.optim.step_context import compiles
 from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.ledger import ON_DEVICE, Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.plan.plan import Plan, PlannedLayer
@@ -68,8 +69,13 @@ def on_device(step: HostStep, question: Question) -> HostStep:
     if seconds is None and step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
     # In the background what an optimizer makes would get the model's dtype.
-    overlap = "off" if PRECISIONS[question.precision][0].itemsize == 2 else question.overlap
+    overlap = "off" if PRECISIONS[question.precision][0].itemsize == 2 else beside(step.optimizers, question.overlap)
     return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
+
+
+def beside(optimizers: Iterable[torch.optim.Optimizer], overlap: Overlap) -> Overlap:
+    """When updates run for which an overlap was asked: those that compile their step never run beside a forward."""
+    return "off" if overlap == "forward" and any(map(compiles, optimizers)) else overlap
 
 
 def update_rates(
@@ -135,7 +141,8 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
             # Its state is converted in each step: only a measurement tells how long that takes.
             seconds = EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
             why = f"{seconds:.3g} s, {1e9 * EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
-        return HostStep("AdamW8bit", (AdamW8bit(trained),), question.overlap, seconds, why)
+        few_bits = (AdamW8bit(trained),)
+        return HostStep("AdamW8bit", few_bits, beside(few_bits, question.overlap), seconds, why)
     sgd = question.optimizer == "sgd"
     fused = torch.optim.SGD(trained, momentum=0.9) if sgd else torch.optim.AdamW(trained)
     name = "SGD with momentum" if sgd else "AdamW"

@@ -234,7 +234,7 @@ def _step(estimate: Estimate) -> list[str]:
     if step.on_device:
         how = "layer by layer"
     elif step.overlap == "off":
-        how = "and the device waits; torch's fused optimizers, and torchao's of few bits, can run beside it"
+        how = "and the device waits; torch's fused optimizers can run beside it"
     return [f"{step.name}: each step takes {step.why}, {how}"]
 
 

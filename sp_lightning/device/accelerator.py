@@ -105,6 +105,9 @@ class Accelerator(Device):
         if event is not None:
             event.synchronize()
 
+    def make_current(self) -> None:
+        torch.accelerator.set_device_index(self.device.index)
+
     def free_bytes(self) -> int | None:
         free, reserved, used = map(self._counted, ("get_memory_info", "memory_reserved", "memory_allocated"))
         if free is None or reserved is None or used is None:

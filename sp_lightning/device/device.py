@@ -211,8 +211,11 @@ class Device:
         if self._background is None:
             threads = torch.get_num_threads()
             own = threads if self.computes_on_host else max(1, threads - 1)
-            self._background = _one_thread(self.background_threads or own)
+            self._background = _one_thread(self.background_threads or own, self.make_current)
         return self._background.submit(work)
+
+    def make_current(self) -> None:
+        """Makes this the device that code in this thread gets where it names no index. Each thread begins with the first one."""
 
     def finish(self, work: Future[None], why: Wait) -> None:
         """Waits for work that :meth:`later` has taken.
@@ -285,11 +288,12 @@ class Device:
         return sum(self._stalled[each] for each in why)
 
 
-def _one_thread(of_operators: int) -> ThreadPoolExecutor:
-    """Returns an executor with one thread, whose operators use so many."""
+def _one_thread(of_operators: int, begin: Callable[[], None]) -> ThreadPoolExecutor:
+    """Returns an executor with one thread, which calls ``begin`` first, and whose operators use so many threads."""
     threads = torch.get_num_threads()
 
     def set_number() -> None:
+        begin()
         # The first call in a thread sets the thread's number to the one that any thread has set last. It has to come
         # before set_num_threads here, or it would undo that later.
         torch.get_num_threads()

@@ -19,15 +19,16 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, autograd, jit, nn, serialization
+from torch import Tensor, autograd, jit, nn, overrides, serialization
 from torch._dynamo import comptime as compile_time
-from torch._dynamo import decorators, eval_frame
+from torch._dynamo import convert_frame, decorators, eval_frame
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils import _python_dispatch, _pytree, checkpoint
+from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine
@@ -161,6 +162,14 @@ def set_float32_precisions(found: tuple[Any, ...]) -> None:
 def _set_new_precisions(found: Sequence[str]) -> None:
     for place, precision in zip(_FLOAT32, found, strict=True):
         torch._C._set_fp32_precision_setter(*place, precision)
+
+
+def product_precisions() -> tuple[Any, ...]:
+    """What matrix products are computed in. As :func:`float32_precisions`, but nothing is set while it is read."""
+    places = [place for place in _FLOAT32 if place[1] in ("all", "matmul")]
+    backend: Any = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    return *(torch._C._get_fp32_precision_getter(*place) for place in places), *(getattr(backend, n) for n in names)
 
 
 attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
@@ -345,6 +354,28 @@ RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 frame_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What ``torch.compile`` does with the frames that this thread enters now: None while it compiles nothing. No public way."""
+
+COMPILE_LOCK: Any = convert_frame.compile_lock
+"""Held by the thread in which ``torch.compile`` compiles something. No public name."""
+
+
+def compiles_here() -> bool:
+    """Whether ``torch.compile`` compiles something in this thread."""
+    return bool(COMPILE_LOCK._is_owned())
+
+
+def set_compiling(compiling: bool) -> bool:
+    """Sets what ``torch.compiler.is_compiling()`` returns in all threads. Returns what it was. No public way."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, compiling
+    return before
+
+
+def default_device_is_set() -> bool:
+    """Whether ``torch.set_default_device``, or a device as a context, holds in this thread. The public way always finds one."""
+    return count_function_modes() > 0 and any(
+        isinstance(mode, DeviceContext) for mode in overrides._get_current_function_mode_stack()
+    )
+
 
 leave_frame_out: Callable[[Callable[..., Any]], Callable[..., Any]] = decorators.skip
 """Has ``torch.compile`` leave out a frame. The public ``torch.compiler.disable(recursive=False)`` puts another around it."""

@@ -26,6 +26,7 @@ from sp_lightning.optim.alone import constants_of, is_declared
 from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
 from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
+from sp_lightning.optim.step_context import StepContext, compiles, reads_settings
 from sp_lightning.store.away import Away, give
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, as_it_came, change, drop, stored
@@ -95,6 +96,10 @@ class LayerwiseStep:
         self._armed: dict[StreamedLayer, Groups] | None = None
         self.begun: set[StreamedLayer] = set()
         self._class = type(optimizer)
+        self._settings_of = self._class.__name__ if not waits and reads_settings(optimizer) else None
+        self._compiles = compiles(optimizer)
+        self._stepped: set[int] = set()  # the parameters, by their ids, whose state is made if the optimizer makes any
+        self._context: StepContext
         self._groups = self._none = Groups()  # the user's groups while the optimizer has none
         self._ordered = False  # whether state that this step makes will have the order in which torch's makes it
 
@@ -103,6 +108,7 @@ class LayerwiseStep:
         """A context for a step of the optimizer whose updates :meth:`submit` submits."""
         # The last step's gradients are there still: where one was sparse, no layer is updated before all gradients are known.
         self._armed = None if not self._early or all(map(self._cuts, self._optimizer.param_groups)) else {}
+        self._context = self._context_here()
         self._engine.backward.on_complete = self._on_complete
         self._engine.backward.wanted = (lambda layer: layer in self._early_groups()) if self._early else None
         self._engine.gradients.keep_narrow = self._narrow
@@ -118,6 +124,10 @@ class LayerwiseStep:
             self.clipping.end()
 
     # ------------------------------------------------------------------ updates
+
+    def _context_here(self) -> StepContext:
+        """What the optimizer's step would find if this thread ran it now."""
+        return StepContext({"cpu", self._engine.device.device.type}, self._settings_of)
 
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed."""
@@ -155,6 +165,7 @@ class LayerwiseStep:
             nothing to do; otherwise it is to update all at once.
         """
         self._closure = closure
+        self._context = self._context_here()  # user code may have changed something since the step began
         self._engine.backward.on_complete = self._engine.backward.wanted = None
         self._updates.end_early()
         self._engine.before(deferred=bool(self.begun))  # a forward without a backward may have left transfers
@@ -266,7 +277,7 @@ class LayerwiseStep:
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         vars(part).pop("zero_grad", None)  # which is that of the whole optimizer, in a step
-        clip, engine = self.clipping.pending, self._engine
+        clip, engine, context = self.clipping.pending, self._engine, self._context
         # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
@@ -282,23 +293,41 @@ class LayerwiseStep:
             for parameter in parameters:
                 if parameter.grad is None and not self._declared and dict.get(state_of(part), parameter) == {}:
                     dict.pop(state_of(part), parameter)
-            self._step_layer(layer, part, trained, clips)
+            self._step_layer(layer, part, trained, clips, context)
             if self._lands:
                 engine.device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             if self._state is not None:
                 self._state.store((layer, self._optimizer), part)
 
+        at_once = self._compiles or self._makes_state(parameters)
         release = partial(engine.release_gradients, layer, parameters) if self._early else None
         self._updates.submit(layer, update, release)
+        if at_once and not self._waits:
+            self._updates.complete(layer)
+
+    def _makes_state(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether an update may make state of these parameters on the device, in the default dtype of the process.
+
+        On the host torch's fused steps name the dtype of their state.
+        """
+        if self._on_device is None:
+            return False
+        new = {id(p) for p in parameters if stored(p) is not None} - self._stepped
+        self._stepped |= new
+        return bool(new)
 
     def _step_layer(
-        self, layer: StreamedLayer, part: Optimizer, trained: Sequence[nn.Parameter], clips: Mapping[int, Change]
+        self,
+        layer: StreamedLayer,
+        part: Optimizer,
+        trained: Sequence[nn.Parameter],
+        clips: Mapping[int, Change],
+        context: StepContext,
     ) -> None:
         """Runs the step of one layer, and casts its new weights."""
         # A class of a user's may look at its closure's loss.
-        step = partial(
-            _own_step(self._class), part, *([self._closure] * (self._declared and self._closure is not None))
-        )
+        closures = [self._closure] * (self._declared and self._closure is not None)
+        step = partial(context.run, partial(_own_step(self._class), part, *closures))
         if self._on_device is not None:
             self._on_device.step((layer, self._optimizer), part, step, declared=self._declared)
             return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -84,6 +87,9 @@ class DeclaredStep:
         self._gradients = [twin.grad for twin in twins]
         self._known = set(part_of.state)  # a state holds its parameter as its key
         self._random = device.random_states()
+        self._own_generators = _generator_states([self._attributes, *self._groups])
+        # Other threads (of a logger, say) may draw from these, so they are compared in the first step of each layer alone.
+        self._python = None if self._known else _python_states()
         self._references = [sys.getrefcount(twin) for twin in twins]
 
     def compare(self, state: dict[Any, Any]) -> None:
@@ -105,7 +111,9 @@ class DeclaredStep:
             "writes attributes of the optimizer": not _same(self._attributes, _settings(vars(part_of))),
             "keeps state that is no parameter's": any(all(key is not twin for twin in twins) for key in state),
             "empties state": any(not state.get(twin) for twin in twins if twin in state or twin in self._known),
-            "draws random numbers": not all(map(torch.equal, self._random, self._device.random_states())),
+            "draws random numbers": not all(map(torch.equal, self._random, self._device.random_states()))
+            or self._own_generators != _generator_states([self._attributes, *self._groups])
+            or self._python not in (None, _python_states()),
             "sets p.grad": any(twin.grad is not was for twin, was in zip(twins, self._gradients, strict=True)),
             "writes attributes of parameters": not all(map(_same, self._of_twins, (vars(twin) for twin in twins))),
             "keeps parameters": any(now > most for now, most in zip(kept, allowed, strict=True)),
@@ -117,6 +125,21 @@ class DeclaredStep:
                 "and write one parameter, its gradient and its state[p] at a time, and nothing else. Leave optimizer_on out: "
                 "then the host steps."
             )
+
+
+def _python_states() -> tuple[Any, ...]:
+    """The random states of Python and NumPy."""
+    _, numbers, position, *_ = np.random.get_state()
+    return random.getstate(), bytes(numbers), position
+
+
+def _generator_states(settings: Iterable[dict[str, Any]]) -> list[bytes]:
+    """The states of random generators that an optimizer has of its own."""
+    values = [value for each in settings for value in each.values()]
+    states = [bytes(value.get_state().numpy()) for value in values if isinstance(value, torch.Generator)]
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
+    others = [value for value in values if isinstance(value, kinds) and not isinstance(value, random.SystemRandom)]
+    return [*states, *map(pickle.dumps, others)]
 
 
 def _settings(of: dict[str, Any]) -> dict[str, Any]:

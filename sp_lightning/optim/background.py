@@ -24,6 +24,7 @@ from sp_lightning.device.layout import UNCHANGED_BY_UPDATES
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import publish
 from sp_lightning.device.torch_private import tree_leaves
+from sp_lightning.optim.step_context import awaiting_steps
 from sp_lightning.store.block_memory import merge
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
@@ -107,6 +108,19 @@ class BackgroundUpdates:
             for layer in [layer for layer, then in self._under_way.items() if then is not None][:-most]:
                 self._follow(layer, Wait.READ_AFTER_UPDATE)
 
+    def complete(self, layer: StreamedLayer) -> None:
+        """Waits for the update that was submitted for a layer, so that no other code runs beside it.
+
+        As with :meth:`bound`, its parameters keep the waiting class.
+
+        Raises:
+            BaseException: what an update raised, with its traceback.
+        """
+        with self._lock:
+            self._follow(layer, Wait.READ_AFTER_UPDATE)
+        if self._failure is not None:
+            self._raise()
+
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
         """Waits for the update of one layer.
 
@@ -185,7 +199,8 @@ class BackgroundUpdates:
         """Waits for an update, and does once what follows it."""
         if layer.update is not None:  # otherwise an interrupt has come before it was submitted
             # A KeyboardInterrupt may come here; the update is still known then.
-            self._device.finish(layer.update, why)
+            with awaiting_steps():
+                self._device.finish(layer.update, why)
             self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
         then, self._under_way[layer] = self._under_way[layer], None
         if then is not None:

@@ -149,7 +149,7 @@ class _Update(Operands):
 
         came = gradients = parts(self.gradient)
         if self.widens:
-            wide = torch.empty(elements, dtype=self.weight.dtype)
+            wide = torch.empty(elements, dtype=self.weight.dtype, device="cpu")
             gradients = [wide] * (len(weights) - 1) + [wide[: weights[-1].numel()]]
         columns = (weights, gradients, *map(parts, self.state))
         arguments = [[[] if each is None else [each] for each in row] for row in zip(*columns, strict=True)]

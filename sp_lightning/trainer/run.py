@@ -45,8 +45,8 @@ from sp_lightning.trainer.user_hooks import UserHooks
 from sp_lightning.tune.choices import Window
 from sp_lightning.tune.machine import takes_slices
 from sp_lightning.tune.tuner import Tuner
-from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.buffers import find_averages
+from sp_lightning.weights.device_parameter import DeviceParameter
 
 
 @dataclass(frozen=True)

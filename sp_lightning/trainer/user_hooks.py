@@ -42,6 +42,7 @@ from sp_lightning.device.torch_private import (
 from sp_lightning.optim.alone import DECLARES, depends_on_places, is_declared, is_torchs, steps_alone
 from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
 from sp_lightning.optim.scaler import HostGradScaler
+from sp_lightning.optim.step_context import compiles
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
 
@@ -192,15 +193,16 @@ def choose_overlap(
     never, better = _against_layerwise_steps(optimizers, fuse)
     if on_device:
         never, better = against_background_on_device(trainer, optimizers), ""
+    beside = _against_beside_forward(optimizers)
     if asked == "auto":
-        why = _against_background(trainer, optimizers) or never
+        why = _against_background(trainer, optimizers) or never or beside
         return ("off" if why else "forward"), why
-    why = never or (_against_early_updates(trainer, optimizers) if asked == "backward" else "")
+    why = never or (_against_early_updates(trainer, optimizers) if asked == "backward" else beside)
     there = 'optimizer_on="device", ' if on_device else ""
     if why:
         raise ValueError(
             f'optimizer_overlap="{asked}" cannot be used: {why}. '
-            f'{better or "Use"} SuperpipelineStrategy({there}optimizer_overlap="{"off" if never else "forward"}").'
+            f'{better or "Use"} SuperpipelineStrategy({there}optimizer_overlap="{"off" if never or beside else "forward"}").'
         )
     return asked, ""
 
@@ -259,6 +261,15 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
             better *= runs_fused(optimizer, left_open, fuse=True)
             return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})", better
     return "", ""
+
+
+def _against_beside_forward(optimizers: Sequence[Optimizer]) -> str:
+    """Returns why updates cannot run beside the next forward; an empty string if they can."""
+    names = " and ".join(sorted({type(each).__name__ for each in optimizers if compiles(each)}))
+    return names and (
+        f"{names} compiles its step, and torch.compile restores torch's random state afterwards, so that the next forward would "
+        "draw some numbers twice"
+    )
 
 
 def against_background_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> str:

@@ -23,7 +23,6 @@ from sp_lightning.device.cast_gradient import CastGradient
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import ALIGNMENT, strided
 from sp_lightning.device.lease import SavedView
-from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
 
 LOWERED_FUNCTIONS: frozenset[Any] = frozenset({

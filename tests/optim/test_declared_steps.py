@@ -385,7 +385,7 @@ class StepsAnother(Callback):
 
 
 def test_steps_of_other_optimizers_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="SGD is not what configure_optimizers has returned"):
+    with pytest.raises(RuntimeError, match=r"SGD is not what Stepped\.configure_optimizers has returned"):
         trainer_for(on_device(), callbacks=[StepsAnother()]).fit(Stepped(), loader(vectors()))
 
 

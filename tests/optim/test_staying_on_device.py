@@ -209,9 +209,10 @@ def test_what_a_step_has_cast_need_not_be_fetched(ahead: bool, monkeypatch: pyte
     monkeypatch.setattr("sp_lightning.optim.on_device.for_fetch", lambda *_: [])
     without, all_of_it = fetched(Stepped)
     assert_same(ours, without)
-    # Each layer once for each step but the last: its first fetch after it.
+    # Each layer once for each step but the last: its first fetch after it. All of the first step is waited for.
     layers = [layer.nbytes for layer in ours.trainer.strategy.plan.layers]
-    assert all_of_it - fewer == sum(layers[-FRESH:] if ahead else layers) * (len(vectors()) - 1)
+    few, all_layers = sum(layers[-FRESH:]), sum(layers)
+    assert all_of_it - fewer == few + (few if ahead else all_layers) * (len(vectors()) - 2)
 
 
 class Wanders(nn.Module):
@@ -327,23 +328,27 @@ def test_layers_of_which_only_some_parameters_are_stepped_are_fetched_whole(make
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then user code may write weights in a way that no version shows."""
-    stage, staged, left = HostSource.stage, list[StreamedLayer](), list[bool]()
+    stage, staged, left, inside = HostSource.stage, list[StreamedLayer](), list[bool](), list[int]()
 
     def interrupted(self: HostSource, layer: StreamedLayer) -> Any:
-        if staged and staged[-1].made:
+        if inside and staged and staged[-1].made:
             raise KeyboardInterrupt
         staged.append(layer)
         return stage(self, layer)
 
     class Catches(Stepped):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
+            inside.append(batch_idx)
             try:
                 return super().training_step(batch, batch_idx)
             except KeyboardInterrupt:
                 left.append(bool(staged.pop().made))
                 return None
+            finally:
+                inside.clear()
 
     monkeypatch.setattr(HostSource, "stage", interrupted)
+    monkeypatch.setattr("sp_lightning.optim.on_device.FRESH", 99)  # all of the first step, which is waited for
     strategy = SuperpipelineStrategy(k=2, k_prime=2, optimizer_on="device", optimizer_overlap="forward")
     with simulated():
         fit(Catches, vectors(), strategy, recorded="nothing", precision="bf16-mixed")
