@@ -95,7 +95,9 @@ class StepContext:
 
     def _compare(self) -> None:
         if self._settings is not None and (now := _process_settings()) != self._settings:
-            changed = [f"{now[name]} (expected {was})" for name, was in self._settings.items() if now[name] != was]
+            changed = [
+                f"{name} {now[name]} (expected {was})" for name, was in self._settings.items() if now[name] != was
+            ]
             raise RuntimeError(
                 f"{self._name} depends on torch's settings, and they were changed while it ran in the background: got "
                 f'{", ".join(changed)}, as in optimizer.step(). Use SuperpipelineStrategy(optimizer_overlap="off").'
