@@ -116,6 +116,8 @@ class Access(Part):
             try:
                 if torch.is_grad_enabled() and visits:
                     self._watch(visits, output)
+                if self._step.shown:
+                    self._step.renew_shown()
                 # The frames of an exception hold the weights as long as it is handled. Checkpoints stop their recompute by
                 # one, so the layers are released later.
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)
@@ -247,13 +249,15 @@ class Access(Part):
                 self.residents.group.ask(before_use=True)
             self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
 
-    def host_was_used(self, layer: StreamedLayer) -> None:
+    def host_was_used(self, layer: StreamedLayer, *, viewed: bool) -> None:
         """Brings what was written of the host's weights to where the device's are in use, or viewed."""
         with held(self.lock):
             if layer is self.residents.layer:
-                if self.swap.on_device:
+                if self.swap.on_device or self.calls.depth:
                     self.residents.refresh()
                 return
+            if viewed and layer in self.residency.used:
+                self._show_used(layer)
             for member in layer.owner.family:
                 if member.outdated and member in self.residency.used:
                     self.residency.renew(member)
@@ -266,11 +270,17 @@ class Access(Part):
         self.host_is_used(layer)
         with held(self.lock):
             if layer is self.residents.layer:
-                self.residents.invalidate()
+                self.residents.distrust()
             elif layer in self.residency.used:
-                self._step.shown.add(layer)
+                self._show_used(layer)
             else:
                 self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
+
+    def _show_used(self, layer: StreamedLayer) -> None:
+        """The host's memory of a layer in use is handed out."""
+        if not self.swap.on_device:  # otherwise another thread only looks at it
+            self.lent.refuse_viewed(layer)
+            self._step.shown.add(layer)
 
     def device_is_used(self, layer: StreamedLayer) -> None:
         """Has a layer that is in use be what the host's weights are, which modules hold at the moment."""

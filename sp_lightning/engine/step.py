@@ -197,6 +197,12 @@ class Step(Part):
         )
         self.residency.renew_views()
 
+    def renew_shown(self) -> None:
+        """Brings what user code may have written of the host's weights to layers in use, before they are released."""
+        shown, self.shown = self.shown, set()
+        for layer in shown.intersection(self.residency.used):
+            self.residency.renew(layer)
+
     def allow_writes(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
         if not self.running:
@@ -213,7 +219,7 @@ class Step(Part):
 
     def hold_host(self) -> None:
         """Puts the host's parameters into the modules while an optimizer steps inside of a step: it may read the weights there."""
-        if self.swap.on_device:
+        if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
             self.swap.to_host()
             self._held = self._stepping = True
         self.swap.watch_captured(False)
@@ -263,7 +269,7 @@ class Step(Part):
         """
         self.residency.release_unpinned()
         self.residency.let_rest(rests and self.residency.rests)
-        for layer in self.residency.used:  # a call of its module is running
+        for layer in self.residency.used if self.swap.on_device else ():  # a call of its module is running
             self.lent.take_back(layer)
         self.lent.take_back_all()
         self.residents.take_back_writes()

@@ -139,6 +139,20 @@ class LentWeights(Tenants):
                     "param.data.copy_(other)."
                 )
 
+    def refuse_viewed(self, layer: StreamedLayer) -> None:
+        """Refuses writes on the host that no version shows while user code views the memory of a layer in use.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        group = layer.parameters
+        if layer.slot is not None and layer.slot.lease.in_use_beside(len(group.all) if group.attached else 0):
+            raise RuntimeError(
+                f"A weight of {layer.name!r} was read through .data, .detach() or a view after a backward that ran inside a call "
+                "of this layer, while a view of its weights from before that backward is kept; a write would not be seen there. "
+                "Drop such views before the backward, and take them anew after the write."
+            )
+
     def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
         """Copies the new values to weights that were given other memory in this use, and offers the new casts."""
         group = layer.parameters

@@ -39,6 +39,7 @@ class Doors(Protocol):
     """
 
     device: Device
+    calls: Any  # ``calls.depth`` is how many calls of modules are running
     at_host: Callable[[], bool]  # whether no step runs, so that modules hold the host's parameters
 
     def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> AbstractContextManager[None]:
@@ -62,8 +63,8 @@ class Doors(Protocol):
     def host_is_used(self, layer: Any) -> None:
         """Called within a step before user code reads the host's weights of a layer, or writes them."""
 
-    def host_was_used(self, layer: Any) -> None:
-        """Called within a step after user code has read the host's weights of a layer, or written them."""
+    def host_was_used(self, layer: Any, *, viewed: bool) -> None:
+        """Called within a step after user code has read the host's weights of a layer, written them, or made a view of one."""
 
     def host_is_shown(self, layer: Any) -> None:
         """Called within a step before user code gets the host's memory of a weight, which it may write in a way no version shows."""

@@ -68,6 +68,10 @@ class Residents:
         if self._slot.digests is not None:
             self._lent.take_digests(self._slot)
 
+    def distrust(self) -> None:
+        """Has the host's weights copied anew before their next use, because they are about to be written unseen."""
+        self._current = False
+
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because host weights were or may have been written.
 

@@ -218,20 +218,22 @@ class _InStep(Role):
         # No update is waited for here: what has that role, too, was asked first. Other classes among the arguments are asked.
         with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
             output = func(*args, **kwargs)
+        viewed = func in _DETACH or (type(output) is Tensor and output._base is not None)
         for group in groups:
-            group.doors.host_was_used(group.layer)
+            group.doors.host_was_used(group.layer, viewed=viewed)
         return output
 
     @classmethod
     def in_use(cls, hosts: Iterable[Tensor]) -> bool:
         """Whether the running step has all of them on the device, in a call of their layers: then those are the weights.
 
-        Residents are left out, which are there all the time. Other threads look at the host's memory, which never leaves.
+        Residents, which are there all the time, count as used in calls of any modules. Other threads look at the host's
+        memory, which never leaves.
         """
         if not cls.swap.on_device or threading.get_ident() != cls.thread:
             return False
-        groups = (cls.device_of[id(host)]._of for host in hosts)
-        return all(group.attached and group.layer.kind is not Kind.RESIDENTS for group in groups)
+        groups = [cls.device_of[id(host)]._of for host in hosts]
+        return all(g.attached and (g.layer.kind is not Kind.RESIDENTS or g.doors.calls.depth > 0) for g in groups)
 
 
 def _on_device(
@@ -243,7 +245,7 @@ def _on_device(
         return len(others) == 1 and role.in_use(hosts) and (device.computes_on_host or device.has(others[0]))
     if func in _OF_GRAPHS or any(issubclass(type(other), DeviceParameter) for other in others):
         return True
-    if func in (Tensor.detach, torch.detach):
+    if func in _DETACH:
         # It may be written. Other threads look at the host's memory, which never leaves.
         return role.swap.on_device and threading.get_ident() == role.thread
     others = [other for other in others if other.ndim]
@@ -257,6 +259,7 @@ def _on_device(
 _OF_GRAPHS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 """What looks for parameters in a graph."""
 
+_DETACH = (Tensor.detach, torch.detach)
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
