@@ -154,15 +154,15 @@ def _plain_parts(tensor: Any) -> Sequence[Any] | None:
 
 
 def may_be_unwritten(tensor: Tensor) -> bool:
-    """Whether an accelerator's operators save such a tensor, by its dtype and shape, without having written all of it.
+    """Whether operators save such a tensor, by its dtype and shape, without having written all of it.
 
-    Attention saves the seed and the offset of random numbers that it has not drawn, cuDNN's recurrent layers a reserve with
-    gaps. What is there is anything, and is used by no backward.
+    Recurrent layers (cuDNN, oneDNN) save a workspace with gaps, attention on an accelerator the seed and the offset of random
+    numbers that it has not drawn. What is there is anything, and is used by no backward.
     """
-    if tensor.device.type == "cpu" or tensor.is_floating_point():
-        return False
+    if tensor.ndim == 1 and tensor.dtype is torch.uint8:
+        return True
     seeds = tensor.dtype is torch.uint64 or (tensor.ndim == 0 and tensor.dtype is torch.int64)
-    return seeds or (tensor.ndim == 1 and tensor.dtype is torch.uint8)
+    return seeds and tensor.device.type != "cpu"
 
 
 def _sums(tensor: Tensor) -> tuple[Tensor, ...]:

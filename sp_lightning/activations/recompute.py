@@ -49,8 +49,12 @@ OutsideWatch = Callable[[str], Callable[[], str | None]]
 """Takes a unit's name. What it returns says what was done to weights outside of the unit since; None if nothing was."""
 
 
-# Of torch's error about a saved tensor, as this package raises it, too.
-_WRITTEN = "has been modified by an inplace operation"
+_MODIFIED = "modified by an inplace operation"
+"""Of torch's error about a saved tensor, as this package raises it, too."""
+_OF_ALL = (
+    'This is under activations="recompute". Keep or offload what all layers save: '
+    'SuperpipelineStrategy(activations="offload").'
+)
 
 
 class Unrepeatable(RuntimeError):
@@ -350,22 +354,24 @@ class FirstRun:
         Raises:
             Unrepeatable: it cannot.
         """
-        changed = [
-            (weight.name, "modified by an inplace operation") for weight in self.before.weights if weight.is_written
-        ]
+        changed = [(weight.name, _MODIFIED) for weight in self.before.weights if weight.is_written]
         changed += [
             (name, "exchanged") for name, place, key, held in self.before.held if host_of(place.get(key)) is not held
         ]
         # Another call of the unit may have written a tensor where no version shows it.
         changed += [
-            (name, "modified by an inplace operation")
+            (name, _MODIFIED)
             for name, tensor, version in self._unchanged
             if tensor._version != version or name in self._volatile
         ]
         for name, how in changed:
+            trained = [weight.is_written for weight in self.before.weights if weight.is_trained()]
+            stepped = how == _MODIFIED and bool(trained) and all(trained)
+            between = "two backwards of one graph" if self._again > 1 else "forward and backward"
             raise Unrepeatable(
-                f"{name!r} of {self.unit!r} has been {how} between forward and backward, which was to compute the forward "
-                f"again. {self._remedy}"
+                f"{name!r} of {self.unit!r} has been {how} between {between}"
+                f"{' (an optimizer has stepped it, perhaps)' * stepped}. Each backward was to compute the forward again. "
+                f"{_OF_ALL if stepped else self._remedy}"
             )
 
     @contextmanager
@@ -406,7 +412,7 @@ class FirstRun:
                 raise
             raise self.differs() from error  # other tensors were saved, or another number of them
         except RuntimeError as error:
-            if self._again == before and _WRITTEN in str(error):
+            if self._again == before and _MODIFIED in str(error):
                 raise Unrepeatable(
                     f"A tensor that {self.unit!r} was given has been written since its forward, which backward was to compute "
                     f"again. Write x = x + layer(x) in place of x += layer(x). {self._remedy}"
@@ -434,7 +440,8 @@ class FirstRun:
     def _remedy(self) -> str:
         return (
             'This is under activations="recompute". Keep or offload what it saves: '
-            f'SuperpipelineStrategy(activations={{"{self.unit}": "offload", "**": "recompute"}}).'
+            f'SuperpipelineStrategy(activations={{"{self.unit}": "offload", "**": "recompute"}}), or, for all layers, '
+            'activations="offload".'
         )
 
 

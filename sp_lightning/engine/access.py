@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +141,7 @@ class Access(Part):
             self.leave(visits, None)
 
     def _watch(self, visits: Visits, output: Any) -> None:
-        pre_backward = partial(self._pre_backward, tuple(visits))
+        pre_backward = self._backward.awaited(self._pre_backward, tuple(visits))
         for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(pre_backward)

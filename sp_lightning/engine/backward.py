@@ -7,8 +7,11 @@ them may still be in a hook of a backward that has failed elsewhere, when user c
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -18,6 +21,29 @@ from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.weights.device_parameter import Untouched, tensor_grad
 from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import StreamedLayer
+
+
+class AwaitedCall:
+    """A call of a module in forward, whose backward is to come. It is a hook on its outputs, so that their graph holds it.
+
+    Args:
+        begins: called whenever backward comes to an output.
+        visits: the module's layers.
+
+    Attributes:
+        begun: whether it has.
+    """
+
+    def __init__(
+        self, begins: Callable[[Sequence[StreamedLayer], Tensor], None], visits: Sequence[StreamedLayer]
+    ) -> None:
+        self._begins = begins
+        self._visits = visits
+        self.begun = False
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.begun = True
+        self._begins(self._visits, gradient)
 
 
 class Backward(Part):
@@ -45,6 +71,8 @@ class Backward(Part):
         # The weights that gradients have arrived for in nested and manual backwards, with the depths of their graph tasks.
         self._given: list[tuple[int, str]] = []
         self._closed = False
+        # Of a step that updates layers in backward: the calls of each layer whose graphs are alive.
+        self._awaited: defaultdict[StreamedLayer, WeakSet[AwaitedCall]] = defaultdict(WeakSet)
 
     def at_host(self) -> bool:
         """Whether no step, call or backward runs, so that modules hold the host's parameters. Not once the run is over."""
@@ -169,12 +197,31 @@ class Backward(Part):
     def complete(self, layer: StreamedLayer) -> None:
         """Tells an optimizer's step that all gradients of a layer are in ``param.grad``."""
         # Nested backwards (a reentrant checkpoint's) may each give the same layer gradients, so none is the last.
-        if self.on_complete is not None and self._announced and not self._nested:
+        if self.on_complete is not None and self._announced and not self._nested and not self._awaits(layer):
             self.on_complete(layer)
 
     def _wants(self, layer: StreamedLayer) -> bool:
         """Whether :meth:`complete` would begin a layer's update now."""
-        return self.wanted is not None and not self._nested and self.wanted(layer)
+        return self.wanted is not None and not self._nested and not self._awaits(layer) and self.wanted(layer)
+
+    def awaited(
+        self, begins: Callable[[Any, Tensor], None], visits: Sequence[StreamedLayer]
+    ) -> Callable[[Tensor], None]:
+        """A hook for the outputs of a call of a module, which calls ``begins`` with the module's layers and a gradient.
+
+        While a step updates layers in backward, no layer is updated before the backward of all its calls has begun. A layer's
+        gradients may be complete before: two adapters of frozen weights, for example, may be used by a forward each.
+        """
+        if self.wanted is None or self.tasks:
+            return partial(begins, visits)
+        call = AwaitedCall(begins, visits)
+        for layer in visits:
+            self._awaited[layer.owner].add(call)
+        return call
+
+    def _awaits(self, layer: StreamedLayer) -> bool:
+        """Whether the backward of a call of a layer has not begun."""
+        return any(not call.begun for call in self._awaited.get(layer.owner, ()))
 
     # ------------------------------------------------------------------ it ends
 
@@ -182,6 +229,7 @@ class Backward(Part):
         """Drops a backward that failed, with the gradients that are on their way."""
         self.tasks.clear()
         self._given.clear()
+        self._awaited.clear()
         self._nested = self._announced = self._accumulates = False
         self.updates.end_early()
         self.gradients.drop()

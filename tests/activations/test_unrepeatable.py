@@ -298,7 +298,8 @@ class WritesBetween(Module):
 
 
 def test_weights_that_are_written_between_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"'inner.bias' of 'net.blocks.2' has been modified by an inplace operation"):
+    said = r"'inner.bias' of 'net.blocks.2' has been modified by an inplace operation between forward and backward\."
+    with pytest.raises(Unrepeatable, match=said + r".*activations=\{\"net.blocks.2\": \"offload\""):
         fit(lambda: WritesBetween(Stack()), vectors(), superpipeline(activations="recompute"))
 
 
@@ -323,10 +324,34 @@ class StepsBetween(Module):
 
 
 def test_a_step_between_two_backwards_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="has been modified by an inplace operation between forward and backward"):
+    said = r"'weight' of 'net.head' has been modified by an inplace operation between two backwards of one graph.*an optimizer"
+    with pytest.raises(Unrepeatable, match=said + r".*activations=\"offload\"\)") as refused:
         fit(StepsBetween, vectors(), superpipeline(k=1, activations="recompute"))
+    assert "net.head" not in str(refused.value).partition("activations=")[2]  # all layers need it
     for mode in ("keep", "offload"):
         assert_same(fit(StepsBetween, vectors(), superpipeline(k=1, activations=mode)), fit(StepsBetween, vectors()))
+
+
+class WritesUnseenBetween(StepsBetween):
+    """Writes of which torch shows nothing, between two backwards: what was saved stays as it was on plain Lightning."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        for block in self.net.blocks:  # type: ignore[union-attr]
+            block.inner.bias.data.mul_(0.9)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_an_unseen_write_between_two_backwards_is_refused() -> None:
+    """The gradients of the second backward were wrong without a word."""
+    with pytest.raises(Unrepeatable, match=r"The forward of 'net.blocks.4' computed other values in backward"):
+        fit(WritesUnseenBetween, vectors(), superpipeline(k=1, activations="recompute"))
+    ours = fit(WritesUnseenBetween, vectors(), superpipeline(k=1, activations="offload"))
+    assert_same(ours, fit(WritesUnseenBetween, vectors()))
 
 
 def test_auto_sees_what_is_written_between() -> None:
@@ -340,6 +365,48 @@ def test_auto_sees_what_is_written_between() -> None:
         ours = fit(make, batches, strategy)
     assert_same(ours, fit(make, batches))
     assert strategy.activations["net.blocks.2"] != "recompute"
+
+
+class Squashes(Block):
+    """Its first operator saves its output alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(torch.sigmoid(x)))
+
+
+class AddsInPlace(Stack):
+    """Residual connections that write what the layers were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Squashes() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x += block(x)
+        return self.head(x)
+
+
+def test_an_input_that_is_written_after_the_layer_is_refused() -> None:
+    """torch's own error names no layer."""
+    said = r"A tensor that 'net.blocks.4' was given has been written since.*Write x = x \+ layer\(x\) in place of x \+= layer"
+    with pytest.raises(Unrepeatable, match=said) as refused:
+        fit(lambda: Module(AddsInPlace()), vectors(), superpipeline(k=1, activations="recompute"))
+    assert 'activations={"net.blocks.4": "offload", "**": "recompute"}' in str(refused.value)
+    for mode in ("keep", "offload"):
+        ours = fit(lambda: Module(AddsInPlace()), vectors(), superpipeline(k=1, activations=mode))
+        assert_same(ours, fit(lambda: Module(AddsInPlace()), vectors()))
+
+
+def test_auto_does_not_recompute_what_is_given_such_an_input() -> None:
+    batches, modes = [*vectors(), *vectors()], Modes()
+    with simulated(capacity=26_000):
+        ours = fit(
+            lambda: Module(AddsInPlace()), batches, superpipeline(k=1, k_prime=1, activations="auto"), callbacks=[modes]
+        )
+    assert_same(ours, fit(lambda: Module(AddsInPlace()), batches))
+    assert "recompute" not in modes.seen
 
 
 # ---------------------------------------------------------------------- faults

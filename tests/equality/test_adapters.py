@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from tests.support.models import Transformer, llama, tokens
-from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
 from tests.support.tiers import first
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -115,3 +115,28 @@ def test_merged_and_unmerged_between_two_runs() -> None:
         return merged, trainer.predict(module, loader(tokens(1))), dict(module.state_dict())
 
     assert_equal(results(superpipeline(k=1)), results("auto"), "merged")
+
+
+class TwoInOneStep(AllParameters):
+    """A forward with each adapter, then one backward. When it begins, the first adapter is frozen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = []
+        for name in ("default", "other"):
+            self.net.set_adapter(name)
+            losses.append(self.loss(batch))
+        return sum(losses)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("activations", first(["keep", "recompute"], "keep", why="as without"))
+def test_two_adapters_in_one_step(activations: Any, overlap: Any) -> None:
+    """With "backward" layers were updated after the second forward's part of backward, and then refused to the first one's."""
+    make = fused(lambda: TwoInOneStep(adapted(None, "other")().net))
+    ours = fit(
+        make,
+        tokens(),
+        superpipeline(k=1, activations=activations, optimizer_overlap=overlap, fused_optimizer=True),
+        recorded="losses",
+    )
+    assert_same(ours, fit(make, tokens(), recorded="losses"))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
+from sp_lightning.engine.updating import Updating
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.layer import StreamedLayer
 from tests.support.models import Module, Stack, vectors
@@ -312,6 +313,57 @@ def test_a_call_of_a_layer_that_is_updated_already_is_refused(k: int) -> None:
     """Where its slot still had the weights (k=8), those were taken for written, and the update was lost."""
     with pytest.raises(RuntimeError, match=r"had updated layer 'net.head' when.*its weights were needed again"):
         fit(fused(CallsUpdated), vectors(), overlapping("backward", k=k), recorded="losses")
+
+
+class Adapted(nn.Module):
+    """A frozen weight with two adapters, of which one is used and trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16).requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.used = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x) + self.adapters[self.used](x))
+
+
+class SwitchesAdapters(Module):
+    """A forward with each adapter in one step: the backward of the second one's comes first. ``drops`` the first one's graph."""
+
+    def __init__(self, *, drops: bool) -> None:
+        stack = Stack()
+        stack.blocks = nn.ModuleList(Adapted() for _ in range(5))
+        super().__init__(stack)
+        self.drops = drops
+
+    def use(self, number: int) -> None:
+        for block in self.net.blocks:  # type: ignore[union-attr]
+            block.used = number
+            for index, adapter in enumerate(block.adapters):
+                adapter.requires_grad_(index == number)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.use(0)
+        first_loss = self.loss(batch)
+        self.use(1)
+        return self.loss(batch) + (float(first_loss.detach()) if self.drops else first_loss)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_no_layer_is_updated_before_the_backward_of_all_its_calls(lazy: bool, drops: bool) -> None:
+    """Frozen weights were refused to the first forward's part of backward, after some layers had been updated."""
+    early: set[str] = set()
+    begin = Updating.before_early_update
+
+    def noted(self: Updating, layer: StreamedLayer) -> None:
+        early.add(layer.name)
+        begin(self, layer)
+
+    with mock.patch.object(Updating, "before_early_update", noted):
+        both(fused(lambda: SwitchesAdapters(drops=drops)), "backward", lazy=lazy)
+    assert ("net.blocks.2" in early) == drops  # where nothing comes after it, it is updated in backward
 
 
 class HooksLate(Module):
