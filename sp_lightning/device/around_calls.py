@@ -20,7 +20,14 @@ from torch.compiler import is_dynamo_compiling
 
 from sp_lightning.device.modes import NOT_IN_GRAPHS
 from sp_lightning.device.patched import Patch
-from sp_lightning.device.torch_private import SCRIPTING, comptime, trace_only_inlined, traced_value
+from sp_lightning.device.torch_private import (
+    SCRIPTING,
+    comptime,
+    frame_compiler,
+    starts_graph_with_hooks,
+    trace_only_inlined,
+    traced_value,
+)
 
 Around = Callable[..., Any]
 """Is called with what ``nn.Module.__call__`` was before, the module, and the arguments of the call."""
@@ -64,10 +71,26 @@ def _end_graph(context: Any) -> None:
 
 @trace_only_inlined
 def _run(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if frame_compiler() is not None and starts_graph_with_hooks(module):
+        call = partial(_with_hook, call)
     for reference in _around.get(id(module), ()):
         if (around := reference()) is not None:
             call = partial(around, call)
     return call(module, *args, **kwargs)
+
+
+@trace_only_inlined
+def _with_hook(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A graph that has ended at one of torch's own modules goes on inside of it if the module has a hook."""
+    handle = module.register_forward_hook(_no_hook)
+    try:
+        return call(module, *args, **kwargs)
+    finally:
+        handle.remove()
+
+
+@trace_only_inlined
+def _no_hook(*_: Any) -> None: ...
 
 
 def _refuse_scripted(script: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:

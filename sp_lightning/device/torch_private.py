@@ -397,6 +397,15 @@ def traced_value(context: Any, name: str) -> Any:
     return getattr(variable, "value", None)
 
 
+def starts_graph_with_hooks(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` begins a graph in the forward of a module of torch's own only if the module has hooks.
+
+    That is so since torch 2.14, and nothing public says so. Attention chooses its path by its hooks.
+    """
+    torchs = type(module).__module__.startswith(("torch.nn.", "torch.ao."))
+    return torchs and not isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder))
+
+
 WHY_LEFT_OUT = "_torchdynamo_disable_msg"
 """The attribute of such a function that says why, where ``torch.compile`` may leave out none (``fullgraph=True``)."""
 

@@ -40,16 +40,24 @@ class ModuleCalls:
         listener: is told of each call.
         module: the module.
         visits: the layers that it uses.
+        in_evaluation: the layers that it uses in evaluation; None if they are the same.
         unit: the unit that the module is; None if it is none.
         runner: runs the calls of a unit.
     """
 
     def __init__(
-        self, listener: Listener, module: nn.Module, visits: Visits, unit: str | None, runner: Runner | None
+        self,
+        listener: Listener,
+        module: nn.Module,
+        visits: Visits,
+        in_evaluation: Visits | None = None,
+        unit: str | None = None,
+        runner: Runner | None = None,
     ) -> None:
         self._listener = listener
         self._module = module
         self._visits = visits
+        self._in_evaluation = in_evaluation
         self._unit = unit
         self._runner = runner
         self._experts = next((layer.rows for layer in visits if isinstance(layer.rows, ExpertRows)), None)
@@ -73,6 +81,8 @@ class ModuleCalls:
 
     @never_compiled  # transfers cannot be part of a compiled graph
     def _begin(self, args: Any, kwargs: Any) -> Visits:
+        if self._in_evaluation is not None and not self._module.training:
+            return self._listener.enter(self._in_evaluation, args)
         if self._experts is None:
             return self._listener.enter(self._visits, args)
         self._experts.begin_call(self._module, args, kwargs)
@@ -104,10 +114,24 @@ def listen(
         runner: runs them.
     """
     unit_of = {module: name for name, module in (units or {}).items()}
-    calls = []
-    for module, used in visits.items():
-        if isinstance(module, nn.TransformerEncoder) and len(module.layers) and module.layers[0] in visits:
-            # It reads the weights of its first layer to choose its path, before it calls that layer.
-            used = tuple(sorted({*used, *visits[module.layers[0]]}, key=lambda layer: layer.index))
-        calls.append(ModuleCalls(listener, module, used, unit_of.get(module), runner))
-    return calls
+    return [
+        ModuleCalls(listener, module, used, _in_evaluation(module, visits), unit_of.get(module), runner)
+        for module, used in visits.items()
+    ]
+
+
+def _in_evaluation(module: nn.Module, visits: Mapping[nn.Module, tuple[StreamedLayer, ...]]) -> Visits | None:
+    """The layers that a module uses in evaluation, in which torch's encoders read weights without calling their modules.
+
+    ``nn.TransformerEncoderLayer`` then computes with the weights of all modules in it, if they have no ``__torch_function__``.
+    ``nn.TransformerEncoder`` looks at the weights of its first layer to choose its path.
+    """
+    read: nn.Module
+    if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+        read = module.layers[0]
+    elif isinstance(module, nn.TransformerEncoderLayer):
+        read = module
+    else:
+        return None
+    used = {layer for child in (module, *read.modules()) for layer in visits.get(child, ())}
+    return None if used == set(visits[module]) else tuple(sorted(used, key=lambda layer: layer.index))

@@ -104,21 +104,21 @@ class RunningCalls:
                 hooks.__exit__(None, None, None)
 
     def reset(self) -> bool:
-        """All calls of this thread have ended. Returns whether there were any of whose end no hook was told."""
+        """All calls of this thread have ended. Returns whether there were any whose end was not noted."""
         ended = self._here.depth
         self.end(ended)
         return ended > 0
 
     def refuse_interrupted(self) -> None:
-        """Refuses to go on to the next batch if a call between steps has ended in Ctrl-C. torch tells no hook of that.
+        """Refuses to go on to the next batch if Ctrl-C came just when a call between steps began or ended, and was caught.
 
         Raises:
-            RuntimeError: it has. Until now its weights were on the device, where writes of the host's are not seen.
+            RuntimeError: it did. Until now its weights were on the device, where writes of the host's are not seen.
         """
         if self.reset():
             raise RuntimeError(
-                "A call of a module between two steps has ended in Ctrl-C, which was caught: what was written to weights since "
-                "may be lost. Let the KeyboardInterrupt end the run, and go on from a checkpoint."
+                "Ctrl-C came while a call of a module between two steps began or ended, and was caught: what was written to "
+                "weights since may be lost. Let the KeyboardInterrupt end the run, and go on from a checkpoint."
             )
 
 

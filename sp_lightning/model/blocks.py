@@ -28,11 +28,18 @@ def is_repeated(module: nn.Module) -> bool:
     if not isinstance(module, CONTAINERS):
         return False
     if type(module) is nn.ModuleList and len(module) == 1:
-        return has_parts(module[0])
+        return has_parts(module[0]) and not is_wrapper(module[0])
     kinds = Counter(type(child) for child in module.children() if has_parts(child))
     shapes = Counter(tuple(p.shape for p in group.parameters()) for group in groups_in(module))
     alike = any(count >= 2 for kind, count in kinds.items() if kind not in CONTAINERS)
     return alike or max(shapes.values(), default=0) > 1
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether all of its parameters belong to one child, which has parts itself: a network in a class that only calls it."""
+    own = any(parameter is not None for parameter in module._parameters.values())
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    return not own and len(children) == 1 and has_parts(children[0])
 
 
 def has_blocks(module: nn.Module) -> bool:

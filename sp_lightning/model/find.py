@@ -204,7 +204,10 @@ def _visits(
     """The layers that each module's call uses. The experts inside a block come when they are called themselves."""
     owner = {p: index for index, unit in enumerate(streamed) for _, p in unit.parameters if p not in kept}
     experts = {index for index, unit in enumerate(streamed) if unit.expert}
-    visits: dict[nn.Module, tuple[int, ...]] = dict.fromkeys(above, ())
+    visits: dict[nn.Module, tuple[int, ...]] = {}
+    for module in above:  # its call uses what it reads without calling the children
+        reads = isinstance(module, nn.MultiheadAttention)
+        visits[module] = tuple(sorted({owner[p] for p in module.parameters() if p in owner})) if reads else ()
     for unit in units:
         if unit.module is not None:
             used = {owner[p] for p in unit.module.parameters() if p in owner}
@@ -218,6 +221,8 @@ def _visits(
 _UNDIVIDED = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
 # A unit that is not one of several like blocks is cut further while it holds more than this share of the model.
 _LARGE_SHARE = 1 / 4
+# A list of one module that has more than this share has the whole model.
+_ALL = 9 / 10
 
 
 class _Walk:
@@ -268,7 +273,7 @@ class _Walk:
                 self._owned.add(parameter)
                 full = join_names(name, key)
                 yield Unit(full, None, [(full, parameter)])
-        repeated, routed = is_repeated(module), are_experts(name, module)
+        repeated, routed = is_repeated(module) and not self._is_all(module), are_experts(name, module)
         self._groups.update(groups_in(module))
         for key, child in module.named_children():
             yield from self.units(child, join_names(name, key), is_block=repeated, is_expert=routed)
@@ -306,6 +311,10 @@ class _Walk:
         if has_blocks(module):
             return large or not is_block
         return large and not is_block
+
+    def _is_all(self, module: nn.Module) -> bool:
+        """Whether it is a list of one that has nearly all weights: its only module is the network, and no block of it."""
+        return len([*module.children()]) == 1 and sum(map(tensor_bytes, module.parameters())) > _ALL * self._total
 
     def _own(self, module: nn.Module, name: str) -> list[NamedParameter]:
         """The parameters of a module that belong to no other unit; they belong to its unit from now on."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.activations import offload, recompute
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
+from sp_lightning.engine.access import Access
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.step import Step
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -155,13 +156,7 @@ ROWS = [
     Row("optimizer: deferring / its end", LayerwiseStep, "_groups_by_layer", 1, steps, IN, AHEAD),
 ]
 ERRORS = (RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt)
-UNTOLD = ("between", KeyboardInterrupt)  # torch calls no hook, so the next step is refused
-CASES = [
-    (row, when, error)
-    for row, error in product(ROWS, ERRORS)
-    for when in row.when
-    if (when, error) != UNTOLD or row.owner in (Step, nn.Module, AtomicCheckpointIO)
-]
+CASES = [(row, when, error) for row, error in product(ROWS, ERRORS) for when in row.when]
 
 
 NAMES = [
@@ -227,7 +222,7 @@ class Catches(Module):
         for weight in self.kept:
             weight.data.mul_(0.99)
         self.seen.append(self.net(batch).detach().clone())
-        if streamer_of(self.trainer.strategy) is not None and (self.when, self.error) != UNTOLD:
+        if streamer_of(self.trainer.strategy) is not None:
             self.whole = self.whole or state_of(self)
             assert_equal(state_of(self), self.whole, "state")
 
@@ -248,7 +243,7 @@ class Catches(Module):
             self.row.does(self)
         if self.row.manual:
             calls(self)  # torch tells nobody that an optimizer's step has raised, so that is seen now
-        if ours and self.error is not KeyboardInterrupt:  # torch tells no hook of that: the step's end sees it
+        if ours:
             assert_equal(state_of(self), before, "state")
 
     def configure_optimizers(self) -> Optimizer:
@@ -289,8 +284,20 @@ def compare(row: Row, when: str, error: type[BaseException], tmp_path: Path, k_p
     assert_equal(ours.module.seen, plain.module.seen, "what was seen")
 
 
-def test_ctrl_c_in_a_call_between_steps_that_was_caught_is_refused(tmp_path: Path) -> None:
-    """torch calls no hook after it. What was written to the host's weights since could be ignored until the next step."""
-    row = Row("", torch, "tanh", 4, calls)
-    with pytest.raises(RuntimeError, match="between two steps has ended in Ctrl-C, which was caught"):
-        fit(lambda: Catches(row, *UNTOLD, tmp_path), vectors(4), superpipeline(k=1))
+class Interrupted(Module):
+    """Catches Ctrl-C just when a call of a module between two steps has begun."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with mock.patch.object(Access, "enter", self.enter), pytest.raises(KeyboardInterrupt):
+            self.net(batch)
+
+    @staticmethod
+    def enter(*_: Any, begin: Any = Access.enter) -> Any:
+        begin(*_)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_as_a_call_between_steps_begins_that_was_caught_is_refused() -> None:
+    """What was written to the host's weights since could be ignored until the next step."""
+    with pytest.raises(RuntimeError, match=r"Ctrl-C came while a call .* between two steps began or ended, and was caught"):
+        fit(lambda: Interrupted(Stack()), vectors(4), superpipeline(k=1))
