@@ -77,7 +77,7 @@ class HostSource(BlockSource):
         try:
             block.memory.use()
         except OSError as error:
-            self._updates.partially_updated = f"weights on the disk could not be read or written: {error!r}"
+            self._updates.torn = f"weights on the disk could not be read or written: {error!r}"
             raise
 
     def synchronize(self) -> None:

@@ -138,8 +138,9 @@ class LayerwiseStep:
             self._armed = {}  # where no layer is updated yet, all are at once
             self._refuse(_sparse(layer))
             return
-        failed = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
-        self._updates.partially_updated = failed
+        if not self.begun:
+            self._updates.begin()
+        self._updates.torn = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
         self.begun.add(layer)
         self._engine.before_early_update(layer)
         self._submit(layer, groups)
@@ -177,7 +178,9 @@ class LayerwiseStep:
             self.clipping.finish()
             by_layer = {}
         else:
-            self._updates.partially_updated = "the optimizer's step was interrupted, and may have updated some layers"
+            if not self.begun:
+                self._updates.begin()
+            self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._engine.order():
                 if layer in by_layer:
                     self._submit(layer, by_layer[layer])
@@ -186,7 +189,7 @@ class LayerwiseStep:
         self.begun.clear()
         if type(self._optimizer) is self._class:  # all updates were waited for in backward
             self._drop_places()
-        self._updates.partially_updated = None
+        self._updates.torn = None
         if self._waits:
             self._updates.finish()
         return self._optimizer.param_groups is self._none

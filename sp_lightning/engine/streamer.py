@@ -6,17 +6,19 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 from torch import Tensor, nn
 
 from sp_lightning.activations.calls import Activations
+from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import HostRing
 from sp_lightning.device.patched import unwatch, watch
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.module_calls import listen
+from sp_lightning.engine.module_calls import ModuleCalls, listen
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
@@ -82,7 +84,12 @@ class Streamer:
         self._build_weights(pin, check_writes, placement, log)
         self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
         self._build_step(averages, placement)
-        self._open_doors(around_rerun)
+        self._calls: list[ModuleCalls] = []
+        try:
+            self._open_doors(around_rerun)
+        except BaseException:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ the parts, from below
 
@@ -229,14 +236,16 @@ class Streamer:
         Inside of its user code, which may catch the error, the step goes on, unless the run is ``over``.
         """
         with self._lock:
-            if self._closed:
-                return
-            self.updates.recover()
-            if over or not (self._step.running and packs()):
-                self._access.calls.reset()
-                self._backward.abandon()
-                self._step.end(compare=False)  # there is an error already
-            self._step.invalidate()
+            if not self._closed:
+                self._abort(over=over or not (self._step.running and packs()))
+
+    def _abort(self, *, over: bool) -> None:
+        self.updates.recover()
+        if over:
+            self._access.calls.reset()
+            self._backward.abandon()
+            self._step.end(compare=False)  # there is an error already
+        self._step.invalidate()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -344,25 +353,29 @@ class Streamer:
     def close(self) -> None:
         """Frees device memory, and leaves calls alone. The host's parameters stay in the modules as ordinary CPU parameters."""
         with self._lock:
-            unwatch(self._backward)  # first: the rest may raise, and this is the process's
-            self.abort(over=True)
-            self.updates.close()
-            self._closed = True
-            self._backward.close()
-            self._access.close()
-            for calls in self._calls:
-                calls.remove()
-            self._slots.close()
-            self.activations.offload.close()
-            self._residents.close()
-            if self._on_device is not None:
-                self._on_device.close()
-            self._swap.close()
-            for layer in self._layers:
-                layer.close()
-                layer.block.unpin()
-            self._staging.unpin()
-            self.device.close()
+            close_all(
+                partial(unwatch, self._backward),  # this is the process's
+                partial(self._abort, over=True),
+                self.updates.close,
+                self._swap.to_host,
+                self._close_doors,
+                self._slots.close,
+                self.activations.offload.close,
+                self._residents.close,
+                *([] if self._on_device is None else [self._on_device.close]),
+                self._swap.close,
+                *(layer.close for layer in self._layers),
+                *(layer.block.unpin for layer in self._layers),
+                self._staging.unpin,
+                self.device.close,
+            )
+
+    def _close_doors(self) -> None:
+        self._closed = True
+        self._backward.close()
+        self._access.close()
+        for calls in self._calls:
+            calls.remove()
 
 
 def _done_elsewhere(

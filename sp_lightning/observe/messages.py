@@ -46,22 +46,28 @@ def in_our_words(error: BaseException) -> str | None:
     return next((message for sign, message in _SIGNS.items() if sign in said), None)
 
 
-def note(error: BaseException, mixed: str | None) -> None:
+def note(error: BaseException, mixed: str | None, file: str | None) -> None:
     """Adds to an error what its user should know, once.
 
     Args:
         error: of torch's about two devices, say: the mix may be another one of the user's.
         mixed: why only some layers have the weights of the last step, if that is so.
+        file: the last checkpoint; None without one.
     """
     devices = isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error)
-    for said in (ON_THE_HOST if devices else "", not_whole(mixed) if mixed else ""):
+    for said in (ON_THE_HOST if devices else "", not_whole(mixed, file) if mixed else ""):
         if said and said not in getattr(error, "__notes__", ()):
             error.add_note(said)
 
 
-def not_whole(mixed: str) -> str:
-    """Why weights are of no use but as what they were before, as a sentence with its remedy."""
-    return f"These weights are not those of any whole step, and are not saved: {mixed}. Go on from the last checkpoint."
+def not_whole(mixed: str, file: str | None) -> str:
+    """Why weights are of no use but as what they were before, as sentences with their remedy: the last checkpoint, if any."""
+    remedy = (
+        f"Go on from the last checkpoint: trainer.fit(model, ckpt_path={file!r})."
+        if file
+        else "Go on from the last checkpoint, or with a new model: this trainer has saved none."
+    )
+    return f"These weights are not those of any whole step, and are not saved: {mixed}. {remedy}"
 
 
 def less_host_memory(overlap: str = "backward") -> str:

@@ -39,7 +39,7 @@ class BackgroundUpdates:
         device: runs work in its background thread, and waits for it.
 
     Attributes:
-        partially_updated: the reason if only some layers have the weights of the last step; None if all have them.
+        torn: the reason if only some layers have the weights of the last step; None if all have them.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
@@ -51,8 +51,21 @@ class BackgroundUpdates:
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._role = type("BeingUpdated", (_BeingUpdated,), {"_updates": self})
-        self.partially_updated: str | None = None
+        self.torn: str | None = None
+        self._updated: list[str] = []  # the layers that the present step has updated, by name
         _all.add(self)
+
+    @property
+    def partially_updated(self) -> str | None:
+        """Why only some layers have the weights of the last step, and which; None if all have them."""
+        if self.torn is None:
+            return None
+        names, others = ", ".join(map(repr, self._updated[:_NAMES])), len(self._updated) - _NAMES
+        return f"{self.torn}. Updated: {names or 'no layer'}{f' and {others} others' if others > 0 else ''}"
+
+    def begin(self) -> None:
+        """A step begins: layers that are updated from now on are updated by it."""
+        self._updated = []
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Has the background thread update a layer, after all layers that were submitted before.
@@ -63,7 +76,7 @@ class BackgroundUpdates:
                 a reference to it.
             then: called once the work is done, in the thread that has waited for it.
         """
-        blocks = [member.block for member in layer.family]
+        blocks, updated = [member.block for member in layer.family], self._updated
 
         def update() -> None:
             try:
@@ -76,6 +89,7 @@ class BackgroundUpdates:
                     _here.updates = True
                     with torch.DisableTorchFunctionSubclass(), torch.no_grad():
                         work()
+                    updated.append(layer.name)
                     self._device.note("update", layer.index, begun, Stream.UPDATE, blocks[0].planned.gradient_bytes)
             except BaseException as error:
                 error.add_note(
@@ -209,7 +223,7 @@ class BackgroundUpdates:
 
     def _raise(self) -> None:
         if self._failure is not None:
-            self.partially_updated = f"the optimizer's update failed in the background: {self._failure!r}"
+            self.torn = f"the optimizer's update failed in the background: {self._failure!r}"
             raise self._failure
 
 
@@ -219,6 +233,8 @@ def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
             leave(parameter, _BeingUpdated)
 
 
+_NAMES = 8
+"""How many layers a message names."""
 _all: WeakSet[BackgroundUpdates] = WeakSet()
 _here = threading.local()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import lightning.pytorch as pl
@@ -128,6 +129,16 @@ def logged_step(trainer: Any) -> int:
     ``trainer.global_step`` counts the steps of all optimizers, which is a multiple of it where there are several.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def last_checkpoint(trainer: Any) -> str | None:
+    """Returns the newest checkpoint that the trainer's callbacks have saved; None without one.
+
+    ``trainer.checkpoint_callback`` is the first of them. A file on another system than this one has no time here.
+    """
+    names = ("last_model_path", "best_model_path")
+    found = [getattr(each, name, "") for each in trainer.checkpoint_callbacks for name in names]
+    return max(filter(None, found), key=lambda file: Path(file).stat().st_mtime if Path(file).exists() else 0.0, default=None)
 
 
 # ---------------------------------------------------------------------- modules, optimizers, files

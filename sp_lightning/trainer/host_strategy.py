@@ -190,11 +190,13 @@ class HostStrategy(_Base):
             meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
 
     def teardown(self) -> None:
-        if self._ranks is not None:
-            self._ranks.run_ends()
-            if self.lightning_module is not None:
-                meet_before_batches(self.lightning_module.trainer, None)
-        super().teardown()
+        try:
+            if self._ranks is not None:
+                self._ranks.run_ends()
+                if self.lightning_module is not None:
+                    meet_before_batches(self.lightning_module.trainer, None)
+        finally:
+            super().teardown()
 
     @property
     def root_device(self) -> torch.device:

@@ -10,13 +10,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sp_lightning.device.device import Device
+from sp_lightning.device.signals import DeferredSignals
 from sp_lightning.observe.messages import not_whole
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.trainer.agreement import compare_batches, compare_models, compare_optimizers, compare_weights
-from sp_lightning.trainer.compat import skips_backward
+from sp_lightning.trainer.compat import last_checkpoint, skips_backward
 from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.options import Options, autocast_dtype, refuse_on_ranks
 from sp_lightning.trainer.run import Results, Run
@@ -39,24 +40,31 @@ class ReadableStrategy(HostStrategy):
         self._ledger: Ledger | None = None
         self._remarks: list[str] = []
         self.said: set[str] = set()
+        self._signals = DeferredSignals()
         super().__init__(*args)
 
     def _close(self) -> None:
         """Ends the run, if there is one. What a user reads stays."""
         run = self._run
-        if run is not None:
+        if run is None:
+            return
+        try:
             if run.streamer is not None:  # else building it anew has failed
                 self._ledger = run.steps.ledger or self._ledger  # with the state that optimizers have come to
                 self._remarks = run.remarks()
-            self._run = None
+        finally:
             try:
                 run.close()
             finally:
-                self._last = run.results
+                self._run, self._last = None, run.results
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the run, which may be under way: a copy is that of a strategy whose run is over."""
         return {**super().__getstate__(), "_run": None, "_last": self._known}
+
+    def _is_torn(self) -> bool:
+        """Whether a step has updated some weights, and will update the others: handlers of signals wait until it has."""
+        return self._run is not None and self._run.steps.is_torn
 
     @property
     def plan(self) -> Plan:
@@ -179,6 +187,7 @@ class LoopStrategy(ReadableStrategy):
         self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
 
     def on_exception(self, exception: BaseException) -> None:
+        self._signals.install(self._is_torn)
         self.note_failure(exception)
         if self._run is not None:
             self._run.abort()
@@ -192,6 +201,7 @@ class LoopStrategy(ReadableStrategy):
         self._loop_begins("train")
 
     def on_train_end(self) -> None:
+        self._signals.run_deferred()
         if self._run is not None:
             self._run.finish_updates()
             self._run.placement.leave()
@@ -210,6 +220,8 @@ class LoopStrategy(ReadableStrategy):
         """What ``on_fit_start`` and its like have changed counts from here on."""
         if self._run is None:
             return
+        self._signals.run_deferred()
+        self._signals.install(self._is_torn)
         if not self._loop_begun:
             self._loop_begun = True
             self._compare_nodes("before the first batch")
@@ -292,10 +304,14 @@ class LoopStrategy(ReadableStrategy):
         if mixed is not None:
             if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
                 self._close()
-            raise RuntimeError(not_whole(mixed))
+                self._signals.remove()
+            assert self.lightning_module is not None
+            raise RuntimeError(not_whole(mixed, last_checkpoint(self.lightning_module.trainer)))
 
     def _batch_starts(self, run: Run, phase: str, batch: Any) -> None:
         """Updates the engine to the module as it is now, and has k and k' chosen, if they are to be."""
+        self._signals.run_deferred()
+        self._signals.install(self._is_torn)  # user code may have set handlers since
         try:
             run.renew()
         except BaseException:

@@ -64,6 +64,13 @@ class OptimizerSteps:
         self.overlap: Overlap = "off"
         self._place = StepPlace(run, options, self._count_as)
         self._step_hooks = StepHooks(run, self._is_fused)
+        self._steps = 0  # how many steps are running: an optimizer may step inside another one's closure
+        self._updates = False  # whether the innermost of them has come to the optimizer's own code
+        self._counted: int | None = None  # how many steps the trainer had counted when the last one returned
+
+    def open(self) -> None:
+        """The run begins: steps of all optimizers are announced from now on."""
+        self._step_hooks.open()
 
     def close(self) -> None:
         """Leaves the optimizers as their users configured them. The run is closed already."""
@@ -289,27 +296,45 @@ class OptimizerSteps:
         layerwise = self._layerwise.get(optimizer)
 
         def closed() -> Any:
+            self._updates = False
             result = closure()
             self._run.engine.end_without_backward()
             self._step_hooks.closed(optimizer)
+            self._updates = True
             return result
 
         if self.disk is not None:
             self.disk.count_step(self._run.placement)
-        outer = self._step_hooks.deferring  # an optimizer may step inside another one's closure
+        outer = self._step_hooks.deferring, self._updates  # an optimizer may step inside another one's closure
         # A manual step may catch an error. If it does not, the step of the batch makes room.
         make_room = self._run.trains and self._run.module.automatic_optimization
+        self._counted = None
+        self._steps += 1
         try:
             with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
                 if layerwise is not None:
                     around.enter_context(layerwise.deferring())
                     self._step_hooks.deferring = optimizer, layerwise
                 around.enter_context(in_place_of(plugin, self._clipping(layerwise, plugin)))
-                return step(closed)
+                result = step(closed)
+                self._counted = self._trainer.global_step
+                return result
         finally:
             self._step_hooks.give_back_groups()
-            self._step_hooks.deferring = outer
+            self._step_hooks.deferring, self._updates = outer
             self._step_hooks.ended(optimizer)
+            self._steps -= 1
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an optimizer's step has updated some weights, and will update the others; or is not counted yet.
+
+        A handler of a signal may save a checkpoint, in which weights, the optimizer's state and the trainer's count are to agree.
+        """
+        if self._steps:
+            streamer = self._run.streamer
+            return self._updates or (streamer is not None and streamer.updates.torn is not None)
+        return self._counted is not None and self._counted == self._trainer.global_step
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
         """What stands for a precision plugin's methods in one step, by their names: layers' updates clip, or the primary does."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from sp_lightning.device.accelerator import device_for
+from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.device.ranks import Ranks
@@ -37,7 +38,7 @@ from sp_lightning.plan.activation_policy import Mode, resolve, summary
 from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.sharing.shared_base import current
-from sp_lightning.trainer.compat import look_at_loaders, note_device
+from sp_lightning.trainer.compat import last_checkpoint, look_at_loaders, note_device
 from sp_lightning.trainer.disk_tier import place
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
@@ -123,13 +124,19 @@ class Run:
         )
         self._parted: list[Parted] = []
         self._host_room: int | None = None
+        self._buffers_due = trains
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
         self.tuner: Tuner | None = None
-        self._build()
         self.hooks = UserHooks(module, check_writes=options.check_writes)
         self.steps = OptimizerSteps(self, options, log)
-        self._buffers_due = trains
+        try:
+            self._build()
+            self._results = self.results
+            self.steps.open()
+        except BaseException:  # nobody else has this run yet
+            self.close()
+            raise
 
     @property
     def engine(self) -> Streamer:
@@ -198,20 +205,21 @@ class Run:
 
     def close(self) -> None:
         """Ends the run: the module has ordinary parameters on the host again, and optimizers are as they were configured."""
-        try:
-            if self.streamer is not None:
-                self._end_engine()
-        finally:
-            self.steps.close()
-            self.placement = ONE_DEVICE  # files are gone with the run
+        close_all(self._end_engine, self.steps.close)
+        self.placement = ONE_DEVICE  # files are gone with the run
 
     def _end_engine(self) -> None:
-        with closing(self.engine) as streamer:
-            try:
-                streamer.abort(over=True)  # so what is on its way counts, as layers for a step that does not come
-            finally:
-                self._results = self.results
-                self.streamer = None
+        streamer = self.streamer
+        if streamer is None:
+            return
+        try:
+            # What is on its way counts after the end of a step, as layers for a step that does not come.
+            close_all(partial(streamer.abort, over=True), self._keep_results, streamer.close)
+        finally:
+            self.streamer = None
+
+    def _keep_results(self) -> None:
+        self._results = self.results
 
     def _build(self) -> None:
         device = device_for(self._device)
@@ -351,7 +359,8 @@ class Run:
             self.abort()
             if (said := in_our_words(error)) is not None:
                 raise RuntimeError(said) from error
-            note(error, self.engine.updates.partially_updated)
+            mixed = self.engine.updates.partially_updated
+            note(error, mixed, last_checkpoint(self.module.trainer) if mixed else None)
             if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):
                 vars(error)["made_room"] = True  # the optimizer's step may be around this one
                 self._make_room(error)

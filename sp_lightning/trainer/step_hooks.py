@@ -58,8 +58,13 @@ class StepHooks:
         self._fused: list[dict[str, Any]] = []  # the groups that are fused here, for which their users have None
         self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
         self._scope = scope.get()
-        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+        self._handles: list[RemovableHandle] = []
+
+    def open(self) -> None:
+        """Puts hooks around the steps of all optimizers."""
         _open.add(self)
+        self._handles.append(register_optimizer_step_pre_hook(self._before))
+        self._handles.append(register_optimizer_step_post_hook(self._after))
 
     def close(self) -> None:
         """Removes the hooks."""

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from sp_lightning.device.closing import close_all
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.activation_policy import Activations
@@ -173,10 +174,13 @@ class StreamingStrategy(LoopStrategy):
             attach_callback(trainer, self._attached)
 
     def setup(self, trainer: pl.Trainer) -> None:
+        self._signals.install(self._is_torn)
         try:
             self._set_up(trainer)
         except MemoryError as error:  # it says what is missing; which of our functions has counted it helps no user
             raise error.with_traceback(None) from None
+        finally:  # Lightning notes handlers after this, and puts them back after teardown
+            self._signals.remove()
 
     def _set_up(self, trainer: pl.Trainer) -> None:
         # As the base class, but optimizer state stays where the parameters are: on the host.
@@ -206,15 +210,26 @@ class StreamingStrategy(LoopStrategy):
         self.setup_precision_plugin()
 
     def teardown(self) -> None:
-        if self.lightning_module is not None:
-            trainer = trainer_of(self.lightning_module)
-            if trainer is not None:  # it has the callbacks of its user afterwards, however the run has ended
-                trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self._attached]
+        self._signals.install(self._is_torn)
+        try:
+            self._tear_down()
+        finally:
+            self._signals.remove()
+
+    def _tear_down(self) -> None:
+        try:
+            close_all(self._detach_callback, self._close)
+            if self.lightning_module is not None and any(each.is_meta for _, each in named_tensors(self.lightning_module)):
+                forget_module(self)  # set-up refused it; the base class would fail to move it to the CPU
+        finally:
+            super().teardown()
+
+    def _detach_callback(self) -> None:
+        """The trainer has the callbacks of its user after a run, however that has ended."""
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        if trainer is not None:
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self._attached]
         self._attached = None
-        self._close()
-        if self.lightning_module is not None and any(each.is_meta for _, each in named_tensors(self.lightning_module)):
-            forget_module(self)  # set-up refused it; the base class would fail to move it to the CPU
-        super().teardown()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -1,0 +1,336 @@
+"""A handler of a signal finds a whole step: it may save a checkpoint, or end the run, wherever the signal comes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.signals import DeferredSignals
+from sp_lightning.trainer import optimizer_steps
+from sp_lightning.weights import swap
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_equal, loader, trainer_for
+from tests.support.tiers import first
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "backward": {"optimizer_overlap": "backward"},
+    "forward": {"optimizer_overlap": "forward"},
+    "off": {"optimizer_overlap": "off", "fused_optimizer": True},
+    "device": {"optimizer_overlap": "backward", "optimizer_on": "device"},
+    "recompute": {"optimizer_overlap": "backward", "activations": "recompute"},
+    "offload": {"optimizer_overlap": "forward", "activations": "offload"},
+}
+BATCHES = 6
+
+
+class Fused(Module):
+    """Calls ``strikes`` in the middle of backward, after the layers above have been updated."""
+
+    strikes: Callable[[int], object] = staticmethod(lambda step: None)
+
+    def __init__(self) -> None:
+        super().__init__(Stack(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.net.stem(batch)
+        for index, block in enumerate(self.net.blocks):
+            x = block(x)
+            if index == 1 and x.requires_grad:
+                x.register_hook(partial(self.in_backward, batch_idx))
+        return self.net.head(x).square().mean()
+
+    def in_backward(self, step: int, gradient: Tensor) -> None:
+        self.strikes(step)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class Steps(Callback):
+    """Keeps what a checkpoint has after each step."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.note(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.note(trainer)
+
+    def note(self, trainer: Any) -> None:
+        optimizer = trainer.optimizers[0].state_dict()
+        self.after[trainer.global_step] = copy.deepcopy((dict(trainer.lightning_module.state_dict()), optimizer["state"]))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[int, Any]:
+    """What plain Lightning has after each step."""
+    steps = Steps()
+    pl.seed_everything(7, verbose=False)
+    trainer_for("auto", callbacks=[steps]).fit(Fused(), loader(vectors(BATCHES)))
+    return steps.after
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Lightning leaves SIGINT ignored after Ctrl-C."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def made(options: dict[str, Any], **more: Any) -> tuple[Fused, pl.Trainer]:
+    pl.seed_everything(7, verbose=False)
+    return Fused(), trainer_for(SuperpipelineStrategy(k=1, **options), **more)
+
+
+def assert_is_a_step(file: Path, plain: dict[int, Any]) -> int:
+    """Checks that a checkpoint is that of plain Lightning after the step that it counts. Returns the step."""
+    found = torch.load(file)
+    step = int(found["global_step"])
+    assert_equal((found["state_dict"], found["optimizer_states"][0]["state"]), plain[step], f"step {step}")
+    return step
+
+
+def assert_end(module: Fused, plain: dict[int, Any]) -> None:
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert_equal(dict(module.state_dict()), plain[BATCHES][0], "the end")
+
+
+class Saves:
+    """A handler that saves checkpoints."""
+
+    def __init__(self, trainer: pl.Trainer, folder: Path) -> None:
+        self.trainer, self.folder = trainer, folder
+        self.files: list[Path] = []
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.files.append(self.folder / f"{len(self.files)}.ckpt")
+        self.trainer.save_checkpoint(self.files[-1])
+
+
+@pytest.mark.parametrize("name", first(OPTIONS, "backward", "forward", why="their other modes"))
+def test_a_handler_saves_in_the_middle_of_backward(name: str, tmp_path: Path, plain: dict[int, Any]) -> None:
+    module, trainer = made(OPTIONS[name])
+    saves = Saves(trainer, tmp_path)
+    signal.signal(signal.SIGUSR1, saves)
+    module.strikes = lambda step: signal.raise_signal(signal.SIGUSR1) if step in (1, BATCHES - 1) else None
+    trainer.fit(module, loader(vectors(BATCHES)))
+    steps = [assert_is_a_step(file, plain) for file in saves.files]
+    early = OPTIONS[name]["optimizer_overlap"] == "backward"
+    assert steps == ([2, BATCHES] if early else [1, BATCHES - 1])
+    assert_end(module, plain)
+    assert signal.getsignal(signal.SIGUSR1) is saves
+
+
+def test_slurm_requeues_a_job_whose_signal_comes_in_backward(
+    tmp_path: Path, plain: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name in ("SLURM_NTASKS", "SLURM_JOB_NAME", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
+    called: list[Any] = []
+    connector = sys.modules["lightning.pytorch.trainer.connectors.signal_connector"]
+    monkeypatch.setattr(connector, "call", lambda *args, **_: called.append(args[0]) or 0)
+    module, trainer = made(OPTIONS["backward"], default_root_dir=tmp_path)
+    environment = SLURMEnvironment(auto_requeue=True)
+    monkeypatch.setattr(trainer._accelerator_connector, "cluster_environment", environment)
+    module.strikes = lambda step: signal.raise_signal(signal.SIGUSR1) if step == 1 else None
+    trainer.fit(module, loader(vectors(BATCHES)))
+    assert called == [["scontrol", "requeue", "7"]]
+    assert assert_is_a_step(tmp_path / "hpc_ckpt_1.ckpt", plain) == 2
+    assert_end(module, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning")  # Lightning takes one callback for another
+@pytest.mark.parametrize("name", first(OPTIONS, "backward", why="their other modes"))
+def test_ctrl_c_in_backward_is_saved(name: str, tmp_path: Path, plain: dict[int, Any]) -> None:
+    callbacks = [ModelCheckpoint(tmp_path, save_on_exception=True), OnExceptionCheckpoint(tmp_path, "second")]
+    module, trainer = made(OPTIONS[name], callbacks=callbacks, enable_checkpointing=True)
+    module.strikes = lambda step: signal.raise_signal(signal.SIGINT) if step == 2 else None
+    with pytest.raises(SystemExit):
+        trainer.fit(module, loader(vectors(BATCHES)))
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 2
+    early = OPTIONS[name]["optimizer_overlap"] == "backward"
+    assert [assert_is_a_step(file, plain) for file in files] == [3 if early else 2] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning")  # Lightning takes one callback for another
+def test_sigterm_in_backward_ends_the_run_after_the_step(tmp_path: Path, plain: dict[int, Any]) -> None:
+    module, trainer = made(OPTIONS["backward"], callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    module.strikes = lambda step: signal.raise_signal(signal.SIGTERM) if step == 2 else None
+    with pytest.raises(SystemExit):
+        trainer.fit(module, loader(vectors(BATCHES)))
+    assert assert_is_a_step(next(tmp_path.iterdir()), plain) in (3, 4)
+
+
+def test_a_second_ctrl_c_ends_a_step_that_hangs(tmp_path: Path) -> None:
+    module, trainer = made(OPTIONS["backward"])
+    module.strikes = lambda step: [signal.raise_signal(signal.SIGINT) for _ in range(2 * (step == 2))]  # type: ignore[func-returns-value]
+    with pytest.raises(SystemExit):
+        trainer.fit(module, loader(vectors(BATCHES)))
+    with pytest.raises(RuntimeError, match=r"not saved: .*Updated: 'net.head', 'net.blocks.3'.*Go on from the last"):
+        trainer.save_checkpoint(tmp_path / "torn.ckpt")
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_an_error_after_the_signal_is_no_reason_to_lose_it(plain: dict[int, Any]) -> None:
+    """The handler runs once the step is given up."""
+    module, trainer = made(OPTIONS["backward"])
+    seen: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+
+    def strike(step: int) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        assert not seen
+        raise KeyError("in backward")
+
+    module.strikes = strike
+    with pytest.raises(KeyError):
+        trainer.fit(module, loader(vectors(BATCHES)))
+    assert seen == [signal.SIGUSR1]
+
+
+def test_accumulation_defers_in_the_last_batch_alone(tmp_path: Path) -> None:
+    module, trainer = made(OPTIONS["backward"], accumulate_grad_batches=2)
+    saves = Saves(trainer, tmp_path)
+    signal.signal(signal.SIGUSR1, saves)
+    counts: list[int] = []
+
+    def strike(step: int) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        counts.append(len(saves.files))
+
+    module.strikes = strike
+    trainer.fit(module, loader(vectors(4)))
+    assert counts == [1, 1, 3, 3]
+    assert [torch.load(file)["global_step"] for file in saves.files] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("place", ["while device parameters come", "after the step, before it is counted"])
+def test_a_handler_saves_where_state_is_half_changed(place: str, tmp_path: Path, plain: dict[int, Any]) -> None:
+    module, trainer = made(OPTIONS["forward"])
+    saves = Saves(trainer, tmp_path)
+    signal.signal(signal.SIGUSR1, saves)
+    original = swap._swap
+
+    def half(exchanges: Any, **where: bool) -> None:
+        for index, each in enumerate(exchanges):
+            if index == 3:
+                strike()
+            original([each], **where)
+
+    def strike() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    # As code of the package: of a test it is not.
+    strike.__code__ = strike.__code__.replace(co_filename=swap.__file__)
+    half.__code__ = half.__code__.replace(co_filename=swap.__file__)
+    if place.startswith("while"):
+        patch: Any = mock.patch.object(swap, "_swap", half)
+    else:
+        run = optimizer_steps.OptimizerSteps.run
+
+        def stepped(*args: Any) -> Any:
+            result = run(*args)
+            signal.raise_signal(signal.SIGUSR1)
+            return result
+
+        patch = mock.patch.object(optimizer_steps.OptimizerSteps, "run", stepped)
+    with patch:
+        trainer.fit(module, loader(vectors(BATCHES)))
+    assert saves.files
+    for file in saves.files:
+        assert_is_a_step(file, plain)
+    assert_end(module, plain)
+
+
+def at_random_moments(seed: int, name: str, folder: Path, plain: dict[int, Any]) -> int:
+    """Saves again and again in one run. Returns how many checkpoints there were."""
+    chance = random.Random(f"{seed} {name}")
+    module, trainer = made(OPTIONS[name])
+    saves = Saves(trainer, folder)
+
+    def save(number: int, frame: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        saves(number, frame)
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.02))
+
+    signal.signal(signal.SIGALRM, save)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    module.strikes = lambda step: signal.setitimer(signal.ITIMER_REAL, 0.001) if step == 0 else None
+    try:
+        trainer.fit(module, loader(vectors(BATCHES)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    for file in saves.files:
+        assert_is_a_step(file, plain)
+        file.unlink()
+    assert_end(module, plain)
+    return len(saves.files)
+
+
+@pytest.mark.parametrize("name", first(OPTIONS, "backward", "forward", why="their other modes"))
+def test_a_handler_saves_at_random_moments(name: str, tmp_path: Path, plain: dict[int, Any]) -> None:
+    assert at_random_moments(0, name, tmp_path, plain)
+
+
+@pytest.mark.long("a thousand runs")
+def test_a_handler_saves_at_many_random_moments(tmp_path: Path, plain: dict[int, Any]) -> None:
+    runs = itertools.islice(itertools.product(range(1000), OPTIONS), 1000)
+    assert sum(at_random_moments(seed, name, tmp_path, plain) for seed, name in runs) > 1000
+
+
+def test_lightning_notes_the_users_handlers_and_puts_them_back(tmp_path: Path) -> None:
+    module, trainer = made(OPTIONS["off"])
+    noted: list[Any] = []
+
+    class Looks(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            noted.extend(trainer._signal_connector._original_handlers.values())
+
+    trainer.callbacks.append(Looks())
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    trainer.fit(module, loader(vectors(2)))
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+    assert not any(hasattr(each, "deferred_by") for each in (*noted, *before.values()))
+
+
+def test_a_run_in_another_thread_leaves_handlers_alone() -> None:
+    module, trainer = made(OPTIONS["backward"])
+    with mock.patch.object(signal, "signal") as setting:
+        thread = threading.Thread(target=trainer.fit, args=(module, loader(vectors(2))))
+        thread.start()
+        thread.join()
+    assert trainer.global_step == 2
+    assert not setting.called
+
+
+def test_where_no_signal_comes_nothing_is_done() -> None:
+    module, trainer = made(OPTIONS["backward"])
+    with mock.patch.object(DeferredSignals, "defers") as asked:
+        trainer.fit(module, loader(vectors(2)))
+    assert not asked.called
