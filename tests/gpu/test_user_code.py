@@ -90,33 +90,36 @@ READS: dict[str, Any] = {
 }
 
 
+def read_while_it_trains(what: str, overlap: Any) -> Outcome:
+    """A run, while another thread reads its module all the time. The reader may get errors of its own."""
+    made: list[Any] = []
+    over = threading.Event()
+
+    def make() -> Any:
+        made.append(Watched())
+        return made[0]
+
+    def read() -> None:
+        while not over.is_set():
+            with contextlib.suppress(Exception), torch.no_grad():
+                READS[what](made[0])
+            time.sleep(0.001)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        return ours(make, optimizer_overlap=overlap)
+    finally:
+        over.set()
+        reader.join()
+
+
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 @pytest.mark.parametrize("what", READS)
 def test_another_thread_reads_the_module(what: str, overlap: Any) -> None:
-    """It may get an error of its own. The run may not."""
     undisturbed = ours(Watched, optimizer_overlap=overlap)
     for _ in range(10):
-        made: list[Any] = []
-        over = threading.Event()
-
-        def make() -> Any:
-            made.append(Watched())
-            return made[0]
-
-        def read() -> None:
-            while not over.is_set():
-                with contextlib.suppress(Exception), torch.no_grad():
-                    READS[what](made[0])
-                time.sleep(0.001)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            outcome = ours(make, optimizer_overlap=overlap)
-        finally:
-            over.set()
-            reader.join()
-        assert_equal(outcome.state, undisturbed.state, "state")
+        assert_equal(read_while_it_trains(what, overlap).state, undisturbed.state, "state")
 
 
 class Signalled(Watched):
