@@ -124,13 +124,11 @@ class Activations:
         """
         if not self._installed:
             return call(module, *args, **kwargs)
-        if (
-            getattr(module, COMPILED_CALL, None) is not None
-        ):  # nothing can be put inside, so it runs as a whole in the mode
+        if getattr(module, COMPILED_CALL, None) is not None:
+            # Nothing can be put inside of a compiled call, so it runs as a whole in the mode.
             return self.call(unit, partial(call, module), args, kwargs)
-        if isinstance(
-            vars(module).get("forward"), UnitForward
-        ):  # of another thread, or of a hook that calls the module
+        if isinstance(vars(module).get("forward"), UnitForward):
+            # Another thread calls the module, or a hook in its call does. What this call saves is kept.
             return call(module, *args, **kwargs)
         forward = UnitForward(module, partial(self.call, unit))
         try:

@@ -299,5 +299,7 @@ class Interrupted(Module):
 
 def test_ctrl_c_as_a_call_between_steps_begins_that_was_caught_is_refused() -> None:
     """What was written to the host's weights since could be ignored until the next step."""
-    with pytest.raises(RuntimeError, match=r"Ctrl-C came while a call .* between two steps began or ended, and was caught"):
+    with pytest.raises(
+        RuntimeError, match=r"Ctrl-C came while a call .* between two steps began or ended, and was caught"
+    ):
         fit(lambda: Interrupted(Stack()), vectors(4), superpipeline(k=1))

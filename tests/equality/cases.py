@@ -63,6 +63,8 @@ COVERS = {
     "outside-call": "a part of a layer called from outside of it, before the layer itself",
     "returns-view": "a layer that returns a view of its weight, which is read when the layer is gone",
     "read-without-forward": "weights read without any module's call",
+    "path-by-modules": "another algorithm if a module has hooks or a forward of its own",
+    "patched-for-a-batch": "a layer's forward that is another one until the loss is there",
     "penalty-on-parameters": "a loss that reads all parameters outside of forward",
     "autograd-grad": "gradients of parameters inside the step, with a graph of their own",
     "rescaled-in-eval": "weights written in place in a forward without gradients",

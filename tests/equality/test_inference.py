@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.models import CASES, Module, Stack, Transformer, llama, tokens, vectors
 from tests.support.runs import assert_equal, assert_same, collate, fit, loader, superpipeline, trainer_for
@@ -57,6 +58,45 @@ def test_validate_test_predict(name: str, k: int, k_prime: int, inference_mode: 
         ]
 
     assert_equal(results(superpipeline(k=k, k_prime=k_prime)), results("auto"), name)
+
+
+class Attends(nn.Module):
+    """Attention, which in evaluation reads the weight of its ``out_proj`` in one operation, if nobody hides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def encoder_layers(depth: int) -> nn.Module:
+    return nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(depth)])
+
+
+ATTENDING: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: nn.Sequential(Attends(), Attends()),
+    "encoder layers": lambda: encoder_layers(2),
+    "one encoder layer": lambda: encoder_layers(1),
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2),
+}
+
+
+@pytest.mark.parametrize("layers", [[nn.Linear], [nn.MultiheadAttention], "**.out_proj", None], ids=str)
+@pytest.mark.parametrize("name", ATTENDING)
+def test_attention_whose_children_are_layers(name: str, layers: Any) -> None:
+    """It left its fast path, because weights that it reads without calling their modules were away: other last bits."""
+    batches = [torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+    def results(strategy: Callable[[], Any]) -> Any:
+        outcome = fit(lambda: Module(ATTENDING[name]()), batches, strategy(), val=batches[:1])
+        return outcome, trainer_for(strategy()).predict(outcome.module, loader(batches))
+
+    ours, predicted = results(lambda: superpipeline(k=1, layers=layers))
+    plain, expected = results(lambda: "auto")
+    assert_same(ours, plain)
+    assert_equal(predicted, expected, "predicted")
 
 
 def test_generate() -> None:

@@ -55,6 +55,58 @@ def test_attention_is_never_cut() -> None:
     assert [layer.name for layer in find_layers(module).layers] == ["0", "1", "2"]
 
 
+class Wraps(nn.Module):
+    """Calls one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def linears() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+
+
+class Branches(nn.Module):
+    """A network without blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.trunk = linears(), linears()
+
+
+@pytest.mark.parametrize(
+    ("module", "first"),
+    [
+        (nn.ModuleList([linears()]), "0.0"),
+        (nn.ModuleList([Wraps(linears())]), "0.module.0"),
+        (nn.ModuleList([Wraps(Wraps(linears()))]), "0.module.module.0"),
+        (Wraps(nn.ModuleList([Wraps(linears())])), "module.0.module.0"),
+        (nn.Sequential(Wraps(linears())), "0.module.0"),
+        (nn.ModuleList([nn.ModuleList([Wraps(linears())]), linears()]), "0.0.module.0"),
+        (nn.ModuleList([Branches()]), "0.branch.0"),
+        (nn.ModuleList([Wraps(Stack(3))]), "0.module.stem"),
+    ],
+)
+def test_a_list_of_one_network_is_not_one_layer(module: nn.Module, first: str) -> None:
+    """PINA's solvers have their network in such a list, and all of it was one layer."""
+    layers = find_layers(module).layers
+    assert layers[0].name == first
+    assert len(layers) >= 4
+
+
+def test_a_single_block_in_a_list_is_a_layer() -> None:
+    """A transformer of depth one, ALBERT's layer that is called again and again."""
+    module = Stack(1)
+    module.blocks[0] = nn.TransformerEncoderLayer(16, 2, 32)
+    assert [layer.name for layer in find_layers(module).layers][1] == "blocks.0"
+    blocks = nn.ModuleList(Wraps(nn.TransformerEncoderLayer(16, 2, 32)) for _ in range(3))
+    assert [layer.name for layer in find_layers(blocks).layers] == ["0", "1", "2"]
+
+
 def test_finding_changes_nothing() -> None:
     module = Stack()
     before = [(name, id(p), p._version) for name, p in module.named_parameters()]

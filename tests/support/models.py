@@ -287,6 +287,29 @@ class ReadWithoutForward(Stack):
         return F.linear(x, self.head.weight)
 
 
+class PathByModules(Stack):
+    """Computes equal heads at once if nothing is around their calls, and one after the other otherwise, as RF-DETR does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x).expand(len(self.heads), -1, -1)
+        hooks = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+        inside = [module for head in self.heads for module in head.modules()]
+        if any("forward" in vars(module) or any(getattr(module, name) for name in hooks) for module in inside):
+            return torch.stack([head(each) for head, each in zip(self.heads, x, strict=True)])
+        for at in (0, 2):
+            layers = [head[at] for head in self.heads]  # type: ignore[index]
+            x = (
+                x @ torch.stack([each.weight.T for each in layers])
+                + torch.stack([each.bias for each in layers])[:, None]
+            )
+            x = x.relu() if at == 0 else x
+        return x
+
+
 class CheckpointedCalls(Stack):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -353,6 +376,34 @@ class Clamped(Block):
 class PenaltyOnParameters(Module):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + 0.1 * sum(p.square().sum() for p in self.parameters())
+
+
+class DoubledBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return Block.forward(self, x) * 2
+
+
+class PatchedForABatch(Module):
+    """A layer's forward is another one for a while: its own, its class's, or that of another class."""
+
+    batches = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        block: Any = self.net.blocks[1]  # type: ignore[index, union-attr]
+        bound, of_class = block.forward, Block.forward
+        if self.batches % 3 == 0:
+            block.forward = lambda x: bound(x) * 2
+        elif self.batches % 3 == 1:
+            Block.forward = lambda self, x: of_class(self, x) * 2  # type: ignore[method-assign]
+        else:
+            block.__class__ = DoubledBlock
+        self.batches += torch.is_grad_enabled()
+        try:
+            return super().loss(batch)
+        finally:
+            vars(block).pop("forward", None)
+            Block.forward = of_class  # type: ignore[method-assign]
+            block.__class__ = Block
 
 
 class GradientsOfParameters(Module):
@@ -517,6 +568,8 @@ CASES: dict[str, Case] = {
     "outside-call": Case(lambda: Module(OutsideCall()), vectors),
     "returns-view": Case(lambda: Module(EscapingViews()), vectors),
     "read-without-forward": Case(lambda: Module(ReadWithoutForward()), vectors),
+    "path-by-modules": Case(lambda: Module(PathByModules()), vectors),
+    "patched-for-a-batch": Case(lambda: PatchedForABatch(Stack()), vectors),
     "penalty-on-parameters": Case(lambda: PenaltyOnParameters(Stack()), vectors),
     "autograd-grad": Case(lambda: GradientsOfParameters(Stack()), vectors),
     "rescaled-in-eval": Case(lambda: Module(RescaledInEval()), vectors),

@@ -185,6 +185,77 @@ def test_layers_of_torch_s_own_classes_are_whole_graphs(kind: str) -> None:
     assert_same(fit(lambda: WholeGraph(kind), vectors(), superpipeline()), plain)
 
 
+class Graphs:
+    """A backend that notes what is in each graph."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.seen.append([node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+
+class CompiledOutside(Module):
+    """Computes with a network beside the trained one as one graph: in steps and between them."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        super().__init__(Stack(2))
+        net = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU())).requires_grad_(False)
+        self.judge = [torch.compile(lambda x: net(x), backend=graphs, fullgraph=True)]
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.judge[0](batch).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.judge[0](batch)
+
+
+def test_graphs_of_other_modules_are_whole_and_stay() -> None:
+    """Each call of any module passes code of ours: it is followed, and the next run finds the same."""
+    graphs = Graphs()
+    make = lambda: CompiledOutside(graphs)  # noqa: E731
+    with mock.patch.object(torch._dynamo.config, "recompile_limit", 2):
+        module = make()
+        for _ in range(4):
+            trainer_for(superpipeline(k=1)).fit(module, loader(vectors(2)))
+    assert graphs.seen == [["linear", "linear", "relu"]]
+    torch._dynamo.reset()
+    ours = fit(make, vectors(2), superpipeline(k=1))
+    torch._dynamo.reset()
+    assert_same(ours, fit(make, vectors(2)))
+
+
+class InOneGraph(Module):
+    """A compiled function that calls streamed layers of torch's own classes."""
+
+    def __init__(self, graphs: Graphs, *, hooked: bool = False) -> None:
+        super().__init__(
+            nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3))
+        )
+        self.run = torch.compile(self.layers, backend=graphs)
+        for block in self.net.children() if hooked else ():
+            block.register_forward_hook(torch.compiler.disable(lambda *_: None))
+
+    def layers(self, x: Tensor) -> Tensor:
+        for block in self.net.children():
+            x = block(x) + 1
+        return x
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.run(batch).square().mean()
+
+
+def test_a_graph_ends_at_a_layer_and_goes_on_in_it() -> None:
+    """As at any hook of a user's. Layers of torch's own classes are compiled where those with a hook are."""
+    ours, plain = Graphs(), Graphs()
+    outcome = fit(lambda: InOneGraph(ours), vectors(2), superpipeline(k=1), recorded="losses")
+    torch._dynamo.reset()
+    assert_same(outcome, fit(lambda: InOneGraph(plain, hooked=True), vectors(2), recorded="losses"))
+    assert ours.seen == plain.seen
+    assert max(graph.count("linear") for graph in ours.seen) <= 2, "a graph holds two layers"
+
+
 class Asynchronous(Device):
     """An accelerator, as far as set-up asks."""
 
