@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from time import perf_counter
 from types import FunctionType
@@ -19,6 +20,7 @@ from sp_lightning.optim.fused import runs_fused
 from sp_lightning.weights.device_parameter import DeviceParameter
 
 if TYPE_CHECKING:
+    from sp_lightning.engine.streamer import Streamer
     from sp_lightning.trainer.run import Run
 
 
@@ -54,27 +56,29 @@ class StepHooks:
         self._fused: list[dict[str, Any]] = []  # the groups that are fused here, for which their users have None
         self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
         self._scope = scope.get()
-        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+        _of_process.add(self)
 
     def close(self) -> None:
         """Removes the hooks."""
-        for handle in [*self._handles, *(each for handles in self._own.values() for each in handles)]:
+        _of_process.remove(self)
+        for handle in [each for handles in self._own.values() for each in handles]:
             handle.remove()
         self.give_back_groups()
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Whether it is another run's, of several at once. A thread of the user's tells nothing, but weights do."""
-        if elsewhere(self._scope):
+        streamer = self._run.streamer
+        if streamer is None or elsewhere(self._scope):
             return True
-        layer_of, unknown = self._run.engine.updating.layer_of, scope.get() is None and self._scope is not None
-        return unknown and not any(layer_of(p) for group in optimizer.param_groups for p in group["params"])
+        unknown = (scope.get() is None and self._scope is not None) or threading.get_ident() != streamer.threads.main
+        return unknown and not any(_is_ours(p, streamer) for group in optimizer.param_groups for p in group["params"])
 
     def _layerwise(self, optimizer: Optimizer) -> LayerwiseStep | None:
         return self.deferring[1] if self.deferring is not None and optimizer is self.deferring[0] else None
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Runs before all other hooks. Returns what the step is called with."""
         if updates_here() or self._is_elsewhere(optimizer):
             return None
@@ -169,7 +173,7 @@ class StepHooks:
         if self.deferring is not None:
             self.deferring[1].give_back_groups()
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         """Runs after a step, and after the optimizer's own hooks."""
         if updates_here() or self._is_elsewhere(optimizer):
             return
@@ -185,6 +189,47 @@ class StepHooks:
             handle.remove()
 
 
+class _OfProcess:
+    """torch's hooks on the steps of all optimizers, which serve all runs of the process.
+
+    torch walks along its hooks while it calls them. So they must not change there because another thread's run begins or ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: tuple[StepHooks, ...] = ()  # exchanged as a whole
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, hooks: StepHooks) -> None:
+        with self._lock:
+            if not self._runs:
+                self._handles = [
+                    register_optimizer_step_pre_hook(self._before),
+                    register_optimizer_step_post_hook(self._after),
+                ]
+            self._runs = (*self._runs, hooks)
+
+    def remove(self, hooks: StepHooks) -> None:
+        with self._lock:
+            self._runs = tuple(each for each in self._runs if each is not hooks)
+            for handle in () if self._runs else self._handles:
+                handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        given = None
+        for hooks in self._runs:
+            if (found := hooks.before(optimizer, args, kwargs)) is not None:
+                given = args, kwargs = found
+        return given
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        for hooks in self._runs:
+            hooks.after(optimizer)
+
+
+_of_process = _OfProcess()
+
+
 def _hold_hosts(optimizer: Optimizer) -> None:
     """Puts the host's parameters where an optimizer has the device's, because it was made within a step."""
     for group in optimizer.param_groups:
@@ -192,6 +237,10 @@ def _hold_hosts(optimizer: Optimizer) -> None:
     state = {p.host if _is_device_s(p) else p: values for p, values in optimizer.state.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
+
+
+def _is_ours(parameter: Any, streamer: Streamer) -> bool:
+    return streamer.updating.layer_of(getattr(parameter, "host", parameter)) is not None
 
 
 def _is_device_s(key: Any) -> TypeGuard[DeviceParameter]:
