@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
@@ -76,7 +78,19 @@ _OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents
 # accelerator a thread of autograd's own does so, while user code that has caught the error may be in the next forward already.
 
 
-_watchers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class _Watcher:
+    """Who is told of calls that fail, in which scope it has begun to watch, and in which thread."""
+
+    told: weakref.ref[Any]
+    scope: Any
+    thread: int
+
+
+_watchers: tuple[_Watcher, ...] = ()  # exchanged as a whole, because other threads may walk along it
+_lock = threading.Lock()
+_calling: set[int] = set()
+"""The threads in which a call of autograd's engine runs."""
 scope: ContextVar[Any] = ContextVar("scope", default=None)
 """Of several runs at once, in threads: whose calls these are. What is hooked is the process's, and is called in all of them."""
 
@@ -145,26 +159,47 @@ class Patch:
 
 def watch(watcher: Any) -> None:
     """Tells a :class:`~sp_lightning.engine.backward.Backward` of each call that fails: by ``backward``, ``autograd.grad``, a
-    checkpoint, other threads. It is told in the thread of the call, with the graph tasks that were under way when that began."""
-    _engine_call.install()
-    _watchers[watcher] = scope.get()
+    checkpoint, other threads. It is told in the thread of the call, with the graph tasks that were under way when that began.
+
+    A call of another thread is not told if the watcher's own thread is in a call: graph tasks that have begun are that call's."""
+    global _watchers
+    with _lock:
+        _engine_call.install()
+        _watchers = (*_others(watcher), _Watcher(weakref.ref(watcher), scope.get(), threading.get_ident()))
 
 
 def unwatch(watcher: Any) -> None:
     """Ends :func:`watch`. Does nothing if it has ended already."""
-    _watchers.pop(watcher, None)
-    if not _watchers:
-        _engine_call.remove()
+    global _watchers
+    with _lock:
+        _watchers = _others(watcher)
+        if not _watchers:
+            _engine_call.remove()
+
+
+def _others(watcher: Any) -> tuple[_Watcher, ...]:
+    return tuple(each for each in _watchers if each.told() not in (None, watcher))
 
 
 def _tell_of_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    before = [(watcher, list(watcher.tasks)) for watcher, its in list(_watchers.items()) if not elsewhere(its)]
+    before = [
+        (told, each.thread, list(told.tasks))
+        for each in _watchers
+        if (told := each.told()) is not None and not elsewhere(each.scope)
+    ]
+    here = threading.get_ident()
+    outermost = here not in _calling
+    _calling.add(here)
     try:
         return plain(call(*args, **options))
     except BaseException:
-        for watcher, tasks in before:
-            watcher.failed(tasks)
+        for told, thread, tasks in before:
+            if thread == here or thread not in _calling:
+                told.failed(tasks)
         raise
+    finally:
+        if outermost:
+            _calling.discard(here)
 
 
 _engine_call = Patch(*ENGINE_CALL, _tell_of_failure)

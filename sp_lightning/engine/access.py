@@ -11,7 +11,6 @@ A wrong guess of the prefetch, which fetches layers before a call asks for them,
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Wait
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.modes import held
+from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LATE
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
-    current_graph_task,
     interpreter_stack,
     tree_leaves,
 )
@@ -69,14 +68,18 @@ class Access(Part):
         self._units = units
         self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
-        self.gradients_complete, self.at_host = backward.complete, backward.at_host
+        self.gradients_complete = backward.complete
         self.calls = RunningCalls()
         self._closed = False
 
     # ------------------------------------------------------------------ a module is called
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """Makes the layers of a module resident before its call. Returns the layers that :meth:`leave` is to release."""
+        """Makes the layers of a module resident before its call. Returns the layers that :meth:`leave` is to release.
+
+        Raises:
+            RuntimeError: the call is another thread's, and no forward runs that it could help in.
+        """
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
             visits = ()  # the table's rows are enough
         self._refuse_transforms_and_traces(visits)
@@ -84,11 +87,13 @@ class Access(Part):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
         with held(self.lock):
+            helps = self.threads.began or not self.threads.own
+            if helps:
+                self._admit(visits)
             outside = self._is_outside()
             try:
                 if outside:
                     step.begin_outside()
-                self._notice_thread()
                 step.activate(in_backward=bool(self._backward.tasks))
                 self.residents.group.sync_requires_grad()
                 entered = [layer for layer in visits if not layer.running_calls]
@@ -96,22 +101,53 @@ class Access(Part):
             except BaseException:  # user code may catch it: no call has begun then
                 if outside:
                     step.end(writes_follow=True)
+                if helps:
+                    self.threads.end()
                 raise
             packs_any = self._moves or "offload" in self.activations.modes.values()
-            self.calls.begin(self._saved_tensors.hooks if packs_any else None)
+            self.calls.begin(self._saved_tensors.hooks if packs_any else None, helps=helps)
             if self._backward.tasks and self.calls.depth == 1:
                 self.swap.watch_captured_in_forward(begins=True)
             for layer in entered:
                 layer.parameters.watch()
         return visits
 
+    def _admit(self, visits: Visits) -> None:
+        """Lets the present thread, which is not the run's, help in the forward that runs: it calls a module.
+
+        Raises:
+            RuntimeError: no forward runs, or the one that the thread helped in has ended.
+        """
+        self.threads.refuse_late()
+        if not (self.threads.began or self._may_help()):
+            raise RuntimeError(CALLED_ELSEWHERE.format(name=repr(visits[0].name) if visits else "A module"))
+        self._share()
+        self.threads.begin()
+
+    def _may_help(self) -> bool:
+        """Whether a forward runs that other threads may help in."""
+        return (self._step.admits or self.calls.depth > 0) and not self._backward.tasks
+
     def _is_outside(self) -> bool:
         """Whether no step, no backward and no call is running."""
         return not (self._step.running or self._backward.tasks or self.calls.depth)
 
     def leave(self, visits: Visits, output: Any) -> None:
-        """Releases the layers of a module whose call has returned or raised."""
+        """Releases the layers of a module whose call has returned or raised.
+
+        Raises:
+            RuntimeError: the call is a helper's, and the step went on without it.
+        """
         with held(self.lock):
+            helps = self.threads.began
+            if helps:
+                late = self.threads.late
+                self.threads.end()
+                if late:  # nothing of what it has begun is left
+                    self.calls.end(helps=True)
+                    if sys.exception() is None:
+                        raise RuntimeError(LATE)
+                    return
             try:
                 if torch.is_grad_enabled() and visits:
                     self._watch(visits, output)
@@ -121,7 +157,7 @@ class Access(Part):
                 # one, so the layers are released later.
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # what was written on the device may be refused
-                self.calls.end()
+                self.calls.end(helps=helps)
                 if self._backward.tasks and not self.calls.depth:
                     self.swap.watch_captured_in_forward(begins=False)
                 if outside := self._is_outside():
@@ -188,7 +224,7 @@ class Access(Part):
         if casts:
             layers = [masters.owner for masters in layers]
         with held(self.lock):
-            self._notice_thread()
+            self.threads.refuse_late()
             for layer in layers:
                 layer.refuse_updated()
                 layer.rows.need(None)
@@ -205,13 +241,17 @@ class Access(Part):
             yield
         finally:
             with held(self.lock):
-                self.residency.end_call(layers, release=False)
-                if residents and not self.swap.on_device:
-                    self.residents.take_back_writes()
-                    self.residents.group.ask(before_use=True)
-                if self.saves_raw() or not self.swap.on_device:
-                    self.residency.release_unpinned()  # so that the next operation asks as well
-                self.residency.fetch_ahead()
+                if not self.threads.late:  # else nothing of what it has begun is left
+                    self._end_operation(layers, residents=residents)
+
+    def _end_operation(self, layers: Sequence[StreamedLayer], *, residents: bool) -> None:
+        self.residency.end_call(layers, release=False)
+        if residents and not self.swap.on_device:
+            self.residents.take_back_writes()
+            self.residents.group.ask(before_use=True)
+        if self.saves_raw() or not self.swap.on_device:
+            self.residency.release_unpinned()  # so that the next operation asks as well
+        self.residency.fetch_ahead()
 
     @contextmanager
     def reading_rows(self, layer: StreamedLayer) -> Iterator[Staged | None]:
@@ -314,14 +354,56 @@ class Access(Part):
         """Refuses weights from now on, because the run is over."""
         self._closed = True
 
-    def _notice_thread(self) -> None:
-        """Has every use of a weight noticed until the step is over, once a second thread uses one."""
-        if self._step.shared or threading.get_ident() == self._step.thread:
+    def at_host(self) -> bool:
+        """Whether the present thread is given the host's parameters: no step, call or backward runs, or none is its own."""
+        return self._backward.at_host() or not (self._closed or self.threads.own)
+
+    @contextmanager
+    def helping(self) -> Iterator[bool]:
+        """A context for one operation of another thread than the run's, which computes with weights for a graph, or writes them.
+
+        It yields whether the thread helps in a forward. Otherwise the operation is to be given the host's parameters.
+
+        Raises:
+            RuntimeError: it helped, and the forward has ended meanwhile.
+        """
+        with held(self.lock):
+            helps = self._may_help()
+            if helps:
+                self._share()
+                self.threads.begin()
+        if not helps:
+            yield False
             return
-        if current_graph_task() == -1:  # autograd's own threads use weights one after the other
+        try:
+            yield True
+            self.threads.refuse_late()
+        finally:
+            self.threads.end()
+
+    def _share(self) -> None:
+        """Has every use of a weight noticed until the step is over, because a second thread uses one."""
+        if not self._step.shared:
             for layer in self.residency.used:  # uses of these were not noticed, so they stay until the step is over
                 layer.running_calls += 1
             self._step.share(True)
+
+    def copied(self, layer: StreamedLayer, index: int) -> Tensor | None:
+        """A copy of a weight that was or may have been written on the device, for a thread that only looks at it.
+
+        Returns:
+            The copy, which cannot be written; None if the host's weight has the present values.
+        """
+        group = layer.parameters
+        if not group.written():
+            return None
+        with held(self.lock):
+            if not group.attached:
+                return None
+            value = layer.rows.completed(index, group.value(index), self.residency.slots.by_address)
+            self.device.access(value, Stream.COMPUTE, write=False)
+            with torch.inference_mode():
+                return value.clone()
 
     def _refuse_transforms_and_traces(self, visits: Visits) -> None:
         if torch.jit.is_tracing():

@@ -130,6 +130,8 @@ class Backward(Part):
                     "gradients would be incomplete. Call backward in one thread at a time."
                 )
             if not self.tasks:
+                if not self.threads.helps:  # it computes gradients within its help
+                    self.threads.end_forward()
                 self._step.compute_on_host(True)
             self.tasks.append(task)
             self._nested = self._nested or len(self.tasks) > 1

@@ -402,10 +402,15 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
 
     def reduce(self: Optimizer, protocol: Any) -> Any:
         finish()
-        return self.__reduce_ex__(protocol)  # it has its own class again, and this is that class's method
+        if type(self) is not waiting:
+            return self.__reduce_ex__(protocol)  # it has its own class again, and this is that class's method
+        # A thread that is not the run's leaves it the class that waits.
+        function, arguments, *more = kind.__reduce_ex__(self, protocol)
+        return function, tuple(kind if each is waiting else each for each in arguments), *more
 
     methods = {"state": property(state, set_state), "__reduce_ex__": reduce}
-    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+    waiting = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+    return waiting
 
 
 def _snapshot(setting: Any) -> Any:

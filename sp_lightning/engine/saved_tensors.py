@@ -68,23 +68,23 @@ def packs() -> bool:
 
 
 class RunningCalls:
-    """Counts the calls of modules that are running, in all threads, and has hooks pack what autograd saves in them.
+    """Counts the calls of modules that are running, and has hooks pack what autograd saves in them.
 
     Attributes:
-        depth: how many calls are running.
+        depth: how many calls are running, but for those of helpers, which run within a step or a call.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self._here = _CallsOfThread()
 
-    def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None) -> None:
+    def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None, *, helps: bool = False) -> None:
         """Packs what autograd saves in the outermost call of a thread that builds a graph, and in those inside it.
 
         This includes calls outside a step, in other threads, and forwards that run again in backward: all build graphs.
         """
         here = self._here
-        self.depth += 1
+        self.depth += not helps
         here.depth += 1
         if make_hooks is None or here.hooks is not None:
             return
@@ -93,10 +93,10 @@ class RunningCalls:
             hooks.__enter__()
             here.hooks, here.pushed = hooks, here.depth
 
-    def end(self, number: int = 1) -> None:
+    def end(self, number: int = 1, *, helps: bool = False) -> None:
         """So many calls of this thread have ended."""
         here = self._here
-        self.depth = max(self.depth - number, 0)
+        self.depth = max(self.depth - number * (not helps), 0)
         here.depth = max(here.depth - number, 0)
         if here.hooks is not None and here.depth < here.pushed:
             hooks, here.hooks = here.hooks, None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sp_lightning.activations.calls import Activations
 from sp_lightning.device.board import LOST
 from sp_lightning.device.device import Device
+from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.gradient_sink import GradientSink
@@ -38,11 +39,13 @@ class Part:
 
     Attributes:
         lock: the engine's lock. It is never held while user code runs; hooks in backward run on autograd's threads.
+        threads: the threads that belong to the run.
         layers: all layers.
         noted: called after more memory may be in use than ever before.
     """
 
     lock: threading.RLock
+    threads: OwnThreads
     device: Device
     layers: list[StreamedLayer]
     residency: Residency
@@ -66,7 +69,6 @@ class Step(Part):
         running: whether a step runs.
         kind: the kind of the step that runs, or ran last.
         ends_with_backward: whether the step is over once a backward has ended.
-        thread: the identifier of the thread that has begun the step.
         shared: whether other threads use weights in it, too.
         shown: the layers in use whose host memory user code has got (``.data``) while modules hold the host's parameters.
         expected: the phase whose first layers may have come already (:meth:`prefetch_for`); None if there is none.
@@ -82,7 +84,6 @@ class Step(Part):
         self.running = False
         self.kind = StepKind.INFERENCE
         self.ends_with_backward = False
-        self.thread = 0
         self.shared = False
 
     @property
@@ -117,7 +118,7 @@ class Step(Part):
         self.expected = None
         self.running = True
         self.kind = kind
-        self.thread = threading.get_ident()
+        self.threads.main = threading.get_ident()
         self.ends_with_backward = False
         self.residency.slots.idle_since = None
         for layer in self.layers:
@@ -137,7 +138,7 @@ class Step(Part):
     def begin_outside(self) -> None:
         """Prepares for the call of a module outside any step. What was written since the last step is not known."""
         self.invalidate()
-        self.thread = threading.get_ident()
+        self.threads.main = threading.get_ident()
         self.residency.prefetch.start("outside", training=False)
 
     def activate(self, *, in_backward: bool = False) -> None:
@@ -153,10 +154,15 @@ class Step(Part):
         if self._watch is not None:
             self.residents.group.expose()
         if held_host:
-            self.swap.watch_captured(not in_backward, thread=self.thread)
+            self.swap.watch_captured(not in_backward)
             self.residency.renew_used()
             self.shown.clear()
             self._look_at_weights()
+
+    @property
+    def admits(self) -> bool:
+        """Whether user code computes with weights, between the step's begin and its loss, so that other threads may help."""
+        return self.running and not (self.ends_with_backward or self._held)
 
     def share(self, shared: bool) -> None:
         """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
@@ -219,6 +225,7 @@ class Step(Part):
 
     def hold_host(self) -> None:
         """Puts the host's parameters into the modules while an optimizer steps inside of a step: it may read the weights there."""
+        self.threads.end_forward()
         if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
             self.swap.to_host()
             self._held = self._stepping = True
@@ -236,6 +243,7 @@ class Step(Part):
                 the host's parameters until then, because gradients are there.
         """
         self.ends_with_backward = True
+        self.threads.end_forward()
         if seen:
             self.take_back_writes()
             self.swap.to_host()
@@ -249,6 +257,7 @@ class Step(Part):
 
     def show_host(self) -> None:
         """Has the modules as they are outside a step, even in the midst of one, until :meth:`go_on`."""
+        self.threads.end_forward()
         self.take_back_writes()
         self.swap.to_host()
         self.activations.remove()
@@ -295,6 +304,7 @@ class Step(Part):
             self.compare_writes()
         self.lent.refuses = compare  # until the next step begins
         self.running = self._stepping = False
+        self.threads.end_forward()
         for layer in self.layers:
             layer.running_calls = 0
         try:

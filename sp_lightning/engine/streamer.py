@@ -14,6 +14,7 @@ from sp_lightning.activations.calls import Activations
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import HostRing
+from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.device.patched import unwatch, watch
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
@@ -53,9 +54,13 @@ class Streamer:
         modes: the mode of each unit's activations; None keeps all.
         host_room: the most bytes of host memory that activations may take; None for no limit.
         averages: modules whose buffers are on the device from their first use in a step until its end.
+        threads: the threads that belong to the run; None: the present one.
         check_writes: whether to look for writes of weights that torch does not show.
         around_rerun: a context for a forward that runs again in backward, of which only autograd is to know.
         log: the logger for the engine's warnings; None for Lightning's.
+
+    Attributes:
+        threads: the threads that belong to the run.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Streamer:
         modes: Mapping[str, Mode] | None = None,
         host_room: int | None = None,
         averages: Sequence[nn.Module] = (),
+        threads: OwnThreads | None = None,
         check_writes: bool = False,
         around_rerun: Callable[[], AbstractContextManager[None]] = nullcontext,
         log: logging.Logger | None = None,
@@ -80,6 +86,7 @@ class Streamer:
         self._module = module
         # Hooks in backward run on autograd's threads. The lock is never held while user code runs.
         self._lock = threading.RLock()
+        self.threads = threads or OwnThreads()
         self._closed = False
         self._build_weights(pin, check_writes, placement, log)
         self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
@@ -105,6 +112,7 @@ class Streamer:
         self._slots = Slots(plan, self._moving, device, placement.uploads(device, self._lock, log))
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self.updates = placement.updates(self._layers, device)
+        self.updates.threads = self.threads
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(self._resident_layer, self._source, self._lent)
@@ -152,10 +160,12 @@ class Streamer:
             self._residents,
             PrunedWeights(root, device),
             self._watch,
+            self.threads,
         )
         swap.averages = [AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages]
         self._below = below = Part(
             self._lock,
+            self.threads,
             device,
             layers,
             self._residency,

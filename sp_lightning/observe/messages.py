@@ -28,6 +28,11 @@ HIDDEN_READ = (
     "the weight on the device: SuperpipelineStrategy(resident=[{name!r}])."
 )
 
+BEING_UPDATED = (
+    "The thread that runs trainer.fit is changing weights, and a checkpoint now would have some of this step and some of the next. "
+    "Save it in a callback, or try again."
+)
+
 ON_THE_HOST = (
     "Superpipeline keeps gradients on the host, and weights between two steps. Bring one of them to the other: "
     "param.grad.to(param.device) inside training_step, buffer.to(param.device) in a hook between two steps. In backward (a "

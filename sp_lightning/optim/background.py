@@ -11,6 +11,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import UNCHANGED_BY_UPDATES
+from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import publish
 from sp_lightning.device.torch_private import tree_leaves
@@ -28,7 +30,7 @@ from sp_lightning.optim.step_context import awaiting_steps
 from sp_lightning.store.block_memory import merge
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
-from sp_lightning.weights.roles import Role, leave, take
+from sp_lightning.weights.roles import Role, leave, take, writes_in_place
 
 
 class BackgroundUpdates:
@@ -40,6 +42,7 @@ class BackgroundUpdates:
 
     Attributes:
         torn: the reason if only some layers have the weights of the last step; None if all have them.
+        threads: the threads that belong to the run. Others may wait for an update's work, and do not what follows it.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
@@ -53,6 +56,7 @@ class BackgroundUpdates:
         self._role = type("BeingUpdated", (_BeingUpdated,), {"_updates": self})
         self.torn: str | None = None
         self._updated: list[str] = []  # the layers that the present step has updated, by name
+        self.threads = OwnThreads()
         _all.add(self)
 
     @property
@@ -151,12 +155,33 @@ class BackgroundUpdates:
         if self._failure is not None:
             self._raise()
 
+    def await_work(self, values: Iterable[Any] | None = None) -> None:
+        """Waits until the background has done its work, in a thread that is not the run's: what follows it is left to the run.
+
+        Args:
+            values: updates of the parameters among these are waited for; None for all.
+        """
+        used = None if values is None else set(map(id, values))
+        for layer in list(self._under_way):
+            if used is not None and used.isdisjoint(id(p) for member in layer.family for p in member.block.parameters):
+                continue
+            if (update := layer.update) is not None:
+                futures.wait([update])
+            self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+
     def finish(self) -> None:
-        """Waits for all updates.
+        """Waits for all updates. In a thread that is not the run's it does what :meth:`await_work` does.
 
         Raises:
             BaseException: what an update raised, with its traceback.
         """
+        if not self.threads.own:
+            self.await_work()
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for all updates, and does what follows them, whichever thread it is."""
         self.join()
         self._raise()
 
@@ -247,7 +272,10 @@ def updates_here() -> bool:
 def _before_fork() -> None:
     """Waits for all updates: a forked child has no background thread, so it would wait for them for ever."""
     for updates in list(_all):
-        updates.join()
+        if updates.threads.own:
+            updates.join()
+        else:
+            updates.await_work()
 
 
 if hasattr(os, "register_at_fork"):
@@ -270,14 +298,23 @@ class _BeingUpdated(Role):
         if func in UNCHANGED_BY_UPDATES or func is Tensor.stride:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
+            cls._updates.await_work(tree_leaves((args, kwargs)))
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
         for kind in types:
             if issubclass(kind, _BeingUpdated):
-                kind._updates.finish()  # after this the arguments have their ordinary classes again
+                kind._updates.settle()  # after this the arguments have their ordinary classes again
                 kind._updates.refuse_updated(tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
 
+    @classmethod
+    def is_foreign(cls) -> bool:
+        return not cls._updates.threads.own
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         updates = self._updates  # its ordinary class has none
+        if self.is_foreign():
+            return super().__deepcopy__(memo)
         updates.finish()
         updates.refuse_updated([self])
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.signals import DeferredSignals
-from sp_lightning.observe.messages import not_whole
+from sp_lightning.observe.messages import BEING_UPDATED, not_whole
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.ledger import Ledger
@@ -124,7 +124,8 @@ class ReadableStrategy(HostStrategy):
 
     @property
     def _known(self) -> Results | None:
-        return self._last if self._run is None else self._run.results
+        run = self._run  # once: another thread may ask while the run ends
+        return self._last if run is None else run.results
 
     def remarks(self) -> list[str]:
         """What a user should know about this run beside the plan, in sentences."""
@@ -302,6 +303,8 @@ class LoopStrategy(ReadableStrategy):
     def _refuse_partially_updated(self) -> None:
         mixed = None if self._known is None else self._known.partially_updated
         if mixed is not None:
+            if self._run is not None and self._run.is_foreign:
+                raise RuntimeError(BEING_UPDATED)
             if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
                 self._close()
                 self._signals.remove()

@@ -19,6 +19,7 @@ from torch import nn
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device
+from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.engine.placement import ONE_DEVICE, OnRanks, Placement
@@ -122,6 +123,7 @@ class Run:
         self._window = Window(
             *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there
         )
+        self._threads = OwnThreads()
         self._parted: list[Parted] = []
         self._host_room: int | None = None
         self._buffers_due = trains
@@ -243,6 +245,7 @@ class Run:
             modes=modes,
             host_room=self._host_room,
             averages=averages,
+            threads=self._threads,
             check_writes=self._options.check_writes,
             around_rerun=partial(in_place_of, self.module, {"log": _log_nothing}),
             log=self._log,
@@ -305,6 +308,9 @@ class Run:
 
     def finish_updates(self) -> None:
         """Waits for updates in the background and for writes to files. After an error the module has the host's parameters."""
+        if self.is_foreign:
+            self.engine.updates.finish()
+            return
         with self.whole_after_failure():
             self.engine.updates.finish()
             self.placement.settle()
@@ -321,8 +327,15 @@ class Run:
 
     def host_parameters(self) -> AbstractContextManager[None]:
         """While this is active the module has the host's parameters, as a checkpoint is to have them at any time."""
+        if self.is_foreign:
+            return nullcontext()
         self.placement.settle()
         return self.engine.reading()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the present thread is not the run's. It finds the host's parameters in the module without the engine's help."""
+        return not self._threads.own
 
     def loading(self) -> AbstractContextManager[None]:
         """Around the loading of a state into the module between steps: weights may be written, and what rank 0 loads counts."""

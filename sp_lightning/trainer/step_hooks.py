@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from time import perf_counter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
-from weakref import WeakSet
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -20,14 +20,13 @@ from sp_lightning.optim.fused import runs_fused
 from sp_lightning.weights.device_parameter import DeviceParameter
 
 if TYPE_CHECKING:
+    from sp_lightning.engine.streamer import Streamer
     from sp_lightning.trainer.run import Run
 
 
 _ONE_CLASS = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-host"
 _FOLLOWED = "followed"
 """The attribute of a closure that a step was called with already: the hooks of the run that follows it."""
-_open: WeakSet[StepHooks] = WeakSet()
-"""Those of all runs of this process: a run may begin inside of another one, and torch calls the hooks of both."""
 
 
 class StepHooks:
@@ -58,27 +57,25 @@ class StepHooks:
         self._fused: list[dict[str, Any]] = []  # the groups that are fused here, for which their users have None
         self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
         self._scope = scope.get()
-        self._handles: list[RemovableHandle] = []
 
     def open(self) -> None:
-        """Puts hooks around the steps of all optimizers."""
-        _open.add(self)
-        self._handles.append(register_optimizer_step_pre_hook(self._before))
-        self._handles.append(register_optimizer_step_post_hook(self._after))
+        """Has torch announce the steps of all optimizers to these hooks from now on."""
+        _of_process.add(self)
 
     def close(self) -> None:
-        """Removes the hooks."""
-        _open.discard(self)
-        for handle in [*self._handles, *(each for handles in self._own.values() for each in handles)]:
+        """Ends :meth:`open`. Does nothing if it has ended already."""
+        _of_process.remove(self)
+        for handle in [each for handles in self._own.values() for each in handles]:
             handle.remove()
         self.give_back_groups()
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Whether it is another run's, of several at once. A thread of the user's tells nothing, but weights do."""
-        if elsewhere(self._scope):
+        streamer = self._run.streamer
+        if streamer is None or elsewhere(self._scope):
             return True
-        layer_of, unknown = self._run.engine.updating.layer_of, scope.get() is None and self._scope is not None
-        return unknown and not any(layer_of(p) for group in optimizer.param_groups for p in group["params"])
+        unknown = (scope.get() is None and self._scope is not None) or threading.get_ident() != streamer.threads.main
+        return unknown and not any(_is_ours(p, streamer) for group in optimizer.param_groups for p in group["params"])
 
     def _layerwise(self, optimizer: Optimizer) -> LayerwiseStep | None:
         return self.deferring[1] if self.deferring is not None and optimizer is self.deferring[0] else None
@@ -89,7 +86,7 @@ class StepHooks:
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Runs before all other hooks. Returns what the step is called with."""
         if updates_here() or self._is_elsewhere(optimizer):
             return None
@@ -148,7 +145,7 @@ class StepHooks:
             layer_of, module = self._run.engine.updating.layer_of, type(self._run.module).__name__
             ours = any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
             # A run inside of this one may train the same weights. Where it steps them on the device as well, it does so itself.
-            if ours and not any(each.steps_on_device(optimizer) for each in list(_open)):
+            if ours and not any(each.steps_on_device(optimizer) for each in _of_process.runs):
                 what = f"{name} is not what {module}.configure_optimizers has returned, and would step its weights on the host"
                 what += f"; one class can do both ({_ONE_CLASS})"
         elif layerwise.submitted or any(vars(each).get(_FOLLOWED) is self for each in closures):
@@ -188,7 +185,7 @@ class StepHooks:
         if self.deferring is not None:
             self.deferring[1].give_back_groups()
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         """Runs after a step, and after the optimizer's own hooks."""
         if updates_here() or self._is_elsewhere(optimizer):
             return
@@ -211,6 +208,50 @@ class StepHooks:
             handle.remove()
 
 
+class _OfProcess:
+    """torch's hooks on the steps of all optimizers, which serve all runs of the process.
+
+    torch walks along its hooks while it calls them. So they must not change there because another thread's run begins or ends.
+
+    Attributes:
+        runs: the hooks of all runs. One may begin inside of another one, and torch calls the hooks of both.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.runs: tuple[StepHooks, ...] = ()  # exchanged as a whole
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, hooks: StepHooks) -> None:
+        with self._lock:
+            if not self.runs:
+                self._handles = [
+                    register_optimizer_step_pre_hook(self._before),
+                    register_optimizer_step_post_hook(self._after),
+                ]
+            self.runs = (*self.runs, hooks)
+
+    def remove(self, hooks: StepHooks) -> None:
+        with self._lock:
+            self.runs = tuple(each for each in self.runs if each is not hooks)
+            for handle in () if self.runs else self._handles:
+                handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        given = None
+        for hooks in self.runs:
+            if (found := hooks.before(optimizer, args, kwargs)) is not None:
+                given = args, kwargs = found
+        return given
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        for hooks in self.runs:
+            hooks.after(optimizer)
+
+
+_of_process = _OfProcess()
+
+
 def _hold_hosts(optimizer: Optimizer) -> None:
     """Puts the host's parameters where an optimizer has the device's, because it was made within a step."""
     for group in optimizer.param_groups:
@@ -218,6 +259,10 @@ def _hold_hosts(optimizer: Optimizer) -> None:
     state = {p.host if _is_device_s(p) else p: values for p, values in optimizer.state.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
+
+
+def _is_ours(parameter: Any, streamer: Streamer) -> bool:
+    return streamer.updating.layer_of(getattr(parameter, "host", parameter)) is not None
 
 
 def _is_device_s(key: Any) -> TypeGuard[DeviceParameter]:

@@ -202,7 +202,9 @@ class StandIn(DeviceParameter):
         with away[0]._of.doors.on_demand(away):
             by_rows = any(each._of.by_rows for each in away)  # these stay stand-ins
             if by_rows or away[0]._of.shared or away[0]._of.doors.saves_raw():
-                args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
+                with away[0]._of.doors.lock:  # another thread may detach it as soon as this one is late
+                    away[0]._of.doors.threads.refuse_late()
+                    args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             if func is Tensor.detach or func is torch.detach:
                 # state_dict() detaches. Writes through the .data of a detached tensor change no version.
                 away[0]._of.expose()

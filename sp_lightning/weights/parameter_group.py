@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from sp_lightning.device.cast_gradient import CastGradient
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Span, absent, addresses, versions
 from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.device.torch_private import gradient_hooks
 from sp_lightning.observe.messages import HIDDEN_READ
 from sp_lightning.weights.casts import SavedValues
@@ -40,7 +42,17 @@ class Doors(Protocol):
 
     device: Device
     calls: Any  # ``calls.depth`` is how many calls of modules are running
-    at_host: Callable[[], bool]  # whether no step runs, so that modules hold the host's parameters
+    lock: threading.RLock  # the engine's
+    threads: OwnThreads
+
+    def at_host(self) -> bool:
+        """Whether the present thread is given the host's parameters: no step, call or backward runs, or none is its own."""
+
+    def helping(self) -> AbstractContextManager[bool]:
+        """A context for an operation of another thread than the run's. Yields whether it may be given device parameters."""
+
+    def copied(self, layer: Any, index: int) -> Tensor | None:
+        """A copy of a weight that was or may have been written on the device; None if the host's has the present values."""
 
     def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> AbstractContextManager[None]:
         """A context during which these device parameters, or their ``casts``, are on the device."""

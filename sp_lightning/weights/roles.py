@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import DisableTorchFunctionSubclass, Tensor, nn
 
+from sp_lightning.device.layout import METADATA
+from sp_lightning.device.torch_private import tree_map_only
 from sp_lightning.weights.device_parameter import DeviceParameter, set_class
 
 _lock = threading.RLock()  # an update may end in another thread
@@ -40,6 +42,11 @@ class Role(nn.Parameter):
         """Lets ``type(p)(data)`` make an ordinary parameter."""
         return cls.users(data, requires_grad)
 
+    @classmethod
+    def is_foreign(cls) -> bool:
+        """Whether the present thread is not the run's, so that it must not take the role from a parameter."""
+        return False
+
     def __eq__(self, other: object) -> Any:
         """Dictionaries and sets compare their keys by this; a device parameter is the same key as its host parameter."""
         if issubclass(type(other), DeviceParameter) and other.host is self:  # type: ignore[attr-defined]
@@ -49,8 +56,51 @@ class Role(nn.Parameter):
     __hash__ = nn.Parameter.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if any(role.is_foreign() for role in type(self).roles):
+            return type(self).users.__deepcopy__(self, memo)
         with left([self], type(self).roles):
             return copy.deepcopy(self, memo)
+
+
+OF_THE_PARAMETER = METADATA | {
+    *(getattr(getattr(Tensor, name), how) for name in ("grad", "requires_grad") for how in ("__get__", "__set__")),
+    *(getattr(Tensor, name) for name in (
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "stride", "data_ptr", "untyped_storage",
+        "storage_offset", "is_contiguous", "is_shared", "share_memory_", "retain_grad",
+    )),
+    *(getattr(getattr(Tensor, name), how) for name, how in (("grad", "__delete__"), ("data", "__get__"))),
+}  # fmt: skip
+"""What is the host parameter's own: its attributes, its hooks, its memory."""
+
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()}
+
+
+def writes_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch writes one of its arguments, as far as its name shows."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name == "__setitem__" or "out" in kwargs
+
+
+def looked_at(
+    func: Callable[..., Any], args: Any, kwargs: Any, present: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """Calls a function with what host parameters show at this moment, for a thread that only looks at them.
+
+    Args:
+        func: the function.
+        args, kwargs: its arguments.
+        present: is given a host parameter with a view of its memory, and returns what the function is given.
+    """
+
+    def seen(each: Tensor) -> Tensor:
+        if not issubclass(type(each), Role):
+            return each
+        with DisableTorchFunctionSubclass():
+            view = each.detach()
+        return present(each, view)
+
+    args, kwargs = tree_map_only(Tensor, seen, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def take(parameter: nn.Parameter, role: type[Role]) -> None:

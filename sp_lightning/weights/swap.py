@@ -11,16 +11,17 @@ of ``.data`` and ``.grad``) are those of the host's memory: between backward and
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, ValuesView
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor, nn
 from torch.jit import ScriptModule
 
-from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import never_compiled
+from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.device.torch_private import tree_leaves, tree_map_only
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
@@ -28,7 +29,7 @@ from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.roles import Role, leave_all, left, take_all
+from sp_lightning.weights.roles import OF_THE_PARAMETER, Role, leave_all, left, looked_at, take_all, writes_in_place
 from sp_lightning.weights.writes import WeightWatch
 
 _Exchange = tuple[nn.Module, bool, str, Any, Any]
@@ -46,6 +47,7 @@ class Swap:
         residents: the residents, which are up to date whenever modules hold the device's parameters.
         pruned: the masks, which are on the device only within a step.
         watch: looks for writes of the host's weights, if ``check_writes`` asks for it; otherwise None.
+        threads: the threads that belong to the run. Every other one finds the host's parameters in modules at any time.
 
     Attributes:
         averages: the buffers that are on the device from their first use in a step until its end.
@@ -60,7 +62,9 @@ class Swap:
         residents: Residents,
         pruned: PrunedWeights,
         watch: WeightWatch | None,
+        threads: OwnThreads,
     ) -> None:
+        self.threads = threads
         self._residents = residents
         self._pruned = pruned
         self._watch = watch
@@ -87,6 +91,8 @@ class Swap:
         self._held = [(each, name, p, p.dtype, p.shape, p.stride()) for each, name, p in held if p is not None]
         self._nothing = [(each, name) for each, name, p in held if p is None]
         self._parts = self._parts_of_wrapped()
+        for each in {place[0] for place, *_ in pairs}:
+            vars(each)["_parameters"] = ByThread(each._parameters, threads)
         self.on_device = False
         """Whether the modules hold device parameters now."""
 
@@ -111,22 +117,20 @@ class Swap:
         _swap(self._pairs, to_device=False)
         for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
             parameters: dict[str, Any] = module._parameters
-            for attribute, parameter in parameters.items() if parameters else ():
+            for attribute, parameter in dict.items(parameters) if parameters else ():
                 kind = type(parameter)
                 # isinstance is slow: the metaclass of Parameter checks in Python.
                 if kind is not nn.Parameter and issubclass(kind, (DeviceParameter, StandInForWrapped)):
                     parameters[attribute] = parameter.host
         self.on_device = False  # set last, so that a call that was interrupted is repeated
 
-    def watch_captured(self, watch: bool, *, thread: int | None = None) -> None:
+    def watch_captured(self, watch: bool) -> None:
         """Sets whether what is computed with the host's parameters for a graph is computed with the device's.
 
         Args:
             watch: whether it is. Otherwise each use is an ordinary one: an optimizer's, or one between steps.
-            thread: the identifier of the thread that runs the step; None for the same as before.
         """
         if watch:
-            self._role.thread = self._role.thread if thread is None else thread
             take_all(self._captured, self._role)
         else:
             leave_all(self._captured, self._role)
@@ -153,6 +157,9 @@ class Swap:
 
     def close(self) -> None:
         """Drops the device parameters. Buffers stay on the host for good."""
+        for module in self._modules:
+            if type(module._parameters) is ByThread:
+                vars(module)["_parameters"] = dict(dict.items(module._parameters))
         self._pairs.clear()
         for average in self.averages:
             average.close()
@@ -166,10 +173,59 @@ def _swap(exchanges: Iterable[_Exchange], *, to_device: bool) -> None:
     for module, keeps_list, attribute, host, device in exchanges:
         old, new = (host, device) if to_device else (device, host)
         parameters = module._parameters
-        if parameters.get(attribute) is old:
+        if dict.get(parameters, attribute) is old:
             parameters[attribute] = new
             if keeps_list:
                 setattr(module, attribute, new)
+
+
+class ByThread(dict[str, Any]):
+    """A module's ``_parameters`` while a run lasts. A thread that is not the run's finds the host's parameters there at any time.
+
+    Device parameters change their memory and their class while it looks at them. A copy is an ordinary dictionary.
+
+    Args:
+        parameters: those of the module.
+        threads: the threads that belong to the run.
+    """
+
+    __slots__ = ("_threads",)
+
+    def __init__(self, parameters: Mapping[str, Any], threads: OwnThreads) -> None:
+        super().__init__(parameters)
+        self._threads = threads
+
+    def _seen(self, found: Any) -> Any:
+        kind = type(found)
+        if kind is nn.Parameter or not issubclass(kind, (DeviceParameter, StandInForWrapped)) or self._threads.own:
+            return found
+        return found.host
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        return found if get_ident() == self._threads.main else self._seen(found)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._seen(super().get(name, default))
+
+    def copy(self) -> dict[str, Any]:
+        return {name: self._seen(found) for name, found in super().items()}
+
+    def items(self) -> ItemsView[str, Any]:
+        return super().items() if get_ident() == self._threads.main else self.copy().items()
+
+    def values(self) -> ValuesView[Any]:
+        return super().values() if get_ident() == self._threads.main else self.copy().values()
+
+    def __copy__(self) -> dict[str, Any]:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        copied = memo[id(self)] = copy.deepcopy(self.copy(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
 
 
 class _InStep(Role):
@@ -179,7 +235,10 @@ class _InStep(Role):
     device_of: dict[int, DeviceParameter]
     swap: Swap
     used = False
-    thread = 0
+
+    @classmethod
+    def is_foreign(cls) -> bool:
+        return not cls.swap.threads.own
 
     @classmethod
     @never_compiled
@@ -190,7 +249,9 @@ class _InStep(Role):
         # Another thread may take the role from a parameter at any time: its class is not asked again.
         role = next(each for each in cls.roles if issubclass(each, _InStep))
         of = role.device_of
-        if func in _OF_THE_HOST:
+        if not role.swap.threads.own:
+            return _elsewhere(role, func, args, kwargs)
+        if func in OF_THE_PARAMETER:
             if func == _GET_DATA:
                 device = of[id(args[0])]
                 if role.in_use([args[0]]):
@@ -230,10 +291,34 @@ class _InStep(Role):
         Residents, which are there all the time, count as used in calls of any modules. Other threads look at the host's
         memory, which never leaves.
         """
-        if not cls.swap.on_device or threading.get_ident() != cls.thread:
+        if not cls.swap.on_device or get_ident() != cls.swap.threads.main:
             return False
         groups = [cls.device_of[id(host)]._of for host in hosts]
         return all(g.attached and (g.layer.kind is not Kind.RESIDENTS or g.doors.calls.depth > 0) for g in groups)
+
+
+def _elsewhere(role: type[_InStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A use of host parameters in a thread that is not the run's: it helps in a forward, or looks at the host's memory."""
+    of = role.device_of
+    if func in OF_THE_PARAMETER or func == _SET_DATA:
+        with Untouched():
+            found = func(*args, **kwargs)
+        return _present(role, args[0], found) if func == _GET_DATA else found
+    others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) not in of]
+    if writes_in_place(func, kwargs) or (func not in _DETACH and _on_device(func, [], others, role)):
+        with next(iter(of.values()))._of.doors.helping() as helps:
+            if helps:
+                role.used = True
+                args, kwargs = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
+                return func(*args, **kwargs)
+    return looked_at(func, args, kwargs, lambda host, seen: _present(role, host, seen) if id(host) in of else seen)
+
+
+def _present(role: type[_InStep], host: Tensor, seen: Tensor) -> Tensor:
+    """What a thread that is not the run's sees of a host parameter: its memory, or a copy if the device has other values."""
+    group = role.device_of[id(host)]._of
+    copied: Tensor | None = group.doors.copied(group.layer, role.device_of[id(host)]._index)
+    return seen if copied is None else copied
 
 
 def _on_device(
@@ -247,7 +332,7 @@ def _on_device(
         return True
     if func in _DETACH:
         # It may be written. Other threads look at the host's memory, which never leaves.
-        return role.swap.on_device and threading.get_ident() == role.thread
+        return role.swap.on_device and get_ident() == role.swap.threads.main
     others = [other for other in others if other.ndim]
     if any(map(device.has, others)):
         return True
@@ -259,17 +344,8 @@ def _on_device(
 _OF_GRAPHS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 """What looks for parameters in a graph."""
 
-_DETACH = (Tensor.detach, torch.detach)
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 
-_OF_THE_HOST = METADATA | {
-    *(getattr(getattr(Tensor, name), how) for name in ("grad", "requires_grad") for how in ("__get__", "__set__")),
-    *(getattr(Tensor, name) for name in (
-        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "stride", "data_ptr", "untyped_storage",
-        "storage_offset", "is_contiguous", "is_shared", "share_memory_", "retain_grad",
-    )),
-    *(getattr(getattr(Tensor, name), how) for name, how in (("grad", "__delete__"), ("data", "__get__"))),
-}  # fmt: skip
-"""What is the host parameter's own: its attributes, its hooks, its memory."""
+_DETACH = {Tensor.detach, torch.detach}

@@ -17,6 +17,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Wait
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
+from sp_lightning.trainer import step_hooks
 from tests.support.engine import choose
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Outcome, fit, fused, loader, trainer_for
@@ -280,6 +281,7 @@ def left_out() -> Iterator[None]:
     try:
         yield
     finally:  # a race in tearing down leaves hooks, which is no matter here
+        step_hooks._of_process = step_hooks._OfProcess()
         torch_optimizer._global_optimizer_pre_hooks.clear()
         torch_optimizer._global_optimizer_post_hooks.clear()
         logging.getLogger("lightning.pytorch.superpipeline").setLevel(logging.NOTSET)
