@@ -199,7 +199,8 @@ class SavedTensors(Part):
             if which is not None and (group.exposed or group.retyped):
                 group.refuse_exchanged(which)
             tensor = self._bring(layer, which, place, rows)
-            version = expected if which is None else group.counters[which]._version
+            # The host's weight counts as well: a hook may have written it while the layer is in use.
+            version = expected if which is None else group.version_once_fetched(which)
             if values is not None and values.copy is not None:  # the layer has other values by now
                 assert place is not None
                 tensor = values.recall(self.device, place)

@@ -155,6 +155,7 @@ class ParameterGroup:
         self._held: dict[int, int] = {}  # the same, for those that autograd or user code has kept since then
         with no_inference_mode(), Untouched():
             self.counters = [parameter.detach() for parameter in self.all]
+            self._host_counters = [_counter(host) for host in hosts]
         self._versions, self._host_versions = versions(self.counters), versions(hosts)
         self._addresses = addresses(hosts)
 
@@ -302,8 +303,7 @@ class ParameterGroup:
 
     def version_once_fetched(self, index: int) -> int:
         """What :meth:`version` will be once :meth:`fetched` has counted what was written on the host since."""
-        with Untouched():
-            return self.version(index) + (self.hosts[index]._version != self._host_versions[index])
+        return self.counters[index]._version + (self._host_counters[index]._version != self._host_versions[index])
 
     def writes(self, index: int) -> int:
         """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not.
@@ -414,6 +414,13 @@ class ParameterGroup:
     def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
         """A context in which a parameter's layer is on the device."""
         return self.doors.on_demand([parameter]) if isinstance(parameter, StandIn) else nullcontext()
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """A tensor without memory that has the version of another one, whatever is done with that one's memory."""
+    counter = tensor.detach()
+    counter.data = counter.new_empty(0)
+    return counter
 
 
 @cache

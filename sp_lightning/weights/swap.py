@@ -284,6 +284,10 @@ class _InStep(Role):
             group.doors.host_was_used(group.layer, viewed=viewed)
         return output
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Tensor.set_``, which torch calls without asking classes."""
+        return type(self).__torch_function__(Tensor.set_, (type(self),), (self, *args), kwargs)
+
     @classmethod
     def in_use(cls, hosts: Iterable[Tensor]) -> bool:
         """Whether the running step has all of them on the device, in a call of their layers: then those are the weights.
@@ -293,8 +297,11 @@ class _InStep(Role):
         """
         if not cls.swap.on_device or get_ident() != cls.swap.threads.main:
             return False
-        groups = [cls.device_of[id(host)]._of for host in hosts]
-        return all(g.attached and (g.layer.kind is not Kind.RESIDENTS or g.doors.calls.depth > 0) for g in groups)
+        layers = [cls.device_of[id(host)]._of.layer.owner for host in hosts]  # a block whose casts are used, for its masters
+        return all(
+            layer.parameters.attached and (layer.kind is not Kind.RESIDENTS or layer.parameters.doors.calls.depth > 0)
+            for layer in layers
+        )
 
 
 def _elsewhere(role: type[_InStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
