@@ -31,6 +31,7 @@ from sp_lightning.activations.fingerprints import Differences, SavedRun, WeightA
 from sp_lightning.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.device.accelerator import generator_states, set_generator_states
 from sp_lightning.device.device import Device
+from sp_lightning.device.modes import no_transforms
 from sp_lightning.device.torch_private import (
     TORCHSCRIPT,
     checkpoint_hook,
@@ -121,7 +122,8 @@ class Recompute:
             # Lists and dicts are made anew, as they were given: what the forward has added to them stays in those of the
             # first run.
             args, kwargs = tree_unflatten([once[position] for position in positions], structure)
-            with self._rerun(unit, args), first.restored(self._outside(unit)), self._compared(first):
+            # Backward may compute several gradients at once, by torch.vmap.
+            with no_transforms(), self._rerun(unit, args), first.restored(self._outside(unit)), self._compared(first):
                 return first.before.context.copy().run(forward, *args, **kwargs)
 
         return checkpoint(run, self._anchor, *once.values(), use_reentrant=False)
@@ -262,6 +264,7 @@ class _Around:
         """While this is active, they are as they were."""
         now = generator_states()
         with ExitStack() as contexts:
+            contexts.enter_context(no_transforms())
             contexts.enter_context(torch.enable_grad())
             for each in self._autocast:
                 contexts.enter_context(torch.autocast(*each))

@@ -17,6 +17,7 @@ from sp_lightning.device.torch_private import (
     frame_compiler,
     leave_frame_out,
     no_torch_functions,
+    no_vmap_mode,
     transforms_active,
 )
 
@@ -48,6 +49,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Hides operators from dispatch modes (selective checkpoints, counters of FLOPs), which are to see the model's alone."""
     return disable_dispatch_modes() if count_dispatch_modes() else _NOTHING
+
+
+@contextmanager
+def no_transforms() -> Iterator[None]:
+    """Leaves ``torch.func`` transforms, and ``autograd.grad(is_grads_batched=True)``. Outside of them it does nothing."""
+    with clear_transforms() if transforms_active() else _NOTHING, no_vmap_mode():
+        yield
 
 
 def unseen() -> AbstractContextManager[Any]:

@@ -88,6 +88,18 @@ DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.T
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether operators go through a ``torch.func`` transform now. As :data:`interpreter_stack`, without making a list."""
 
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for several, in ``torch.vmap`` or in ``autograd.grad(is_grads_batched=True)``. No public way."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+no_vmap_mode: Callable[[], AbstractContextManager[Any]] = partial(
+    torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
+)
+"""A context in which ``autograd.grad(is_grads_batched=True)`` refuses no random numbers. There is no public way to leave it."""
+
 clear_transforms: Callable[[], AbstractContextManager[Any]] = pyfunctorch.temporarily_clear_interpreter_stack
 """A context in which no ``torch.func`` transform runs, so that operators make ordinary tensors. No public way to leave them."""
 

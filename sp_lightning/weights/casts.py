@@ -23,7 +23,7 @@ from sp_lightning.device.cast_gradient import CastGradient
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import ALIGNMENT, strided
 from sp_lightning.device.lease import SavedView
-from sp_lightning.device.torch_private import transforms_active
+from sp_lightning.device.torch_private import is_batched, transforms_active
 
 LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
@@ -58,7 +58,7 @@ class Cast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         if gradients[0] is None:
             return None, None
-        if torch.is_grad_enabled():  # create_graph=True
+        if torch.is_grad_enabled() or is_batched(gradients[0]):  # create_graph=True; is_grads_batched=True
             return gradients[0].to(torch.float32), None
         return CastGradient(gradients[0].clone()), None  # others may hold and write autograd's, as hooks of nodes do
 

@@ -219,6 +219,37 @@ def test_transforms_are_told_and_which_of_them_differentiate() -> None:
     assert told == [(False, []), (True, [False]), (True, [True]), (True, [True]), (True, [True, False])]
 
 
+def test_batched_tensors_are_told_from_others() -> None:
+    seen: list[bool] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(torch_private.is_batched(x))
+        return x
+
+    note(torch.ones(2))
+    torch.vmap(note)(torch.ones(2, 2))
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(note)
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
+    assert seen == [False, True, True]
+
+
+def test_random_numbers_can_be_drawn_while_gradients_are_batched() -> None:
+    def draw(gradient: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="random operations"):
+            torch.randn(2)
+        with torch_private.no_vmap_mode():
+            drawn.append(torch.randn(2))
+
+    drawn: list[Tensor] = []
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(draw)
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
+    assert [each.shape for each in drawn] == [(2,)]
+
+
 def test_transforms_can_be_left() -> None:
     def note(x: Tensor) -> Tensor:
         with torch_private.clear_transforms():

@@ -18,7 +18,7 @@ from sp_lightning.weights.casts import Cast
 from tests.support.mixed import Manual, Seeing, assert_like_plain
 from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import overlapping
-from tests.support.runs import fit
+from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.tiers import first
 
 CAME = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
@@ -221,3 +221,33 @@ def test_nothing_is_widened_on_the_device_but_for_sums(
     monkeypatch.setattr(CastGradient, "wide", noted)
     fit(lambda: Module(make()), vectors(), overlapping(overlap), precision="bf16-mixed", recorded="losses")
     assert bool(found) == widened
+
+
+class Batched(Module):
+    """Several gradients at once, of a net that uses its layers twice."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(Stack())
+        self.how = how
+        self.got: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, weights = super().loss(self.net(batch)), list(self.net.parameters())
+        scales = torch.tensor([1.0, 2.0])
+        if self.how == "vmap":
+            self.got = torch.func.vmap(lambda scale: torch.autograd.grad(loss, weights, scale, retain_graph=True))(
+                scales
+            )
+        else:
+            self.got = torch.autograd.grad(loss, weights, scales, is_grads_batched=True, retain_graph=True)
+        return loss
+
+
+@pytest.mark.parametrize("how", ["vmap", "is_grads_batched"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_several_gradients_at_once(activations: Any, how: str) -> None:
+    """Where a weight is used twice, autograd adds up gradients that stand for several each and have no memory to read."""
+    ours = fit(lambda: Batched(how), vectors(), superpipeline(k=1, activations=activations), precision="bf16-mixed")
+    plain = fit(lambda: Batched(how), vectors(), precision="bf16-mixed")
+    assert_same(ours, plain)
+    assert_equal(ours.module.got, plain.module.got, "got")
