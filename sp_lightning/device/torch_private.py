@@ -24,6 +24,7 @@ from torch._dynamo import comptime as compile_time
 from torch._dynamo import convert_frame, decorators, eval_frame
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import batchnorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
@@ -207,6 +208,24 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many owners a storage, given by its :data:`storage_id`, has in C++: tensors, graphs, and one for all its Python
 objects. There is no public way to ask."""
+
+
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference; None if it has expired. torch itself passes storages between processes so."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return storage
+
+
+def move_storage(storage: torch.UntypedStorage) -> None:
+    """Gives a storage on the host other memory with the same bytes. All of its tensors lie there from then on.
+
+    Before torch 2.12 the only way is ``share_memory_``, which moves a storage to memory that processes can share.
+    """
+    if hasattr(storage, "_swap_data_ptr_"):
+        storage._swap_data_ptr_(storage.clone())
+    else:
+        storage.share_memory_()
+
 
 null_storage: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
 """A storage at an address, 0 for none, on a device, of a number of bytes. No public way makes one without memory."""

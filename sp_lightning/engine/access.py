@@ -106,8 +106,6 @@ class Access(Part):
                 raise
             packs_any = self._moves or "offload" in self.activations.modes.values()
             self.calls.begin(self._saved_tensors.hooks if packs_any else None, helps=helps)
-            if self._backward.tasks and self.calls.depth == 1:
-                self.swap.watch_captured_in_forward(begins=True)
             for layer in entered:
                 layer.parameters.watch()
         return visits
@@ -158,8 +156,6 @@ class Access(Part):
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # what was written on the device may be refused
                 self.calls.end(helps=helps)
-                if self._backward.tasks and not self.calls.depth:
-                    self.swap.watch_captured_in_forward(begins=False)
                 if outside := self._is_outside():
                     self._step.end(writes_follow=True)
             if visits and not outside:

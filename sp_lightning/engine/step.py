@@ -154,7 +154,7 @@ class Step(Part):
         if self._watch is not None:
             self.residents.group.expose()
         if held_host:
-            self.swap.watch_captured(not in_backward)
+            self.swap.watch_captured(not in_backward or self.swap.captured_used)
             self.residency.renew_used()
             self.shown.clear()
             self._look_at_weights()
@@ -191,7 +191,7 @@ class Step(Part):
         if goes_on and (self._stepping or (self.running and self.kind is StepKind.MANUAL)):
             self._held = self._stepping = False
             self.activate()  # this step goes on after the optimizer's step
-            self._look_at_weights()
+        self._look_at_weights()
 
     def invalidate_unused(self) -> None:
         """Marks the copies of all layers that are not in use as out of date."""
@@ -218,6 +218,7 @@ class Step(Part):
     def pause(self) -> None:
         """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
         self.take_back_writes()
+        self.compare_writes()
         self.swap.to_host()
         self.swap.watch_captured(True)  # the graph of a backward may be kept
         self.invalidate_unused()
@@ -232,8 +233,11 @@ class Step(Part):
         self.swap.watch_captured(False)
 
     def compute_on_host(self, on_host: bool) -> None:
-        """Sets whether what is computed with the host's parameters is left to the host: in backward, which adds up gradients."""
-        self.swap.watch_captured(self.running and not on_host)
+        """Sets whether what is computed with the host's parameters is left to the host: in backward, which adds up gradients.
+
+        It is not once user code has computed with one, because it may do that in hooks and in checkpoints.
+        """
+        self.swap.watch_captured(self.running and (not on_host or self.swap.captured_used))
 
     def await_backward(self, *, seen: bool) -> None:
         """Has the step end with the next backward, because user code has returned a loss (automatic optimization).
@@ -246,6 +250,7 @@ class Step(Part):
         self.threads.end_forward()
         if seen:
             self.take_back_writes()
+            self.compare_writes()
             self.swap.to_host()
             self.source.synchronize()  # user code may write them, too
             self._held = True

@@ -72,9 +72,9 @@ class Updating(Part):
             self.updates.finish()
         with self.lock:
             self._step.take_back_writes()
+            self._step.compare_writes()
             if not self.backward.tasks:  # in backward each weight may have a step of its own, and all are exchanged
                 self._step.hold_host()
-            self._step.compare_writes()
             self.source.synchronize()
             with Untouched():  # a parameter's update may be under way; nothing here has to wait for it
                 for parameter in parameters:

@@ -16,8 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import addresses, bytes_of, part, view
-from sp_lightning.device.lease import lend
+from sp_lightning.device.lease import lend, shared
 from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.torch_private import move_storage, storage_of
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block_memory import Allocate, GradientMemory, Staging
@@ -61,6 +62,7 @@ class HostBlock:
         self._fetched_seldom = fetched_seldom
         self.retyped: set[int] = set()
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
+        self._left: list[tuple[StorageWeakRef, Tensor]] = []  # storages that were moved out of the block, and where they were
         self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
         self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
@@ -131,8 +133,10 @@ class HostBlock:
     def adopt(self) -> None:
         """Absorbs the memory that parameters were given (``param.data = other``) since they were absorbed.
 
-        If another tensor holds the old values (a parameter, after two were swapped), the block leaves its memory to them
-        and takes new memory. The caller has waited for the transfers that read the old one.
+        Other tensors may hold the old values (a parameter, after two were swapped; a ``state_dict()`` that was kept). If some
+        view the layer's other weights as well, which go on where they are, the old values move to memory of their own.
+        Otherwise the block leaves its memory to them and takes new memory. The caller has waited for the transfers that read
+        the old one.
 
         Raises:
             RuntimeError: a parameter has another dtype or shape, and so no place in the block.
@@ -140,12 +144,36 @@ class HostBlock:
         displaced = self.displaced
         for index in displaced:
             self._refuse_other_form(index, "in the middle of a step or in a call outside any step")
-        if any((lent := self._lent[index]) is not None and not lent.expired() for index in displaced):
+        held = [index for index in displaced if (lent := self._lent[index]) is not None and not lent.expired()]
+        others = [index for index in range(len(self.parameters)) if index not in self.retyped]
+        if held and any(self._is_viewed(index) for index in others if index not in displaced):
+            for index in held:
+                self._move_old_values(index)
+        elif held:
             self.memory.anew()
-            displaced = [index for index in range(len(self.parameters)) if index not in self.retyped]
+            displaced = others
         for index in displaced:
             self._take(index, self.memory.seen)
         self.addresses = addresses(self.parameters)
+
+    def leave_to_views(self, index: int) -> None:
+        """Prepares for other values of a weight that views of its old memory are not to see (``param.data = other`` in a step)."""
+        if index not in self.retyped and self._is_viewed(index):
+            self._move_old_values(index)
+            self._lend(index)
+
+    def _is_viewed(self, index: int) -> bool:
+        """Whether anything but the parameter holds its memory."""
+        with torch.DisableTorchFunctionSubclass():
+            return self._lent[index] is not None and shared(self.parameters[index])
+
+    def _move_old_values(self, index: int) -> None:
+        """Gives the tensors that hold a weight's place in the block memory of their own, with the same values."""
+        lent = self._lent[index]
+        if lent is not None and (storage := storage_of(lent)) is not None:
+            # What holds the old address without a tensor (numpy) must not outlive it.
+            self._left = [left for left in self._left if not left[0].expired()] + [(lent, self.memory.seen)]
+            move_storage(storage)
 
     def unpin(self) -> None:
         """Releases the page locks. Parameters and gradients stay where they are."""
@@ -159,16 +187,18 @@ class HostBlock:
             index: of the parameter.
             into: the block's memory, as it is to be written; None if another process writes the same value.
         """
-        parameter, span = self.parameters[index], self.planned.spans[index]
-        with no_inference_mode():
-            target = view(lend(bytes_of(self.memory.seen, span)), self._alone[index])
         # Within a step user code's uses of the parameter are those of the device's.
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             if into is not None:
                 self._device.access(self.weights, None, write=True)
-                written = target if into is self.memory.seen else part(into, span)
-                written.copy_(parameter.data)
-            parameter.data = target
+                part(into, self.planned.spans[index]).copy_(self.parameters[index].data)
+        self._lend(index)
+
+    def _lend(self, index: int) -> None:
+        """Lets a parameter's data be a view of its place in the block, under a new storage."""
+        with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            target = view(lend(bytes_of(self.memory.seen, self.planned.spans[index])), self._alone[index])
+            self.parameters[index].data = target
         self._lent[index] = StorageWeakRef(target.untyped_storage())
 
     @contextmanager

@@ -230,8 +230,16 @@ class LentWeights(Tenants):
 
     # ------------------------------------------------------------------ the host takes back
 
-    def write_back(self, layer: StreamedLayer, written: Iterable[tuple[int, Tensor]]) -> None:
-        """Copies weights that were written on the device, or may have been, to the host."""
+    def write_back(
+        self, layer: StreamedLayer, written: Iterable[tuple[int, Tensor]], replaced: Collection[int] = ()
+    ) -> None:
+        """Copies weights that were written on the device, or may have been, to the host.
+
+        Args:
+            layer: the layer.
+            written: the index and the value of each.
+            replaced: the indices of those that were given other memory: views of the host's keep the old values.
+        """
         group = layer.parameters
         for index, value in written:
             value = layer.rows.completed(index, value, self._slots.by_address)
@@ -248,6 +256,8 @@ class LentWeights(Tenants):
                 continue
             if self._watch is not None:
                 self._watch.compare_one(layer.block, index)
+            if index in replaced:
+                layer.block.leave_to_views(index)
             if layer.block.write(index, value):
                 if index in layer.block.retyped:
                     group.set_retyped(index, value)
@@ -301,7 +311,7 @@ class LentWeights(Tenants):
                 group.fetched()  # the host's are those of before, whatever their versions say
             written |= replaced.keys()
         self.device.access(slot.memory, Stream.COMPUTE, write=False)
-        self.write_back(layer, ((index, values[index]) for index in sorted(written)))
+        self.write_back(layer, ((index, values[index]) for index in sorted(written)), replaced)
         if slot.digests is not None and written:
             self.take_digests(slot)
         return bool(written), replaced

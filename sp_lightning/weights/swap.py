@@ -135,10 +135,10 @@ class Swap:
         else:
             leave_all(self._captured, self._role)
 
-    def watch_captured_in_forward(self, *, begins: bool) -> None:
-        """Does the same for a forward within backward, if user code has computed with one: no other pays for that."""
-        if self._role.used:
-            self.watch_captured(begins)
+    @property
+    def captured_used(self) -> bool:
+        """Whether user code has computed with a host parameter in a step."""
+        return self._role.used
 
     def changed(self) -> bool:
         """Whether modules or parameters were replaced or renamed, or parameters changed their dtype, shape or strides."""
