@@ -128,7 +128,9 @@ class Streamer:
     def _weight_at(self, address: int, offset: int) -> tuple[int, int | None, int] | None:
         """Which weight lies in the device's storage at an address; see :data:`WeightAt`. A cast has no index."""
         slot = self._slots.by_address.get(address)
-        layer = self._resident_layer if slot is None and address == self._residents.address else slot and slot.layer
+        layer = None if slot is None else slot.layer
+        if slot is None and address == self._residents.address:
+            layer = self._resident_layer
         if layer is None:
             return None
         which = layer.parameters.at(offset)
