@@ -202,8 +202,8 @@ def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
             pairs.setdefault(now.device, {})[id(before), id(now)] = before, now
     with unseen(), torch.no_grad():
         for each in pairs.values():
-            before, now = zip(*each.values(), strict=True)
-            found.append((torch.cat(before) != torch.cat(now)).any().view(1).view(torch.uint8))
+            first_sums, second_sums = zip(*each.values(), strict=True)
+            found.append((torch.cat(first_sums) != torch.cat(second_sums)).any().view(1).view(torch.uint8))
     return found
 
 

@@ -229,7 +229,8 @@ class _Given:
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         leaves, self._structure = tree_flatten((tuple(args), kwargs), is_leaf=_is_leaf)
-        pack, self._unpack = top_saved_tensors_hooks() or (Tensor.detach, Tensor.detach)
+        hooks: Any = top_saved_tensors_hooks() or (Tensor.detach, Tensor.detach)
+        pack, self._unpack = hooks
         self._leaves = [
             (pack(leaf), leaf.requires_grad, leaf.is_leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
