@@ -1,9 +1,8 @@
 """What becomes of what autograd saves in the units' forwards.
 
-``calls`` replaces the units' forwards while a step runs, and runs each call in its unit's mode: keep what is saved on the
-device, compute it again in backward (``recompute``, with the ``snapshot`` of what the forward found), or send it to the
-host and back (``offload``). In come the modes by name and the calls; out go the forwards' outputs, and what each call
-saved, in bytes.
+``calls`` runs each call of a unit in the unit's mode: keep what is saved on the device, compute it again in backward
+(``recompute``, with the ``snapshot`` of what the forward found), or send it to the host and back (``offload``). In come the
+modes by name and the calls; out go the forwards' outputs, and what each call saved, in bytes.
 
 ``chunked_loss`` is for what is saved outside of all units: a language model's logits. It works without a strategy, too.
 

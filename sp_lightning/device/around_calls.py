@@ -23,10 +23,10 @@ from sp_lightning.device.patched import Patch
 from sp_lightning.device.torch_private import (
     SCRIPTING,
     comptime,
+    first_traced,
     frame_compiler,
     starts_graph_with_hooks,
     trace_only_inlined,
-    traced_value,
 )
 
 Around = Callable[..., Any]
@@ -47,12 +47,12 @@ class _ModuleCall(Patch):
         around, ours = self.around, _around
 
         @wraps(function)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:  # the module among them: it takes time to take it out
             if is_dynamo_compiling():
                 comptime(_end_graph)
-            elif id(module) in ours:
-                return around(function, module, *args, **kwargs)
-            return function(module, *args, **kwargs)
+            elif id(args[0]) in ours:
+                return around(function, *args, **kwargs)
+            return function(*args, **kwargs)
 
         def stop() -> None:
             nonlocal ours
@@ -65,7 +65,7 @@ class _ModuleCall(Patch):
 
 def _end_graph(context: Any) -> None:
     """Runs while Dynamo follows a call. Whether a module is ours is no guard: the types of weights tell such graphs apart."""
-    if id(traced_value(context, "module")) in _around:
+    if id(first_traced(context, "args")) in _around:
         context.graph_break(NOT_IN_GRAPHS)
 
 

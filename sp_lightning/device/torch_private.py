@@ -414,7 +414,7 @@ leave_frame_out: Callable[[Callable[..., Any]], Callable[..., Any]] = decorators
 
 def trace_only_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """Has ``torch.compile`` follow a function where a traced one calls it, and begin no graph in it. No public way."""
-    eval_frame.skip_code(function.__code__)  # type: ignore[attr-defined]
+    eval_frame.skip_code(function.__code__)
     return function
 
 
@@ -422,10 +422,10 @@ comptime: Any = compile_time.comptime
 """Calls a function with a context while ``torch.compile`` traces the call, and does nothing otherwise. In a private module."""
 
 
-def traced_value(context: Any, name: str) -> Any:
-    """The object that a local variable stands for where :data:`comptime` was called; None if there is none outside of graphs."""
+def first_traced(context: Any, name: str) -> Any:
+    """The first object in a tuple, a local variable where :data:`comptime` was called; None if it is in graphs only."""
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
-    return getattr(variable, "value", None)
+    return getattr(variable.items[0], "value", None)
 
 
 def starts_graph_with_hooks(module: nn.Module) -> bool:
