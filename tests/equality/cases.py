@@ -69,6 +69,8 @@ COVERS = {
     "autograd-grad": "gradients of parameters inside the step, with a graph of their own",
     "rescaled-in-eval": "weights written in place in a forward without gradients",
     "clamped-in-forward": "weights written in place, and through .data, in a forward with gradients",
+    "stepped-in-forward": "an optimizer of a layer's own steps its weights inside its forward, which reads them again",
+    "captured-in-forward": "weights written through references from before the step, inside their layer's forward",
     "gradient-penalty": "gradients of the input as a part of the loss: layers needed twice in backward",
     "parameter-hooks": "hooks on parameters, before and after their gradients are added up",
     "checkpoint-calls": "checkpoints around layers, by the user",
@@ -84,7 +86,7 @@ COVERS = {
     "transformer-encoder": "torch's own transformer, with its fast path in evaluation",
 }
 QUICK = {"llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "vit", "stack", "reused", "conditional",
-         "frozen", "clamped-in-forward", "gan", "sparse-embedding"}  # fmt: skip
+         "frozen", "clamped-in-forward", "stepped-in-forward", "captured-in-forward", "gan", "sparse-embedding"}  # fmt: skip
 BY_HAND = frozenset({"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"})
 WITHOUT = {
     "gan": BY_HAND,

@@ -155,7 +155,11 @@ def activations() -> Iterator[Variant]:
     yield Variant(
         "recomputed", "each layer's forward a second time, as it was", {"k": 1, "activations": "recompute"},
         memory="poisoned", cases=of_each_kind, quick=QUICK,
-        refused={"clamped-in-forward": r"'net.blocks.0' writes its parameter 'inner.weight', and cannot be run again"},
+        refused={
+            "clamped-in-forward": r"'net.blocks.0' writes its parameter 'inner.weight', and cannot be run again",
+            "stepped-in-forward": r"'net.blocks.0' writes its parameter '(codes|outer.bias)', and cannot be run again",
+            "captured-in-forward": r"'net.blocks.0' writes its parameter '(memory|outer.bias)', and cannot be run again",
+        },
     )  # fmt: skip
     yield Variant(
         "offloaded", "what is saved leaves and comes back in time, its memory is NaN in between",
@@ -299,7 +303,10 @@ def below_memory() -> Iterator[Variant]:
 
 
 HAS_SPARSE = "updates layers one by one, but .* has sparse gradients"
-ON_DEVICE = {"gan": "manual", "lbfgs": "LBFGS", "sparse-embedding": HAS_SPARSE, "rows/kept": HAS_SPARSE}
+ON_DEVICE = {
+    "gan": "manual", "lbfgs": "LBFGS", "sparse-embedding": HAS_SPARSE, "rows/kept": HAS_SPARSE,
+    "stepped-in-forward": "SGD is not what configure_optimizers has returned",
+}  # fmt: skip
 """What is not stepped on the device, with what is said."""
 
 

@@ -373,6 +373,60 @@ class Clamped(Block):
         return super().forward(x)
 
 
+class Codebook(Block):
+    """A block that trains a weight by an optimizer of its own inside its forward, as vector-quantize-pytorch's codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(16))
+        self.optimizer = torch.optim.SGD([self.codes, self.outer.bias], lr=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x + self.codes.detach())
+        if torch.is_grad_enabled():
+            self.optimizer.zero_grad()
+            (self.codes + self.outer.bias - x.detach()).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return super().forward(x) + self.codes.detach()
+
+
+class Remembers(Block):
+    """A block that writes its weights through a list from ``__init__`` inside its forward, as memories and averages do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.zeros(16), requires_grad=False)
+        self.kept = [self.memory, self.outer.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.memory
+        with torch.no_grad():
+            self.kept[0].add_(0.1 * x.mean(0))
+            self.kept[1].mul_(0.9)
+            self.kept[0].data.clamp_(-0.5, 0.5)
+        return super().forward(x) + self.memory
+
+
+class WrittenInItsLayer(Stack):
+    """Blocks whose weights change on the host while they run."""
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+
+class Codebooks(Module):
+    """The module's optimizer leaves out what the blocks train themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(WrittenInItsLayer(Codebook))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        own = ("codes", "outer.bias")
+        return torch.optim.AdamW([p for name, p in self.named_parameters() if not name.endswith(own)], lr=1e-2)
+
+
 class PenaltyOnParameters(Module):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + 0.1 * sum(p.square().sum() for p in self.parameters())
@@ -574,6 +628,8 @@ CASES: dict[str, Case] = {
     "autograd-grad": Case(lambda: GradientsOfParameters(Stack()), vectors),
     "rescaled-in-eval": Case(lambda: Module(RescaledInEval()), vectors),
     "clamped-in-forward": Case(lambda: Module(ClampedInForward()), vectors),
+    "stepped-in-forward": Case(Codebooks, vectors),
+    "captured-in-forward": Case(lambda: Module(WrittenInItsLayer(Remembers)), vectors),
     "gradient-penalty": Case(lambda: GradientPenalty(Stack()), vectors),
     "parameter-hooks": Case(lambda: Hooked(Stack()), vectors),
     "checkpoint-calls": Case(lambda: Module(CheckpointedCalls(False)), vectors),
