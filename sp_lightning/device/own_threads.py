@@ -5,12 +5,13 @@
 - The *main thread* runs the steps: it has called ``trainer.fit``, and begins and ends each step.
 - A thread of autograd's belongs to the run while it runs a graph task: backward, and a forward that runs again in it.
 - A *helper* is a thread of the user's that computes in a forward that the main thread runs (a pool, one thread for each input).
-  It belongs to the run from its first use of a weight for a graph, or its first call of a module, until that ends.
-- Every other thread is *foreign*: a notebook, a dashboard, a checkpoint in the background. It is given the host's parameters,
+  It belongs to the run while it calls a module, or runs one operation on a weight.
+- Every other thread is *foreign*: a notebook, a dashboard, a checkpoint in the background. It gets the host's parameters,
   whose memory never moves, and changes no state of the engine. It waits for the work of an update, and for nothing else.
 
-A helper cannot be told from a foreign thread before it uses the weights. Therefore a forward admits every thread, and outside of
-one none is admitted. If the forward ends while a helper computes, the helper gets an error, and the step goes on.
+Nothing tells a helper from a foreign thread. Therefore a forward admits any thread that calls a module, computes for a graph or
+writes; outside of a forward none is admitted. If the forward ends before the helper does, the helper gets an error, and the step
+goes on.
 """
 
 from __future__ import annotations
@@ -20,8 +21,18 @@ import threading
 from sp_lightning.device.torch_private import current_graph_task
 
 
+class LateError(RuntimeError):
+    """A helper computed with a weight, and its forward had ended before."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "A thread still computed with the module's weights when the step's forward had ended; the result is lost. Join such "
+            "threads before the step returns. To compute beside trainer.fit: copy.deepcopy(module)."
+        )
+
+
 class OwnThreads:
-    """The threads of one run. Changes are made with the engine's lock held; :attr:`own` is asked without it.
+    """The threads of one run. The caller of what changes it holds the engine's lock.
 
     Attributes:
         main: the identifier of the thread that runs the steps.
@@ -39,53 +50,52 @@ class OwnThreads:
 
     @property
     def began(self) -> bool:
-        """Whether a call or an operation runs in the present thread that it has begun as a helper."""
+        """Whether the present thread runs a call or an operation that it has begun as a helper."""
         return self._here.depth > 0
 
     @property
     def helps(self) -> bool:
-        """Whether the present thread is a helper, whose forward has not ended."""
+        """Whether the present thread is a helper, whose forward goes on."""
         return self._here.depth > 0 and self._here.forward == self._forward
 
     @property
     def late(self) -> bool:
-        """Whether the present thread is a helper whose forward has ended meanwhile."""
+        """Whether the present thread is a helper whose forward has ended."""
         return self._here.depth > 0 and self._here.forward != self._forward
 
     def begin(self) -> None:
-        """A call of a module, or one operation, begins in a thread that helps from now on, or does so already."""
+        """Admits the present thread as a helper for a call of a module, or for one operation."""
         if not self._here.depth:
             self._here.forward = self._forward
         self._here.depth += 1
 
     def end(self) -> None:
-        """It has ended."""
+        """Ends what :meth:`begin` has begun."""
         self._here.depth -= 1
 
     def end_forward(self) -> None:
-        """The forward ends that has admitted helpers. What they do from now on with weights is refused."""
+        """Ends the forward that admits helpers: those that still compute are late."""
         self._forward += 1
 
     def refuse_late(self) -> None:
-        """Refuses a helper whose forward has ended: a RuntimeError."""
+        """Raises a :class:`LateError` in a helper whose forward has ended."""
         if self.late:
-            raise RuntimeError(LATE)
+            raise LateError
 
 
 class _Here(threading.local):
-    """Of a thread: how many calls and operations run in it, and the forward that the outermost one has begun in."""
+    """Of a thread: how many calls and operations it has begun as a helper, and in which forward the outermost one."""
 
     depth = 0
     forward = 0
 
 
-LATE = (
-    "A thread computed with a streamed weight when the step went on without it: its forward had ended, so the result would be of "
-    "other memory. Join threads that compute with the module before the step returns. To compute beside trainer.fit, use a copy: "
-    "copy.deepcopy(module)."
+LEAVES_FAST_PATH = (
+    "Another thread than that of trainer.fit used the module while nn.MultiheadAttention or nn.TransformerEncoderLayer evaluates. "
+    "It would leave its fast path, and last bits would differ. Use a copy there: copy.deepcopy(module)."
 )
 
 CALLED_ELSEWHERE = (
-    "{name} was called in another thread than the one that runs trainer.fit, and no forward was running there: its weights are not "
-    "on the device. Call a copy: copy.deepcopy(module). Reading weights (state_dict(), parameters()) works in any thread."
+    "{name} was called in another thread than that of trainer.fit, outside of a forward: its weights are not on the device. Call "
+    "a copy: copy.deepcopy(module). Reading weights (state_dict(), parameters()) works in any thread."
 )

@@ -16,11 +16,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.modes import held
-from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LATE
+from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, LateError
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
     interpreter_stack,
@@ -42,6 +42,7 @@ class Access(Part):
     Args:
         saved_tensors: the hooks for what autograd saves.
         units: the layers of each unit by its name.
+        fast_paths: the modules that compute on another path if a weight is noticed before its use.
         around_rerun: a context for a forward that runs again, of which only autograd is to know.
 
     Attributes:
@@ -55,6 +56,7 @@ class Access(Part):
         backward: Backward,
         saved_tensors: SavedTensors,
         units: Mapping[str, Visits],
+        fast_paths: Sequence[nn.Module],
         around_rerun: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(**vars(below))
@@ -66,6 +68,7 @@ class Access(Part):
         self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
         self._saved_tensors = saved_tensors
         self._units = units
+        self._fast_paths = fast_paths
         self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
         self.gradients_complete = backward.complete
@@ -134,7 +137,7 @@ class Access(Part):
         """Releases the layers of a module whose call has returned or raised.
 
         Raises:
-            RuntimeError: the call is a helper's, and the step went on without it.
+            LateError: the call is a helper's, and the step went on without it.
         """
         with held(self.lock):
             helps = self.threads.began
@@ -144,7 +147,7 @@ class Access(Part):
                 if late:  # nothing of what it has begun is left
                     self.calls.end(helps=True)
                     if sys.exception() is None:
-                        raise RuntimeError(LATE)
+                        raise LateError
                     return
             try:
                 if torch.is_grad_enabled() and visits:
@@ -361,7 +364,7 @@ class Access(Part):
         It yields whether the thread helps in a forward. Otherwise the operation is to be given the host's parameters.
 
         Raises:
-            RuntimeError: it helped, and the forward has ended meanwhile.
+            LateError: it helped, and the forward has ended meanwhile.
         """
         with held(self.lock):
             helps = self._may_help()
@@ -378,8 +381,14 @@ class Access(Part):
             self.threads.end()
 
     def _share(self) -> None:
-        """Has every use of a weight noticed until the step is over, because a second thread uses one."""
+        """Has every use of a weight noticed until the step is over, because a second thread uses one.
+
+        Raises:
+            RuntimeError: a module of torch's that evaluates would compute on another path because of that.
+        """
         if not self._step.shared:
+            if any(not module.training for module in self._fast_paths):
+                raise RuntimeError(LEAVES_FAST_PATH)
             for layer in self.residency.used:  # uses of these were not noticed, so they stay until the step is over
                 layer.running_calls += 1
             self._step.share(True)

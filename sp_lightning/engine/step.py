@@ -138,7 +138,6 @@ class Step(Part):
     def begin_outside(self) -> None:
         """Prepares for the call of a module outside any step. What was written since the last step is not known."""
         self.invalidate()
-        self.threads.main = threading.get_ident()
         self.residency.prefetch.start("outside", training=False)
 
     def activate(self, *, in_backward: bool = False) -> None:

@@ -195,7 +195,8 @@ class Streamer:
         visits = {module: tuple(layers[index] for index in used) for module, used in found.visits.items()}
         units = {name: visits.get(module, ()) for name, module in found.units.items()}
         saved_tensors = SavedTensors(self._below, self._backward)
-        self._access = Access(self._below, self._step, self._backward, saved_tensors, units, around_rerun)
+        fast_paths = [each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)]
+        self._access = Access(self._below, self._step, self._backward, saved_tensors, units, fast_paths, around_rerun)
         for layer in layers:
             layer.parameters.connect(layer, self._access)
         watch(self._backward)
@@ -392,6 +393,10 @@ class Streamer:
         self._access.close()
         for calls in self._calls:
             calls.remove()
+
+
+_WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules of torch's that compute on a path of their own in evaluation, unless a weight has a ``__torch_function__``."""
 
 
 def _done_elsewhere(

@@ -29,8 +29,8 @@ HIDDEN_READ = (
 )
 
 BEING_UPDATED = (
-    "The thread that runs trainer.fit is changing weights, and a checkpoint now would have some of this step and some of the next. "
-    "Save it in a callback, or try again."
+    "A checkpoint was saved in another thread than that of trainer.fit while a step changes weights: some would be those of the "
+    "next step. Save it in a callback, or try again."
 )
 
 ON_THE_HOST = (

@@ -56,9 +56,11 @@ class Role(nn.Parameter):
     __hash__ = nn.Parameter.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if any(role.is_foreign() for role in type(self).roles):
-            return type(self).users.__deepcopy__(self, memo)
-        with left([self], type(self).roles):
+        kind: Any = type(self)  # once: another thread may take the role at any time
+        roles = kind.roles if issubclass(kind, Role) else ()
+        if any(role.is_foreign() for role in roles):
+            return kind.users.__deepcopy__(self, memo)
+        with left([self], roles):
             return copy.deepcopy(self, memo)
 
 
@@ -72,18 +74,32 @@ OF_THE_PARAMETER = METADATA | {
 }  # fmt: skip
 """What is the host parameter's own: its attributes, its hooks, its memory."""
 
-_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()}
+_IN_PLACE = {
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__ipow__",
+    "__imatmul__",
+    "__iand__",
+    "__ior__",
+    "__ixor__",
+    "__ilshift__",
+    "__irshift__",
+    "__setitem__",
+}
 
 
 def writes_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function of torch writes one of its arguments, as far as its name shows."""
     name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name == "__setitem__" or "out" in kwargs
+    by_name = name.endswith("_") and not name.endswith("__")
+    return by_name or name in _IN_PLACE or "out" in kwargs
 
 
-def looked_at(
-    func: Callable[..., Any], args: Any, kwargs: Any, present: Callable[[Tensor, Tensor], Tensor]
-) -> Any:
+def looked_at(func: Callable[..., Any], args: Any, kwargs: Any, present: Callable[[Tensor, Tensor], Tensor]) -> Any:
     """Calls a function with what host parameters show at this moment, for a thread that only looks at them.
 
     Args:

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor, nn
+from torch.compiler import is_compiling
 from torch.jit import ScriptModule
 
 from sp_lightning.device.modes import never_compiled
-from sp_lightning.device.own_threads import OwnThreads
+from sp_lightning.device.own_threads import LateError, OwnThreads
 from sp_lightning.device.torch_private import tree_leaves, tree_map_only
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
@@ -196,26 +197,32 @@ class ByThread(dict[str, Any]):
         self._threads = threads
 
     def _seen(self, found: Any) -> Any:
+        """What the present thread finds in place of what is there."""
         kind = type(found)
         if kind is nn.Parameter or not issubclass(kind, (DeviceParameter, StandInForWrapped)) or self._threads.own:
             return found
         return found.host
 
+    # torch.compile traces these methods, in the run's thread, and knows no threads.
+
     def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        return found if get_ident() == self._threads.main else self._seen(found)
+        found = dict.__getitem__(self, name)
+        return found if is_compiling() or get_ident() == self._threads.main else self._seen(found)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._seen(super().get(name, default))
-
-    def copy(self) -> dict[str, Any]:
-        return {name: self._seen(found) for name, found in super().items()}
+        found = dict.get(self, name, default)
+        return found if is_compiling() or get_ident() == self._threads.main else self._seen(found)
 
     def items(self) -> ItemsView[str, Any]:
-        return super().items() if get_ident() == self._threads.main else self.copy().items()
+        direct = is_compiling() or get_ident() == self._threads.main
+        return dict.items(self) if direct else self.copy().items()
 
     def values(self) -> ValuesView[Any]:
-        return super().values() if get_ident() == self._threads.main else self.copy().values()
+        direct = is_compiling() or get_ident() == self._threads.main
+        return dict.values(self) if direct else self.copy().values()
+
+    def copy(self) -> dict[str, Any]:
+        return {name: self._seen(found) for name, found in dict.items(self)}
 
     def __copy__(self) -> dict[str, Any]:
         return self.copy()
@@ -279,7 +286,7 @@ class _InStep(Role):
         # No update is waited for here: what has that role, too, was asked first. Other classes among the arguments are asked.
         with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
             output = func(*args, **kwargs)
-        viewed = func in _DETACH or (type(output) is Tensor and output._base is not None)
+        viewed = func in _DETACH or (type(output) is Tensor and is_view(output))
         for group in groups:
             group.doors.host_was_used(group.layer, viewed=viewed)
         return output
@@ -312,12 +319,19 @@ def _elsewhere(role: type[_InStep], func: Callable[..., Any], args: Sequence[Any
             found = func(*args, **kwargs)
         return _present(role, args[0], found) if func == _GET_DATA else found
     others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) not in of]
-    if writes_in_place(func, kwargs) or (func not in _DETACH and _on_device(func, [], others, role)):
-        with next(iter(of.values()))._of.doors.helping() as helps:
-            if helps:
-                role.used = True
-                args, kwargs = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
-                return func(*args, **kwargs)
+    doors = next(iter(of.values()))._of.doors
+    computes = func not in _DETACH and (_on_device(func, [], others, role) or not doors.device.computes_on_host)
+    writes = writes_in_place(func, kwargs)
+    if computes or writes:
+        try:
+            with doors.helping() as helps:
+                if helps:
+                    role.used = True
+                    given, named = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
+                    return func(*given, **named)
+        except LateError:
+            if writes or any(map(doors.device.has, others)):
+                raise
     return looked_at(func, args, kwargs, lambda host, seen: _present(role, host, seen) if id(host) in of else seen)
 
 

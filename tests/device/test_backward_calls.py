@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,3 +102,25 @@ def test_a_wrapper_is_put_back_where_other_code_has_put_the_function_of_before_b
     unwatch(first)
     unwatch(second)
     assert getattr(*ENGINE_CALL) is theirs
+
+
+def test_a_call_that_fails_elsewhere_is_not_that_of_a_thread_in_a_call_of_its_own() -> None:
+    """Two runs in two threads: what has begun in the one's backward while the other's ran was taken for the other's."""
+    watch(watches := Watches([]))
+
+    def elsewhere(gradient: Tensor) -> None:
+        watches.tasks = [7]  # a graph task of this thread's
+        thread = threading.Thread(target=backward, kwargs={"fails": True})
+        thread.start()
+        thread.join()
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(elsewhere)
+    y.sum().backward()
+    assert not watches.told
+    thread = threading.Thread(target=backward, kwargs={"fails": True})  # a thread of the user's that helps
+    thread.start()
+    thread.join()
+    assert watches.told == [[7]]
+    unwatch(watches)

@@ -1,0 +1,401 @@
+"""Threads that are not the run's look at its module, at any time: the run goes on as if there were none."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.weights.device_parameter import DeviceParameter
+from sp_lightning.weights.swap import ByThread
+from tests.support.elsewhere import backward_elsewhere
+from tests.support.models import Module, vectors
+from tests.support.readers import LOOKS, MAY_FAIL, Watched, elsewhere, reading
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, superpipeline, trainer_for
+from tests.support.simdevice import simulated
+from tests.support.tiers import first
+
+WAYS: dict[str, dict[str, Any]] = {
+    "small window": {"k": 1, "k_prime": 1},
+    "default": {},
+    "forward": {"k": 1, "optimizer_overlap": "forward", "fused_optimizer": True},
+    "backward": {"k": 1, "optimizer_overlap": "backward", "fused_optimizer": True},
+    "recompute": {"k": 1, "activations": "recompute"},
+    "offload": {"k": 1, "activations": "offload"},
+}
+EXACT = [name for name in LOOKS if name not in MAY_FAIL and name != "copy"]
+
+
+def run(make: Callable[[], Any], way: str | None, callbacks: Any = (), **options: Any) -> Outcome:
+    """A short run, under plain Lightning or in one of the ways."""
+    chosen = {} if way is None else WAYS[way]
+    strategy = "auto" if way is None else superpipeline(**chosen)
+    made = fused(make) if options.pop("fuse", chosen.get("fused_optimizer")) else make
+    return fit(made, vectors(6), strategy, vectors(2), callbacks=list(callbacks), recorded="losses", **options)
+
+
+# ---------------------------------------------------------------------- at random times
+
+
+def read_at_random(way: str, seeds: range, *, simulates: bool, threaded: bool) -> dict[str, int]:
+    """Fits with a reader at random times, all of which have to be what plain Lightning's fit is. Returns what was looked at."""
+    plain = run(Watched, None, fuse=WAYS[way].get("fused_optimizer"))
+    looked = dict.fromkeys(LOOKS, 0)
+    for seed in seeds:
+        with ExitStack() as around:
+            if simulates:
+                around.enter_context(simulated())
+            if threaded:
+                around.enter_context(backward_elsewhere())
+            reader = around.enter_context(reading(list(LOOKS), seed))
+            assert_same(run(Watched, way, [reader]), plain)
+        assert not [(name, error) for name, error in reader.errors if name not in MAY_FAIL]
+        assert all(isinstance(error, (RuntimeError, KeyError)) for _, error in reader.errors)
+        looked = {name: looked[name] + reader.looked[name] for name in looked}
+    return looked
+
+
+@pytest.mark.parametrize("threaded", first([True, False], True, why="the same with backward in the step's thread"))
+@pytest.mark.parametrize("simulates", first([True, False], True, why="the same on a device that is the host"))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reader_at_random_times_changes_nothing(way: str, simulates: bool, threaded: bool) -> None:
+    read_at_random(way, range(2), simulates=simulates, threaded=threaded)
+
+
+@pytest.mark.long("a thousand fits")
+@pytest.mark.timeout(7200)
+def test_a_thousand_fits_with_readers(capsys: pytest.CaptureFixture[str]) -> None:
+    each = 1000 // len(WAYS) + 1
+    for number, way in enumerate(WAYS):
+        begun = time.perf_counter()
+        looked = read_at_random(way, range(number * each, (number + 1) * each), simulates=True, threaded=True)
+        with capsys.disabled():
+            print(f"\n{way}: {each} fits, {time.perf_counter() - begun:.0f} s, {looked}", flush=True)
+
+
+# ---------------------------------------------------------------------- at certain moments
+
+
+class LookedAt(Watched):
+    """Another thread looks at the module, and is waited for, at all moments of a step. Looks that are exact are noted."""
+
+    def __init__(self, looks: Any = EXACT, *, in_backward: bool = True, writes: bool = False) -> None:
+        super().__init__()
+        self.looks, self.in_backward, self.writes = list(looks), in_backward, writes
+        self.seen: list[Any] = []
+
+    def look(self) -> None:
+        for name in self.looks:
+            found = elsewhere(lambda name=name: LOOKS[name](self, self.trainer))  # type: ignore[misc]
+            assert name in MAY_FAIL or not isinstance(found, Exception), (name, found)
+            self.seen.append(found if name in EXACT else None)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        net: Any = self.net
+        self.look()
+        x = net.stem(batch)
+        if self.writes:
+            with torch.no_grad():
+                net.blocks[0].inner.weight.mul_(1.01)
+                net.blocks[1].inner.weight.data.mul_(0.99)
+        for block in net.blocks:
+            x = block(x)
+            self.look()
+        if x.requires_grad and self.in_backward:
+            x.register_hook(lambda _: self.look())
+        return net.head(x).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.look()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.look()
+
+    def on_fit_start(self) -> None:
+        self.look()
+
+    def on_fit_end(self) -> None:
+        self.look()
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["", "written in the step"])
+@pytest.mark.parametrize(
+    "way", first(["small window", "offload", "default", "forward"], "forward", why="in another way")
+)
+def test_what_another_thread_sees(way: str, writes: bool) -> None:
+    """The weights that plain Lightning has at that moment, also of layers that the step has written on the device."""
+
+    def make() -> LookedAt:
+        return LookedAt(writes=writes)
+
+    ours, plain = run(make, way), run(make, None, fuse=WAYS[way].get("fused_optimizer"))
+    assert_same(ours, plain)
+    assert_equal(ours.module.seen, plain.module.seen, "what was seen")
+
+
+@pytest.mark.parametrize(
+    "way", first(["small window", "backward", "recompute"], "backward", why="the same in another way")
+)
+def test_looks_that_may_fail_leave_the_run_alone(way: str) -> None:
+    def make() -> LookedAt:
+        return LookedAt(LOOKS, in_backward=way != "backward")
+
+    plain = run(make, None, fuse=WAYS[way].get("fused_optimizer"))
+    assert_same(run(make, way), plain)
+
+
+def test_a_copy_made_elsewhere_is_an_ordinary_module() -> None:
+    class Copied(Watched):
+        copies: tuple[nn.Module, ...] = ()
+
+        def loss(self, batch: Tensor) -> Tensor:
+            def copies() -> tuple[nn.Module, ...]:
+                first: Any = self.net.blocks[0].inner  # type: ignore[union-attr, index]
+                return copy.deepcopy(self.net), copy.copy(first), pickle.loads(pickle.dumps(first._parameters))
+
+            self.copies = elsewhere(copies)
+            return super().loss(batch)
+
+    whole, shallow, parameters = run(Copied, "small window").module.copies
+    for each in whole.modules():
+        assert type(each._parameters) is dict
+        assert all(type(p) is nn.Parameter for p in each._parameters.values() if p is not None)
+    assert all(type(p) is nn.Parameter for p in parameters.values())  # type: ignore[operator, union-attr]
+    assert isinstance(shallow, nn.Linear)
+
+
+def test_modules_have_ordinary_dictionaries_again() -> None:
+    class Notes(Watched):
+        found: tuple[type, ...] = ()
+
+        def loss(self, batch: Tensor) -> Tensor:
+            self.found = tuple(type(each._parameters) for each in self.modules())
+            return super().loss(batch)
+
+    module = run(Notes, "small window").module
+    assert ByThread in module.found
+    assert all(type(each._parameters) is dict for each in module.modules())
+
+
+def test_a_device_parameter_that_another_thread_was_given() -> None:
+    """It was taken inside of the step. While its layer is away its uses are those of the host's parameter."""
+
+    class Given(Watched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def loss(self, batch: Tensor) -> Tensor:
+            kept = list(self.net.parameters())
+            if self.trainer.strategy.strategy_name == "superpipeline":  # type: ignore[attr-defined]
+                assert all(isinstance(p, DeviceParameter) for p in kept)
+            self.seen.append(elsewhere(lambda: [(p.detach().clone(), p.data.clone(), float(p.norm())) for p in kept]))
+            return super().loss(batch)
+
+    ours, plain = run(Given, "small window"), run(Given, None)
+    assert_same(ours, plain)
+    assert_equal([[each[:2] for each in seen] for seen in ours.module.seen], [
+        [each[:2] for each in seen] for seen in plain.module.seen
+    ], "what was seen")  # fmt: skip
+
+
+# ---------------------------------------------------------------------- calls, and threads that help
+
+
+class Slow(Watched):
+    """A thread begins to call the module inside of the forward, and ends long after the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.threads: list[threading.Thread] = []
+        self.errors: list[Exception] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        begun = threading.Event()
+        block: Any = self.net.blocks[0]  # type: ignore[union-attr, index]
+
+        def wait(*_: Any) -> None:
+            begun.set()
+            assert self.goes_on.wait(20)
+
+        def work() -> None:
+            handle = block.inner.register_forward_hook(wait)
+            try:
+                block(torch.ones(2, 16))
+            except Exception as error:
+                self.errors.append(error)
+            finally:
+                handle.remove()
+
+        if not self.threads and self.trainer.training:
+            self.threads.append(threading.Thread(target=work, daemon=True))
+            self.threads[0].start()
+            assert begun.wait(20)
+            block.inner._forward_hooks.popitem()  # the step's own calls wait for nothing
+        return super().loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.goes_on.set()
+            self.threads[0].join(20)
+
+
+def test_a_thread_that_helps_longer_than_the_forward_gets_an_error() -> None:
+    ours, plain = run(Slow, "small window"), run(Slow, None)
+    assert not plain.module.errors
+    assert len(ours.module.errors) == 1
+    assert "forward had ended" in str(ours.module.errors[0])
+    assert_same(ours, plain)
+
+
+class Calls(Callback):
+    """Another thread calls the module between two steps."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.found.append(elsewhere(lambda: pl_module.net(vectors(1)[0])))
+
+
+def test_a_call_between_two_steps_is_refused_in_its_thread() -> None:
+    calls = Calls()
+    assert_same(run(Watched, "small window", [calls]), run(Watched, None, [Calls()]))
+    assert all("outside of a forward" in str(each) for each in calls.found)
+
+
+def test_a_thread_that_helps_writes_a_weight() -> None:
+    class Writes(Watched):
+        def loss(self, batch: Tensor) -> Tensor:
+            def write() -> None:
+                with torch.no_grad():
+                    self.net.blocks[1].inner.weight.mul_(1.01)  # type: ignore[union-attr, index]
+
+            assert elsewhere(write) is None
+            return super().loss(batch)
+
+    assert_same(run(Writes, "small window"), run(Writes, None))
+
+
+class Evaluates(Module):
+    """torch's own layer, which takes a fast path in evaluation unless a weight has a class with functions of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)))
+        )
+        self.errors: list[Any] = []
+        self.evaluated: list[Tensor] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.errors.append(elsewhere(lambda: self.net(batch[None])))  # type: ignore[operator]
+        self.evaluated.append(self.net(batch[None]))  # type: ignore[operator]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.net(batch[None]).square().mean()  # type: ignore[operator, no-any-return]
+
+
+def test_no_thread_has_a_module_leave_its_fast_path() -> None:
+    def make() -> Evaluates:
+        return Evaluates()
+
+    def wide(strategy: Any) -> Outcome:
+        return fit(make, [torch.randn(4, 16) for _ in range(2)], strategy, [torch.ones(4, 16)], recorded="losses")
+
+    torch.manual_seed(3)
+    ours = wide(superpipeline(k=1))
+    torch.manual_seed(3)
+    plain = wide("auto")
+    assert all("leave its fast path" in str(each) for each in ours.module.errors)
+    assert_equal(ours.module.evaluated, plain.module.evaluated, "what was evaluated")
+    assert_same(ours, plain)
+
+
+# ---------------------------------------------------------------------- updates that are under way
+
+
+class Held:
+    """Updates in the background wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        submit, held = BackgroundUpdates.submit, self
+
+        def later(self: BackgroundUpdates, layer: Any, work: Callable[[], None], *then: Any) -> None:
+            def waits() -> None:
+                assert held.go.wait(20)
+                work()
+
+            submit(self, layer, waits, *then)
+
+        monkeypatch.setattr(BackgroundUpdates, "submit", later)
+
+
+@pytest.mark.parametrize("what", ["weights", "optimizer", "copy of the optimizer"])
+def test_another_thread_waits_for_an_update_and_leaves_what_follows_to_the_run(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    found: list[Any] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx or held.go.is_set():
+                return
+            looks: dict[str, Callable[[], Any]] = {
+                "weights": lambda: [p.detach().clone() for p in pl_module.parameters()],
+                "optimizer": trainer.optimizers[0].state_dict,
+                "copy of the optimizer": lambda: copy.deepcopy(trainer.optimizers[0]),
+            }
+            before = type(trainer.optimizers[0])
+            thread = threading.Thread(target=lambda: found.append(looks[what]()), daemon=True)
+            thread.start()
+            thread.join(0.1)
+            assert thread.is_alive()
+            held.go.set()
+            thread.join(20)
+            assert type(trainer.optimizers[0]) is before  # the run itself has not waited yet
+
+    plain = run(Watched, None, fuse=True)
+    ours = run(Watched, "forward", [Looks()])
+    assert_same(ours, plain)
+    if what == "weights":
+        once = fit(fused(Watched), vectors(1), "auto", vectors(2), recorded="losses")
+        assert_equal(found[0], [p.detach() for p in once.module.parameters()], "weights")
+    if what == "copy of the optimizer":
+        assert type(found[0]) is type(ours.trainer.optimizers[0])
+
+
+# ---------------------------------------------------------------------- several moments of the trainer
+
+
+def test_a_checkpoint_that_another_thread_saves(tmp_path: Any) -> None:
+    class Saves(Callback):
+        def __init__(self) -> None:
+            self.found: list[Any] = []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            path = tmp_path / f"{len(self.found)}.ckpt"
+            self.found.append(elsewhere(lambda: trainer.save_checkpoint(path)))
+
+    saves = Saves()
+    ours = run(Watched, "small window", [saves])
+    assert_same(ours, run(Watched, None))
+    assert saves.found == [None] * len(saves.found)
+    resumed = trainer_for(superpipeline(k=1))
+    resumed.fit(Watched(), vectors_loader(), ckpt_path=tmp_path / "3.ckpt")
+
+
+def vectors_loader() -> Any:
+    return torch.utils.data.DataLoader(vectors(6), batch_size=None)  # type: ignore[arg-type]
