@@ -326,6 +326,21 @@ def global_step_hooks() -> list[Callable[..., Any]]:
     return [*optimizers._global_optimizer_pre_hooks.values(), *optimizers._global_optimizer_post_hooks.values()]
 
 
+def has_global_step_hooks(*hooks: Callable[..., Any]) -> bool:
+    """Whether all of these are among the hooks before and after the step of every optimizer."""
+    return all(hook in global_step_hooks() for hook in hooks)
+
+
+def remove_global_step_hooks(*hooks: Callable[..., Any]) -> None:
+    """Removes hooks before and after the step of every optimizer, registered once, several times or not at all.
+
+    The public handle is lost if an interrupt comes before the caller has it.
+    """
+    for registered in (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks):
+        for number in [number for number, hook in registered.items() if hook in hooks]:
+            del registered[number]
+
+
 def run_first_after_step(optimizer: Optimizer, handle: RemovableHandle) -> None:
     """Moves a hook to the front of those that run after an optimizer's step. ``register_step_post_hook`` appends."""
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]

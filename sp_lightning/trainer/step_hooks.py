@@ -12,7 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.patched import elsewhere, scope
-from sp_lightning.device.torch_private import run_first_after_step
+from sp_lightning.device.torch_private import (
+    has_global_step_hooks,
+    remove_global_step_hooks,
+    run_first_after_step,
+)
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.background import updates_here
 from sp_lightning.optim.fused import runs_fused
@@ -54,16 +58,18 @@ class StepHooks:
         self._fused: list[dict[str, Any]] = []  # the groups that are fused here, for which their users have None
         self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
         self._scope = scope.get()
-        self._handles: list[RemovableHandle] = []
 
     def open(self) -> None:
-        """Puts hooks around the steps of all optimizers."""
-        self._handles.append(register_optimizer_step_pre_hook(self._before))
-        self._handles.append(register_optimizer_step_post_hook(self._after))
+        """Puts hooks around the steps of all optimizers, unless they are there: other code may have removed them."""
+        if not has_global_step_hooks(self._before, self._after):
+            remove_global_step_hooks(self._before, self._after)
+            register_optimizer_step_pre_hook(self._before)
+            register_optimizer_step_post_hook(self._after)
 
     def close(self) -> None:
         """Removes the hooks."""
-        for handle in [*self._handles, *(each for handles in self._own.values() for each in handles)]:
+        remove_global_step_hooks(self._before, self._after)
+        for handle in [each for handles in self._own.values() for each in handles]:
             handle.remove()
         self.give_back_groups()
 
@@ -87,9 +93,9 @@ class StepHooks:
             self._refuse_beside_device(optimizer, args, kwargs)
         self._prepare(optimizer)
         self._drop_own(optimizer)
-        first = optimizer.register_step_post_hook(self.give_back_groups)
-        run_first_after_step(optimizer, first)  # the user's own hooks after the step are to see the user's groups
-        self._own[optimizer] = [first, optimizer.register_step_pre_hook(self._enter)]  # after those of the user
+        own = self._own[optimizer] = [optimizer.register_step_post_hook(self.give_back_groups)]
+        run_first_after_step(optimizer, own[0])  # the user's own hooks after the step are to see the user's groups
+        own.append(optimizer.register_step_pre_hook(self._enter))  # after those of the user
         args = (optimizer, *(self._followed(optimizer, each) for each in args[1:]))
         return args, {name: self._followed(optimizer, each) for name, each in kwargs.items()}
 
