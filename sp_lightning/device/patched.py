@@ -58,16 +58,36 @@ def is_patched(optimizer: Any, step: Any) -> bool:
 
 @contextmanager
 def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """While this is active an object has these in place of its class's methods. What it had of its own before comes back."""
+    """While this is active an object has these in place of its class's methods. What it had of its own before comes back.
+
+    A wrapper that user code has put around one of them meanwhile stays, around what was there before.
+    """
     own = vars(owner)
     before = {name: own[name] for name in methods if name in own}
-    own.update(methods)
+    is_over: list[bool] = []
+    put = {name: _until(is_over, method, getattr(owner, name, None)) for name, method in methods.items()}
+    own.update(put)
     try:
         yield
     finally:
-        for name in methods:
-            own.pop(name, None)
-        own.update(before)
+        is_over.append(True)
+        for name in [name for name in methods if own.get(name) is put[name]]:
+            del own[name]
+            own.update({name: before[name]} if name in before else {})
+
+
+def _until(is_over: list[bool], method: Any, before: Any) -> Any:
+    """A method that runs another one once something is over."""
+    bound = getattr(method, "__self__", None)
+    function = method if bound is None else method.__func__
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if is_over:
+            return before(*(args if bound is None else args[1:]), **options)
+        return function(*args, **options)
+
+    return call if bound is None else MethodType(call, bound)
 
 
 _OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -132,11 +152,12 @@ class Patch:
 
     def remove(self) -> None:
         """Takes our code out. Does nothing if it is not there."""
-        wrapper, self._wrapper = self._wrapper, None
+        wrapper = self._wrapper
         if wrapper is not None:
             wrapper.stop()
             if getattr(self._owner, self._name) is wrapper:
                 setattr(self._owner, self._name, wrapper.__wrapped__)
+            self._wrapper = None  # last, so that a call that was interrupted can be repeated
 
     def wrap(self, function: Any) -> Any:
         """Makes a wrapper around a function. After its ``stop()`` it only passes calls on."""

@@ -367,6 +367,21 @@ def global_step_hooks() -> list[Callable[..., Any]]:
     return [*optimizers._global_optimizer_pre_hooks.values(), *optimizers._global_optimizer_post_hooks.values()]
 
 
+def has_global_step_hooks(*hooks: Callable[..., Any]) -> bool:
+    """Whether all of these are among the hooks before and after the step of every optimizer."""
+    return all(hook in global_step_hooks() for hook in hooks)
+
+
+def remove_global_step_hooks(*hooks: Callable[..., Any]) -> None:
+    """Removes hooks before and after the step of every optimizer, registered once, several times or not at all.
+
+    The public handle is lost if an interrupt comes before the caller has it.
+    """
+    for registered in (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks):
+        for number in [number for number, hook in registered.items() if hook in hooks]:
+            del registered[number]
+
+
 def run_first_after_step(optimizer: Optimizer, handle: RemovableHandle) -> None:
     """Moves a hook to the front of those that run after an optimizer's step. ``register_step_post_hook`` appends."""
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
@@ -379,6 +394,13 @@ COMPILED_CALL = "_compiled_call_impl"
 
 SCRIPTING = (jit._recursive, "create_script_module")
 """Where ``torch.jit.script`` finds what makes a program of a module. It asks a module nothing before, and has no hooks."""
+
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another one. No public way to ask."""
+    return tensor._base is not None
+
 
 RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 """The attributes in which ``nn.RNNBase`` lists its weights, anew whenever they are others."""

@@ -91,9 +91,9 @@ class Streamer:
         self._build_weights(pin, check_writes, placement, log)
         self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
         self._build_step(averages, placement)
-        self._calls: list[ModuleCalls] = []
+        visits = self._build_access(around_rerun)
         try:
-            self._open_doors(around_rerun)
+            self._open_doors(visits)
         except BaseException:
             self.close()
             raise
@@ -189,18 +189,25 @@ class Streamer:
         self.turns = placement.turns(self._lock, layers, self._source, self._step)
         self.updating = Updating(below, self._step, self._backward, self.turns, self._on_device)
 
-    def _open_doors(self, around_rerun: Callable[[], AbstractContextManager[None]]) -> None:
-        """Lets modules, autograd and device parameters reach the engine from now on."""
+    def _build_access(
+        self, around_rerun: Callable[[], AbstractContextManager[None]]
+    ) -> dict[nn.Module, tuple[StreamedLayer, ...]]:
+        """Builds what is asked for layers. Returns the layers that each module uses."""
         found, layers = self.found, self._layers
         visits = {module: tuple(layers[index] for index in used) for module, used in found.visits.items()}
         units = {name: visits.get(module, ()) for name, module in found.units.items()}
         saved_tensors = SavedTensors(self._below, self._backward)
         fast_paths = [each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)]
         self._access = Access(self._below, self._step, self._backward, saved_tensors, units, fast_paths, around_rerun)
-        for layer in layers:
+        self._calls: list[ModuleCalls] = []
+        return visits
+
+    def _open_doors(self, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> None:
+        """Lets modules, autograd and device parameters reach the engine from now on."""
+        for layer in self._layers:
             layer.parameters.connect(layer, self._access)
         watch(self._backward)
-        self._calls = listen(self._access, visits | self._embeddings, found.units, self.activations)
+        self._calls = listen(self._access, visits | self._embeddings, self.found.units, self.activations)
 
     # ------------------------------------------------------------------ a step
 
@@ -314,6 +321,7 @@ class Streamer:
     def changed(self) -> bool:
         """Whether the user replaced or renamed modules or parameters, or gave a parameter another dtype or shape."""
         self._access.calls.refuse_interrupted()
+        watch(self._backward)  # other code may have put the function back that was there before
         return self._swap.changed()
 
     def thawed(self) -> bool:

@@ -69,7 +69,7 @@ class OptimizerSteps:
         self._counted: int | None = None  # how many steps the trainer had counted when the last one returned
 
     def open(self) -> None:
-        """The run begins: steps of all optimizers are announced from now on."""
+        """Steps of all optimizers are announced from now on, also where other code has removed the hooks that do it."""
         self._step_hooks.open()
 
     def close(self) -> None:
@@ -351,7 +351,8 @@ class OptimizerSteps:
         base, kind = base_of(plugin, Precision), type(plugin)
         clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._run.hooks.may_write_weights("gradients")
-        if clips != (base.clip_grad_by_norm, base.clip_grad_by_value) or not (
+        patched = any(name in vars(plugin) for name in _CLIPPING)
+        if patched or clips != (base.clip_grad_by_norm, base.clip_grad_by_value) or not (
             on_disk or self._run.steps_on_device or (self.overlap != "off" and not seen)
         ):
             return {}

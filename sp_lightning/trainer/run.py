@@ -189,6 +189,7 @@ class Run:
 
     def renew(self) -> None:
         """Updates the engine to the module as it is now, before a batch."""
+        self.steps.open()
         for parted in self._parted:
             parted.refuse_trained()
         changed = self.engine.changed()

@@ -13,7 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.patched import elsewhere, scope
-from sp_lightning.device.torch_private import run_first_after_step
+from sp_lightning.device.torch_private import (
+    has_global_step_hooks,
+    remove_global_step_hooks,
+    run_first_after_step,
+)
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.background import updates_here
 from sp_lightning.optim.fused import runs_fused
@@ -59,7 +63,7 @@ class StepHooks:
         self._scope = scope.get()
 
     def open(self) -> None:
-        """Has torch announce the steps of all optimizers to these hooks from now on."""
+        """Has torch announce the steps of all optimizers to these hooks, unless it does: other code may have ended that."""
         _of_process.add(self)
 
     def close(self) -> None:
@@ -95,9 +99,9 @@ class StepHooks:
         self._stepping.append(optimizer)
         self._prepare(optimizer)
         self._drop_own(optimizer)
-        first = optimizer.register_step_post_hook(self.give_back_groups)
-        run_first_after_step(optimizer, first)  # the user's own hooks after the step are to see the user's groups
-        self._own[optimizer] = [first, optimizer.register_step_pre_hook(self._enter)]  # after those of the user
+        own = self._own[optimizer] = [optimizer.register_step_post_hook(self.give_back_groups)]
+        run_first_after_step(optimizer, own[0])  # the user's own hooks after the step are to see the user's groups
+        own.append(optimizer.register_step_pre_hook(self._enter))  # after those of the user
         args = (optimizer, *(self._followed(optimizer, each) for each in args[1:]))
         return args, {name: self._followed(optimizer, each) for name, each in kwargs.items()}
 
@@ -220,22 +224,21 @@ class _OfProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.runs: tuple[StepHooks, ...] = ()  # exchanged as a whole
-        self._handles: list[RemovableHandle] = []
 
     def add(self, hooks: StepHooks) -> None:
         with self._lock:
-            if not self.runs:
-                self._handles = [
-                    register_optimizer_step_pre_hook(self._before),
-                    register_optimizer_step_post_hook(self._after),
-                ]
-            self.runs = (*self.runs, hooks)
+            if not has_global_step_hooks(self._before, self._after):  # other code may have removed one of them
+                remove_global_step_hooks(self._before, self._after)
+                register_optimizer_step_pre_hook(self._before)
+                register_optimizer_step_post_hook(self._after)
+            if hooks not in self.runs:
+                self.runs = (*self.runs, hooks)
 
     def remove(self, hooks: StepHooks) -> None:
         with self._lock:
             self.runs = tuple(each for each in self.runs if each is not hooks)
-            for handle in () if self.runs else self._handles:
-                handle.remove()
+            if not self.runs:
+                remove_global_step_hooks(self._before, self._after)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         given = None

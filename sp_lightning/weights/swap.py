@@ -23,7 +23,7 @@ from torch.jit import ScriptModule
 
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.own_threads import LateError, OwnThreads
-from sp_lightning.device.torch_private import tree_leaves, tree_map_only
+from sp_lightning.device.torch_private import is_view, tree_leaves, tree_map_only
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights

@@ -164,7 +164,7 @@ def test_slurm_requeues_a_job_whose_signal_comes_in_backward(
     assert_end(module, plain)
 
 
-@pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning")  # Lightning takes one callback for another
+@pytest.mark.filterwarnings("ignore:.*(without a model|no last checkpoint):UserWarning")  # of OnExceptionCheckpoint
 @pytest.mark.parametrize("name", first(OPTIONS, "backward", why="their other modes"))
 def test_ctrl_c_in_backward_is_saved(name: str, tmp_path: Path, plain: dict[int, Any]) -> None:
     callbacks = [ModelCheckpoint(tmp_path, save_on_exception=True), OnExceptionCheckpoint(tmp_path, "second")]
@@ -178,7 +178,7 @@ def test_ctrl_c_in_backward_is_saved(name: str, tmp_path: Path, plain: dict[int,
     assert [assert_is_a_step(file, plain) for file in files] == [3 if early else 2] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning")  # Lightning takes one callback for another
+@pytest.mark.filterwarnings("ignore:.*(without a model|no last checkpoint):UserWarning")  # of OnExceptionCheckpoint
 def test_sigterm_in_backward_ends_the_run_after_the_step(tmp_path: Path, plain: dict[int, Any]) -> None:
     module, trainer = made(OPTIONS["backward"], callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
     module.strikes = lambda step: signal.raise_signal(signal.SIGTERM) if step == 2 else None
