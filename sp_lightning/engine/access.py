@@ -270,9 +270,10 @@ class Access(Part):
         with held(self.lock):
             if layer is self.residents.layer:
                 self.residents.distrust()
-            elif layer in self.residency.used:
+            elif layer in self.residency.used and layer.running_calls:
                 self._show_used(layer)
             else:
+                self.residency.release_unpinned()
                 self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
 
     def _show_used(self, layer: StreamedLayer) -> None:
