@@ -285,7 +285,8 @@ class Access(Part):
     def device_is_used(self, layer: StreamedLayer) -> None:
         """Has a layer that is in use be what the host's weights are, which modules hold at the moment."""
         with held(self.lock):
-            if not self.swap.on_device and layer in self.residency.used and (layer.outdated or layer in self._step.shown):
+            written = layer.outdated or layer in self._step.shown
+            if written and layer in self.residency.used and not self.swap.on_device:
                 self.residency.renew(layer)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:

@@ -277,6 +277,10 @@ class OptimizerSteps:
 
     # ------------------------------------------------------------------ a step
 
+    def none_runs(self) -> None:
+        """Called where no step is running; one may have raised."""
+        self._step_hooks.none_runs()
+
     def run(self, optimizer: Any, closure: Closure, step: Callable[[Closure], Any], plugin: Any) -> Any:
         """Runs one step.
 
@@ -309,7 +313,6 @@ class OptimizerSteps:
         finally:
             self._step_hooks.give_back_groups()
             self._step_hooks.deferring = outer
-            self._step_hooks.ended(optimizer)
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
         """What stands for a precision plugin's methods in one step, by their names: layers' updates clip, or the primary does."""

@@ -21,7 +21,7 @@ from torch.jit import ScriptModule
 
 from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import never_compiled
-from sp_lightning.device.torch_private import tree_leaves, tree_map_only
+from sp_lightning.device.torch_private import is_view, tree_leaves, tree_map_only
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
@@ -219,7 +219,7 @@ class _InStep(Role):
         # No update is waited for here: what has that role, too, was asked first. Other classes among the arguments are asked.
         with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
             output = func(*args, **kwargs)
-        viewed = func in _DETACH or (type(output) is Tensor and output._base is not None)
+        viewed = func in _DETACH or (type(output) is Tensor and is_view(output))
         for group in groups:
             group.doors.host_was_used(group.layer, viewed=viewed)
         return output

@@ -229,7 +229,7 @@ OWN: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
 
 
 class Trained(nn.Module):
-    """Reads its weights, has an optimizer of its own step them in its forward, or in that of a module inside, and reads them again."""
+    """Reads its weights, has an optimizer of its own step them in its forward, or in a module's inside, and reads them again."""
 
     def __init__(self, own: str, inside: bool = False) -> None:
         super().__init__()
@@ -303,7 +303,9 @@ def test_an_own_optimizer_steps_inside_of_its_layers_forward(own: str, kind: Any
     plain = fit(lambda: kind(own, inside), vectors(2), val=vectors(1), precision=precision)
     for options in ({"k": 1}, {"k": 3, "check_writes": True}, {"k": 1, "resident": ["**.codes"]}):
         with nullcontext() if "check_writes" in options else simulated():
-            ours = fit(lambda: kind(own, inside), vectors(2), superpipeline(**options), val=vectors(1), precision=precision)
+            ours = fit(
+                lambda: kind(own, inside), vectors(2), superpipeline(**options), val=vectors(1), precision=precision
+            )
         assert_same(ours, plain)
 
 
@@ -386,5 +388,7 @@ def test_steps_by_hand_after_a_backward_inside_of_the_layers_call(how: str, chec
 
 @pytest.mark.parametrize("how", ["data, view", "detach, view"])
 def test_a_view_from_before_such_a_backward_is_refused_where_it_would_not_follow(how: str) -> None:
-    with pytest.raises(RuntimeError, match=r"weight of 'net\.0' was read through .*\.data.*Drop such views before the backward"):
+    with pytest.raises(
+        RuntimeError, match=r"weight of 'net\.0' was read through .*\.data.*Drop such views before the backward"
+    ):
         fit(lambda: StepsInCalls(how), vectors(), superpipeline(k=1))

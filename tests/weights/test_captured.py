@@ -238,7 +238,7 @@ def test_captured_weights_are_the_modules_inside_of_its_call() -> None:
 
 
 class WritesInItsCall(nn.Module):
-    """Reads a weight, has ``how`` write it through a list from ``__init__``, and reads it again: also in a graph, and by a view."""
+    """Reads a weight, has ``how`` write it through a list from ``__init__``, and reads it again, in a graph and by a view."""
 
     def __init__(self, how: str, trained: bool) -> None:
         super().__init__()
@@ -293,7 +293,13 @@ def test_a_write_inside_of_the_layers_call_is_seen_there(how: str, precision: An
         if device is simulated and how == "foreach":  # under a mode that sees operators torch counts no such write
             continue
         with device():
-            ours = fit(lambda: InItsCall(how), vectors(), superpipeline(**OPTIONS[options]), val=vectors(1), precision=precision)
+            ours = fit(
+                lambda: InItsCall(how),
+                vectors(),
+                superpipeline(**OPTIONS[options]),
+                val=vectors(1),
+                precision=precision,
+            )
         assert_same(ours, plain)
 
 
@@ -316,7 +322,9 @@ def test_autograds_own_error_comes_where_a_graph_has_saved_the_weight(how: str) 
         return Module(nn.Sequential(*(Saves(how, True) for _ in range(3))))
 
     for strategy in ("auto", superpipeline(k=1)):
-        with pytest.raises(RuntimeError, match=r"has been modified by an inplace operation: \[torch.FloatTensor \[16, 16\]"):
+        with pytest.raises(
+            RuntimeError, match=r"has been modified by an inplace operation: \[torch.FloatTensor \[16, 16\]"
+        ):
             fit(make, vectors(), strategy)
 
 
@@ -391,5 +399,8 @@ def test_other_memory_on_the_host_is_refused_in_the_layers_call() -> None:
     def make() -> Module:
         return Module(nn.Sequential(*(Exchanges("mul_", False) for _ in range(3))))
 
-    with simulated(), pytest.raises(RuntimeError, match=r"'net\.0\.memory' was given other memory.*layer 'net\.0' was running"):
+    with (
+        simulated(),
+        pytest.raises(RuntimeError, match=r"'net\.0\.memory' was given other memory.*layer 'net\.0' was running"),
+    ):
         fit(make, vectors(), superpipeline(k=1))
