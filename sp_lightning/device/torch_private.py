@@ -209,6 +209,9 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many owners a storage, given by its :data:`storage_id`, has in C++: tensors, graphs, and one for all its Python
 objects. There is no public way to ask."""
 
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+"""Whether autograd knows a tensor as a view of another one. There is no public way to ask."""
+
 
 def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage of a weak reference; None if it has expired. torch itself passes storages between processes so."""
@@ -216,13 +219,16 @@ def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     return storage
 
 
+_swap_memory: Callable[..., None] | None = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+
+
 def move_storage(storage: torch.UntypedStorage) -> None:
     """Gives a storage on the host other memory with the same bytes. All of its tensors lie there from then on.
 
-    Before torch 2.12 the only way is ``share_memory_``, which moves a storage to memory that processes can share.
+    torch 2.11 has ``share_memory_`` alone for that, which moves a storage to memory that processes can share.
     """
-    if hasattr(storage, "_swap_data_ptr_"):
-        storage._swap_data_ptr_(storage.clone())
+    if _swap_memory is not None:
+        _swap_memory(storage, storage.clone())
     else:
         storage.share_memory_()
 

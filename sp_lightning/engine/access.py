@@ -309,9 +309,10 @@ class Access(Part):
         with held(self.lock):
             if layer is self.residents.layer:
                 self.residents.distrust()
-            elif layer in self.residency.used:
+            elif layer in self.residency.used and layer.running_calls:
                 self._show_used(layer)
             else:
+                self.residency.release_unpinned()
                 self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
 
     def _show_used(self, layer: StreamedLayer) -> None:
@@ -323,7 +324,8 @@ class Access(Part):
     def device_is_used(self, layer: StreamedLayer) -> None:
         """Has a layer that is in use be what the host's weights are, which modules hold at the moment."""
         with held(self.lock):
-            if not self.swap.on_device and layer in self.residency.used and (layer.outdated or layer in self._step.shown):
+            written = layer.outdated or layer in self._step.shown
+            if written and layer in self.residency.used and not self.swap.on_device:
                 self.residency.renew(layer)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:

@@ -142,7 +142,9 @@ class Step(Part):
 
     def activate(self, *, in_backward: bool = False) -> None:
         """Puts device parameters into the modules, if they are not there, and brings residents up to date."""
-        if self._held:  # an optimizer's step is over, has come to its closure, or has raised, and may have written weights
+        if (
+            self._held
+        ):  # an optimizer's step is over, has come to its closure or has raised: weights may have been written
             self._held = False
             self.invalidate_unused()
             self.residents.invalidate()
@@ -224,7 +226,7 @@ class Step(Part):
         self.residents.invalidate()
 
     def hold_host(self) -> None:
-        """Puts the host's parameters into the modules while an optimizer steps inside of a step: it may read the weights there."""
+        """Puts the host's parameters into the modules while an optimizer steps inside a step: it may read the weights there."""
         self.threads.end_forward()
         if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
             self.swap.to_host()

@@ -23,6 +23,9 @@ from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block_memory import Allocate, GradientMemory, Staging
 
+_moved: list[tuple[StorageWeakRef, Tensor]] = []
+"""Storages that were moved out of a block, and its memory: an array of numpy's may still be there that holds the tensor."""
+
 
 class HostBlock:
     """One layer's weights on the host, and the memory that its gradients arrive in.
@@ -62,7 +65,6 @@ class HostBlock:
         self._fetched_seldom = fetched_seldom
         self.retyped: set[int] = set()
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
-        self._left: list[tuple[StorageWeakRef, Tensor]] = []  # storages that were moved out of the block, and where they were
         self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
         self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
@@ -157,7 +159,7 @@ class HostBlock:
         self.addresses = addresses(self.parameters)
 
     def leave_to_views(self, index: int) -> None:
-        """Prepares for other values of a weight that views of its old memory are not to see (``param.data = other`` in a step)."""
+        """Prepares for other values of a weight, which views of its old memory are not to see (``param.data = other``)."""
         if index not in self.retyped and self._is_viewed(index):
             self._move_old_values(index)
             self._lend(index)
@@ -171,8 +173,7 @@ class HostBlock:
         """Gives the tensors that hold a weight's place in the block memory of their own, with the same values."""
         lent = self._lent[index]
         if lent is not None and (storage := storage_of(lent)) is not None:
-            # What holds the old address without a tensor (numpy) must not outlive it.
-            self._left = [left for left in self._left if not left[0].expired()] + [(lent, self.memory.seen)]
+            _moved[:] = [moved for moved in _moved if not moved[0].expired()] + [(lent, self.memory.seen)]
             move_storage(storage)
 
     def unpin(self) -> None:

@@ -289,6 +289,8 @@ class LoopStrategy(ReadableStrategy):
             self._batch_starts(run, phase, args)
         run.step_begins()
         streamer, hooks, manual = run.engine, run.hooks, training and not run.module.automatic_optimization
+        if manual or not training:  # otherwise this is a step's closure
+            run.steps.none_runs()
         with run.whole_after_failure(make_room=True):
             streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
             with streamer.saving():

@@ -284,6 +284,10 @@ class OptimizerSteps:
 
     # ------------------------------------------------------------------ a step
 
+    def none_runs(self) -> None:
+        """Called where no step is running; one may have raised."""
+        self._step_hooks.none_runs()
+
     def run(self, optimizer: Any, closure: Closure, step: Callable[[Closure], Any], plugin: Any) -> Any:
         """Runs one step.
 
@@ -322,7 +326,6 @@ class OptimizerSteps:
         finally:
             self._step_hooks.give_back_groups()
             self._step_hooks.deferring, self._updates = outer
-            self._step_hooks.ended(optimizer)
             self._steps -= 1
 
     @property

@@ -198,14 +198,14 @@ class StepHooks:
         if not streamer.device.computes_on_host:
             streamer.updating.step_seconds += now - self._begun
         self._begun = now  # an optimizer may have stepped inside another one's step
-        self.ended(optimizer)
+        while self._stepping and self._stepping.pop() is not optimizer:
+            pass  # a step inside this one has raised
         inside = self._stepping and self._stepping[-1] is not self._in_closure
         streamer.invalidate(goes_on=not inside)
 
-    def ended(self, optimizer: Optimizer) -> None:
-        """A step has ended, with those inside of it, which may have raised."""
-        if optimizer in self._stepping:
-            del self._stepping[self._stepping.index(optimizer) :]
+    def none_runs(self) -> None:
+        """No step is running: if one has raised, no hook was called after it."""
+        self._stepping.clear()
 
     def _drop_own(self, optimizer: Optimizer) -> None:
         for handle in self._own.pop(optimizer, ()):

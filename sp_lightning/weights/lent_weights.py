@@ -138,8 +138,8 @@ class LentWeights(Tenants):
             for index in member.block.displaced:
                 raise RuntimeError(
                     f"Parameter {member.planned.spans[index].name!r} was given other memory on the host (param.data = other) "
-                    f"while a call of its layer {layer.name!r} was running, which goes on with the old memory. Write it in place: "
-                    "param.data.copy_(other)."
+                    f"while a call of its layer {layer.name!r} was running, which goes on with the old memory. Write it in "
+                    "place: param.data.copy_(other)."
                 )
 
     def refuse_viewed(self, layer: StreamedLayer) -> None:

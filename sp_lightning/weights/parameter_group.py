@@ -79,7 +79,7 @@ class Doors(Protocol):
         """Called within a step after user code has read the host's weights of a layer, written them, or made a view of one."""
 
     def host_is_shown(self, layer: Any) -> None:
-        """Called within a step before user code gets the host's memory of a weight, which it may write in a way no version shows."""
+        """Called within a step before user code gets the host's memory of a weight: writes there change no version."""
 
     def device_is_used(self, layer: Any) -> None:
         """Called before an operation that was given the host's weights of a layer is given the device's instead."""

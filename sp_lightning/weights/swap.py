@@ -260,6 +260,7 @@ class _InStep(Role):
             return _elsewhere(role, func, args, kwargs)
         if func in OF_THE_PARAMETER:
             if func == _GET_DATA:
+                role.used = True
                 device = of[id(args[0])]
                 if role.in_use([args[0]]):
                     return device.data
@@ -297,18 +298,20 @@ class _InStep(Role):
 
     @classmethod
     def in_use(cls, hosts: Iterable[Tensor]) -> bool:
-        """Whether the running step has all of them on the device, in a call of their layers: then those are the weights.
+        """Whether the running step has all of them on the device, in use or viewed: then those there are the weights.
 
-        Residents, which are there all the time, count as used in calls of any modules. Other threads look at the host's
-        memory, which never leaves.
+        Other threads look at the host's memory, which never leaves.
         """
         if not cls.swap.on_device or get_ident() != cls.swap.threads.main:
             return False
-        layers = [cls.device_of[id(host)]._of.layer.owner for host in hosts]  # a block whose casts are used, for its masters
-        return all(
-            layer.parameters.attached and (layer.kind is not Kind.RESIDENTS or layer.parameters.doors.calls.depth > 0)
-            for layer in layers
-        )
+        return all(_is_in_use(cls.device_of[id(host)]._of.layer.owner) for host in hosts)
+
+
+def _is_in_use(layer: StreamedLayer) -> bool:
+    """Whether a layer is used on the device, or viewed. Residents are there all the time, and used in calls of any modules."""
+    if layer.kind is Kind.RESIDENTS:
+        return bool(layer.parameters.doors.calls.depth)
+    return layer.parameters.attached or (layer.slot is not None and layer.slot.held)
 
 
 def _elsewhere(role: type[_InStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -16,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device import torch_fake, torch_private
+from sp_lightning.device.lease import lend
 from sp_lightning.optim.scaler import HostGradScaler
 
 
@@ -376,6 +378,34 @@ def test_a_storage_has_a_number_of_its_own_and_counts_its_owners() -> None:
     with torch_fake.FakeTensorMode():
         fakes = [torch.ones(2).untyped_storage() for _ in range(2)]
         assert torch_private.storage_id(fakes[0]) != torch_private.storage_id(fakes[1])
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_a_storage_moves_with_its_tensors(newest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not newest:
+        monkeypatch.setattr(torch_private, "_swap_memory", None)
+    memory = torch.arange(4.0)
+    tensor = lend(memory.view(torch.uint8)).view(torch.float32)
+    view, reference = tensor[1:], StorageWeakRef(tensor.untyped_storage())
+    found = torch_private.storage_of(reference)
+    assert found is not None
+    assert found.data_ptr() == memory.data_ptr()
+    torch_private.move_storage(found)
+    memory.fill_(7)
+    assert tensor.tolist() == [0, 1, 2, 3]
+    tensor.add_(1)
+    assert view.tolist() == [2, 3, 4]
+    assert memory.tolist() == [7, 7, 7, 7]
+    del tensor, view, found
+    assert torch_private.storage_of(reference) is None
+
+
+def test_views_are_told_from_tensors_of_their_own() -> None:
+    leaf = torch.ones(3)
+    with torch.no_grad():
+        assert torch_private.is_view(leaf[:1])
+        assert torch_private.is_view(leaf.view(-1))
+        assert not any(map(torch_private.is_view, (leaf, leaf.clone(), leaf + 1)))
 
 
 def test_certain_overlap_is_told() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +16,10 @@ from tests.support.models import (
     Module,
     Scaled,
     Stack,
+    vectors,
 )
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
 
@@ -174,3 +177,218 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 def test_like_plain(name: str, precision: str) -> None:
     make, options = CASES[name]
     assert_like_plain(make, **options, precision=precision)
+
+
+# ---------------------------------------------------------------------- an optimizer of a layer's own
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer whose step runs another one's, and writes the same weights afterwards, beside weights that it keeps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.slow: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        weights = [p for group in self.param_groups for p in group["params"]]
+        self.slow = self.slow or [p.data.clone() for p in weights]
+        self.inner.step()
+        for weight, slow in zip(weights, self.slow, strict=True):
+            slow.add_(weight.data - slow, alpha=0.5)
+            weight.data.copy_(slow)
+
+
+class ReadsItsModule(torch.optim.SGD):
+    """Its step reads the weight from the module as well, once it has written it."""
+
+    module: Any
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(0.1 * self.module.codes.sum())
+
+
+def reads_its_module(parameters: Any, module: Any) -> torch.optim.Optimizer:
+    made = ReadsItsModule(parameters, lr=0.1)
+    made.module = module
+    return made
+
+
+OWN: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, _: torch.optim.SGD(parameters, lr=0.1),
+    "adam, one by one": lambda parameters, _: torch.optim.Adam(parameters, lr=0.01, foreach=False),
+    "fused": lambda parameters, _: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "lbfgs": lambda parameters, _: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+    "lookahead": lambda parameters, _: Lookahead(torch.optim.Adam(parameters, lr=0.01)),
+    "reads its module": reads_its_module,
+}
+
+
+class Trained(nn.Module):
+    """Reads its weights, has an optimizer of its own step them in its forward, or in a module's inside, and reads them again."""
+
+    def __init__(self, own: str, inside: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.codes = nn.Parameter(torch.randn(16))
+        parameters = [self.codes, self.second.weight]  # the latter travels as its cast in bf16-mixed
+        self.optimizer = OWN[own](parameters, self)
+        self.inside = Inside() if inside else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) + self.codes.detach()
+        view = self.codes.detach()[::2]
+        if self.inside is None:
+            self.train_codes(x.detach())
+        else:
+            self.inside(x, self.train_codes)
+        return self.second(x + self.codes.detach()) + view.sum()
+
+    def train_codes(self, x: Tensor) -> None:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = (self.codes + self.second(x) - x).square().mean()
+            loss.backward()
+            return loss
+
+        with torch.inference_mode(False), torch.enable_grad():
+            x = x.clone()
+            if isinstance(self.optimizer, torch.optim.LBFGS):
+                self.optimizer.step(closure)
+            else:
+                closure()
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, then: Callable[[Tensor], None]) -> None:
+        then((x + self.scale(x)).detach())
+
+
+class TrainsItself(Module):
+    def __init__(self, own: str, inside: bool = False) -> None:
+        super().__init__(nn.Sequential(*(Trained(own, inside) for _ in range(3))))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for name, p in self.named_parameters() if ".first" in name], lr=0.1)
+
+
+class TrainsItselfByHand(TrainsItself):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in float32"))
+@pytest.mark.parametrize("kind", [TrainsItself, TrainsItselfByHand])
+@pytest.mark.parametrize("own", OWN)
+def test_an_own_optimizer_steps_inside_of_its_layers_forward(own: str, kind: Any, precision: Any) -> None:
+    """The rest of the forward went on with the old weights, silently, unless optimization was manual and a module followed."""
+    inside = own == "sgd"
+    plain = fit(lambda: kind(own, inside), vectors(2), val=vectors(1), precision=precision)
+    for options in ({"k": 1}, {"k": 3, "check_writes": True}, {"k": 1, "resident": ["**.codes"]}):
+        with nullcontext() if "check_writes" in options else simulated():
+            ours = fit(
+                lambda: kind(own, inside), vectors(2), superpipeline(**options), val=vectors(1), precision=precision
+            )
+        assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("own", ["sgd", "fused"])
+def test_it_does_so_in_a_prediction(own: str) -> None:
+    def predict(strategy: Any) -> Any:
+        pl.seed_everything(7, verbose=False)
+        return trainer_for(strategy).predict(TrainsItself(own), loader(vectors()))
+
+    assert_equal(predict(superpipeline(k=1)), predict("auto"), own)
+
+
+class TrainsOutside(TrainsItself):
+    """``training_step`` trains weights of a layer and one beside all layers, and reads them without a call in between."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.bias = nn.Parameter(torch.randn(16))
+        self.own = torch.optim.SGD([self.bias], lr=0.1)
+
+    def loss(self, batch: Any) -> Tensor:
+        views = [self.bias.detach()[1:], self.net[0].codes.detach()[1:]]  # type: ignore[index]
+        (self.bias - batch).square().mean().backward()
+        self.own.step()
+        self.own.zero_grad()
+        self.net[0].train_codes(batch + self.bias.detach())  # type: ignore[index]
+        again = [self.bias.detach(), self.net[0].codes.detach()]  # type: ignore[index]
+        return super().loss(batch + sum(view.sum() for view in (*views, *again)))
+
+
+@pytest.mark.parametrize("k", [1, 99])
+def test_an_own_optimizer_steps_weights_that_are_read_without_a_call(k: int) -> None:
+    plain = fit(TrainsOutside, vectors())
+    for device in (nullcontext, simulated):
+        with device():
+            assert_same(fit(TrainsOutside, vectors(), superpipeline(k=k)), plain)
+
+
+# ---------------------------------------------------------------------- by hand, after a backward inside of the layer's call
+
+
+class StepsInItsCall(nn.Module):
+    """Runs a backward in its forward and steps its weight by hand, ``how``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.codes = nn.Linear(16, 16), nn.Parameter(torch.randn(16))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) + self.codes.detach()
+        view = self.codes.detach()[::2] if "view" in self.how else x
+        with torch.enable_grad():
+            (self.codes - x.detach()).square().mean().backward()
+        with torch.no_grad():
+            if "data" in self.how:
+                self.codes.data.sub_(0.1 * self.codes.grad)  # type: ignore[arg-type, operator]
+            elif "detach" in self.how:
+                self.codes.detach().sub_(0.1 * self.codes.grad)  # type: ignore[arg-type, operator]
+            else:
+                self.codes.sub_(0.1 * self.codes.grad)  # type: ignore[arg-type, operator]
+        self.codes.grad = None
+        return x * self.codes + view.sum()
+
+
+class StepsInCalls(TrainsItselfByHand):
+    def __init__(self, how: str) -> None:
+        Module.__init__(self, nn.Sequential(*(StepsInItsCall(how) for _ in range(3))))
+
+
+@pytest.mark.parametrize("check_writes", [False, True])
+@pytest.mark.parametrize("how", ["in place", "in place, view", "data", "detach"])
+def test_steps_by_hand_after_a_backward_inside_of_the_layers_call(how: str, check_writes: bool) -> None:
+    plain = fit(lambda: StepsInCalls(how), vectors())
+    for device in (nullcontext, simulated):
+        with device():
+            ours = fit(lambda: StepsInCalls(how), vectors(), superpipeline(k=1, check_writes=check_writes))
+        assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("how", ["data, view", "detach, view"])
+def test_a_view_from_before_such_a_backward_is_refused_where_it_would_not_follow(how: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"weight of 'net\.0' was read through .*\.data.*Drop such views before the backward"
+    ):
+        fit(lambda: StepsInCalls(how), vectors(), superpipeline(k=1))

@@ -10,12 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.bare import Manual, assert_like_plain, bare
-from tests.support.models import Module, Stack
-from tests.support.runs import assert_equal, superpipeline
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
@@ -232,3 +232,175 @@ def test_captured_weights_are_the_modules_inside_of_its_call() -> None:
     for device in (contextlib.nullcontext, simulated):
         with device():
             assert_equal(bare(LooksInsideItsCall, superpipeline(k=1)), plain, device.__name__)
+
+
+# ---------------------------------------------------------------------- writes inside of the layer's own call
+
+
+class WritesInItsCall(nn.Module):
+    """Reads a weight, has ``how`` write it through a list from ``__init__``, and reads it again, in a graph and by a view."""
+
+    def __init__(self, how: str, trained: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.memory = nn.Parameter(0.1 * torch.randn(16, 16), requires_grad=trained)
+        self.kept = [self.memory]
+        self.both = [self.memory, self.second.weight]
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) + self.memory.detach().sum(0)
+        view = self.memory.detach().t()
+        with torch.no_grad():
+            HOW_TO_WRITE[self.how](self, self.kept[0], x)
+        if not self.how.startswith(("data=", "set_")):  # a view keeps the memory that the weight had
+            x = x + view.sum(1)
+        return torch.tanh(self.second(x @ self.memory))
+
+
+HOW_TO_WRITE: dict[str, Callable[[WritesInItsCall, Any, Tensor], Any]] = {
+    "mul_": lambda block, weight, x: weight.mul_(0.9),
+    "add_ of an activation": lambda block, weight, x: weight.add_(0.1 * x.mean(0)),
+    "copy_": lambda block, weight, x: weight.copy_(0.5 * block.memory),
+    "foreach": lambda block, weight, x: torch._foreach_mul_(block.both, 0.9),
+    "out=": lambda block, weight, x: torch.mul(weight, 0.9, out=weight),
+    "set_": lambda block, weight, x: weight.set_((weight * 0.9).clone()),
+    "data": lambda block, weight, x: weight.data.mul_(0.9),
+    "data of a weight that travels as its cast": lambda block, weight, x: block.both[1].data.mul_(0.9),
+    "data= of a new tensor": lambda block, weight, x: setattr(weight, "data", weight.data * 0.9),
+    "detach": lambda block, weight, x: weight.detach().mul_(0.9),
+    "a row": lambda block, weight, x: weight[0].mul_(0.9),
+    "module, then list": lambda block, weight, x: (block.memory.mul_(0.9), weight.add_(0.01)),
+    "list, then module": lambda block, weight, x: (weight.add_(0.01), block.memory.mul_(0.9)),
+}
+
+
+class InItsCall(Module):
+    def __init__(self, how: str, trained: bool = False) -> None:
+        super().__init__(nn.Sequential(*(WritesInItsCall(how, trained) for _ in range(3))))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"k=1": {"k": 1}, "k=3": {"k": 3}, "resident": {"k": 1, "resident": ["net.1"]}}
+
+
+@pytest.mark.parametrize("options", first(OPTIONS, "k=1", why="where layers stay"))
+@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in float32"))
+@pytest.mark.parametrize("how", HOW_TO_WRITE)
+def test_a_write_inside_of_the_layers_call_is_seen_there(how: str, precision: Any, options: str) -> None:
+    """The host's memory was written, and the rest of the call went on with the device's: where the host computes, silently."""
+    plain = fit(lambda: InItsCall(how), vectors(), val=vectors(1), precision=precision)
+    for device in (contextlib.nullcontext, simulated):
+        if device is simulated and how == "foreach":  # under a mode that sees operators torch counts no such write
+            continue
+        with device():
+            ours = fit(
+                lambda: InItsCall(how),
+                vectors(),
+                superpipeline(**OPTIONS[options]),
+                val=vectors(1),
+                precision=precision,
+            )
+        assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("how", ["mul_", "data", "a row"])
+def test_a_prediction_sees_it_too(how: str) -> None:
+    def predict(strategy: Any) -> Any:
+        pl.seed_everything(7, verbose=False)
+        return trainer_for(strategy).predict(InItsCall(how), loader(vectors()))
+
+    assert_equal(predict(superpipeline(k=1)), predict("auto"), how)
+
+
+@pytest.mark.parametrize("how", ["mul_", "copy_", "detach"])
+def test_autograds_own_error_comes_where_a_graph_has_saved_the_weight(how: str) -> None:
+    class Saves(WritesInItsCall):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.tanh(x @ self.memory))
+
+    def make() -> Module:
+        return Module(nn.Sequential(*(Saves(how, True) for _ in range(3))))
+
+    for strategy in ("auto", superpipeline(k=1)):
+        with pytest.raises(
+            RuntimeError, match=r"has been modified by an inplace operation: \[torch.FloatTensor \[16, 16\]"
+        ):
+            fit(make, vectors(), strategy)
+
+
+class WritesInHook(Module):
+    """A hook on a gradient writes a weight that backward needs next, through a list from ``__init__``."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack(3))
+        self.kept = [block.outer.weight for block in self.net.blocks]  # type: ignore[union-attr]
+        for block in self.net.blocks:  # type: ignore[union-attr]
+            block.register_forward_hook(self.watch)
+
+    def watch(self, block: Any, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self.write)
+
+    def write(self, gradient: Tensor) -> None:
+        with torch.no_grad():
+            for weight in self.kept:
+                weight.mul_(0.9)
+
+
+@pytest.mark.parametrize("k", [1, 99])
+def test_a_captured_weight_that_a_hook_writes_in_backward_is_autograds_error(k: int) -> None:
+    """The layer was in use, and its old weights went into the gradients silently."""
+    for strategy in ("auto", superpipeline(k=k)):
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            fit(WritesInHook, vectors(), strategy)
+
+
+class RunsAgain(WritesInItsCall):
+    """The forward runs inside a checkpoint of the user's, and again in backward, where it writes once more."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class StepsByHand(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", ["mul_", "data"])
+def test_a_write_in_a_forward_that_runs_again_in_backward(how: str, reentrant: bool, manual: bool) -> None:
+    """Captured weights were the host's in backward. In manual optimization the difference was silent."""
+
+    def make() -> Module:
+        net = nn.Sequential(*(RunsAgain(how, False) for _ in range(3)))
+        for block in net:
+            block.reentrant = reentrant  # type: ignore[assignment]
+        return StepsByHand(net) if manual else Module(net)
+
+    batches = [batch.requires_grad_() for batch in vectors()]
+    assert_same(fit(make, batches, superpipeline(k=1)), fit(make, batches))
+
+
+def test_other_memory_on_the_host_is_refused_in_the_layers_call() -> None:
+    """On an accelerator, ``param.data = other`` with memory of the host's."""
+
+    class Exchanges(WritesInItsCall):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept[0].data = torch.zeros(16, 16)
+            return super().forward(x)
+
+    def make() -> Module:
+        return Module(nn.Sequential(*(Exchanges("mul_", False) for _ in range(3))))
+
+    with (
+        simulated(),
+        pytest.raises(RuntimeError, match=r"'net\.0\.memory' was given other memory.*layer 'net\.0' was running"),
+    ):
+        fit(make, vectors(), superpipeline(k=1))

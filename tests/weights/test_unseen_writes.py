@@ -32,6 +32,41 @@ def test_unseen_writes_on_the_host_are_refused(activations: Any) -> None:
         fit(lambda: WritesUnseen("reference"), vectors(), strategy)
 
 
+class WritesOldMemory(Module):
+    """Inside of its layer's call a weight is written through what was taken of it before the step, ``how``."""
+
+    def __init__(self, how: str, manual: bool) -> None:
+        super().__init__(Stack(3))
+        self.how, self.automatic_optimization = how, not manual
+        self.old: Any = None
+        self.net.blocks[1].inner.register_forward_hook(self.write)  # type: ignore[union-attr, index, operator]
+
+    def on_train_start(self) -> None:
+        weight: Any = self.net.blocks[1].outer.weight  # type: ignore[union-attr, index]
+        self.old = {"detach": weight.detach, "data": lambda: weight.data, "numpy": weight.detach().numpy}[self.how]()
+
+    def write(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.old *= 0.9
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("how", ["detach", "data", "numpy"])
+def test_unseen_writes_inside_of_the_layers_call_are_refused(how: str, manual: bool) -> None:
+    """In manual optimization nobody compared before the modules had the host's weights again."""
+    with pytest.raises(RuntimeError, match=r"'net\.blocks\.1\.outer\.weight' was written (on the host|within a step)"):
+        fit(lambda: WritesOldMemory(how, manual), vectors(), superpipeline(k=1, check_writes=True))
+
+
 class Alternates(Module):
     """Manual optimization: two steps in each batch, one of them fused, which bumps no version."""
 

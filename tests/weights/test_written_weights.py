@@ -232,6 +232,60 @@ def test_weights_written_after_the_callbacks_are_seen(where: str, simulation: An
     assert_equal(ours, run("auto", tmp_path / "plain"), where)
 
 
+# ---------------------------------------------------------------------- tensors of a state_dict() that are kept
+
+
+class KeepsState(Module):
+    """Keeps a layer's ``state_dict()``, which gives references, and views of it; ``how`` gives weights other memory later."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(Stack(2))
+        self.how = how
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.kept = self.net.blocks[0].state_dict()  # type: ignore[union-attr, index, operator]
+            self.rows = {name: value[:2] for name, value in self.kept.items()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 3 and self.how == "in a step":
+            self.exchange("inner.bias")
+        loss = self.loss(batch)
+        if batch_idx == 3 and self.how == "after the forward":
+            self.exchange("outer.weight")
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 4:
+            if self.how == "written, too":
+                self.kept["inner.weight"].mul_(0.5)
+            for name in {"one": ("inner.bias",), "two": ("inner.bias", "outer.weight"), "all": self.kept}.get(
+                self.how, ()
+            ):
+                self.exchange(name)
+            if self.how == "written, too":
+                self.exchange("inner.bias")
+                self.kept["inner.bias"].fill_(3.0)
+        if self.trainer.global_step > 1:
+            self.seen.append([value.clone() for value in (*self.kept.values(), *self.rows.values())])
+
+    def exchange(self, name: str) -> None:
+        weight = self.net.blocks[0].get_parameter(name)  # type: ignore[union-attr, index, operator]
+        weight.data = weight.data * 0.5
+
+
+@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in float32"))
+@pytest.mark.parametrize("how", ["one", "two", "all", "written, too", "in a step", "after the forward"])
+def test_kept_tensors_follow_the_weights_that_keep_their_memory(how: str, precision: str) -> None:
+    """Those of a layer's other weights did not; and where a step had exchanged a weight, its old tensor showed new values."""
+    plain = bare(lambda: KeepsState(how), "auto", vectors(6), precision=precision)
+    for options in ({"k": 1}, {"k": 1, "resident": ["net.blocks.0"]}):
+        with simulated():
+            ours = bare(lambda: KeepsState(how), superpipeline(**options), vectors(6), precision=precision)
+        assert_equal(ours, plain, str(options))
+
+
 CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "writes-between-forward-and-backward": (lambda: WritesBetweenForwardAndBackward(Stack()), {}),
     "writes-data-in-hooks": (lambda: WritesDataInHooks(Stack()), {}),
