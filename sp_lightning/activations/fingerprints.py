@@ -108,10 +108,9 @@ class SavedRun:
         kind: tuple[Any, ...] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         if isinstance(tensor, StandInForWrapped):
             return Fingerprint((*kind, id(tensor.host)))
+        # A weight may be away, and a view of one outside of its slot.
         weight = tensor if hasattr(tensor, "_of") else base_of(tensor)
-        if hasattr(
-            weight, "_of"
-        ):  # a weight, whose memory may be away, or a view of one, which may be outside of its slot
+        if hasattr(weight, "_of"):
             before = 0 if weight is tensor else _begin(tensor) - _begin(weight)
             return Fingerprint((*kind, tensor.stride(), weight._of.layer.index, weight._index, before))
         plain = _plain_parts(tensor)
