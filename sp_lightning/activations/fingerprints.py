@@ -24,6 +24,7 @@ from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import PAGE, flat_bytes
 from sp_lightning.device.modes import never_compiled, unseen
 from sp_lightning.device.torch_private import (
+    base_of,
     is_traceable_wrapper_subclass,
     sparse_indices,
     sparse_values,
@@ -107,8 +108,11 @@ class SavedRun:
         kind: tuple[Any, ...] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         if isinstance(tensor, StandInForWrapped):
             return Fingerprint((*kind, id(tensor.host)))
-        if (group := getattr(tensor, "_of", None)) is not None:  # a weight, whose memory may be away
-            return Fingerprint((*kind, tensor.stride(), group.layer.index, tensor._index, 0))
+        # A weight may be away, and a view of one outside of its slot.
+        weight = tensor if hasattr(tensor, "_of") else base_of(tensor)
+        if hasattr(weight, "_of"):
+            before = 0 if weight is tensor else _begin(tensor) - _begin(weight)
+            return Fingerprint((*kind, tensor.stride(), weight._of.layer.index, weight._index, before))
         plain = _plain_parts(tensor)
         if plain is None:
             return Fingerprint((type(tensor), *kind))
@@ -117,17 +121,21 @@ class SavedRun:
             kinds, sums = [each.kind for each in inner], [each.sums for each in inner]
             return Fingerprint((type(tensor), *kind, *kinds), tuple(chain(*sums)))
         kind, storage = (*kind, tensor.stride()), tensor.untyped_storage()
-        weight = self._weight_at(storage.data_ptr(), tensor.storage_offset() * tensor.element_size())
-        if weight is not None:
-            return Fingerprint((*kind, *weight))
+        if (place := self._weight_at(storage.data_ptr(), _begin(tensor))) is not None:
+            return Fingerprint((*kind, *place))
         if may_be_unwritten(tensor):
             return Fingerprint(kind)
         if tensor.nbytes <= _SMALL:
             return Fingerprint(kind, (flat_bytes(tensor.detach().clone()),))
-        place = (storage_id(storage), tensor._version, tensor.storage_offset(), *kind)
-        if place not in self._known:
-            self._known[place] = StorageWeakRef(storage), Fingerprint(kind, _sums(tensor.detach()))
-        return self._known[place][1]
+        key = (storage_id(storage), tensor._version, tensor.storage_offset(), *kind)
+        if key not in self._known:
+            self._known[key] = StorageWeakRef(storage), Fingerprint(kind, _sums(tensor.detach()))
+        return self._known[key][1]
+
+
+def _begin(tensor: Tensor) -> int:
+    """Bytes from the start of a tensor's storage to its first element."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _plain_parts(tensor: Any) -> Sequence[Any] | None:

@@ -248,6 +248,10 @@ exchange_memory: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
 refuses. The public ``torch.utils.swap_tensors`` refuses tensors with weak references, as the weights of ``nn.LSTM`` have."""
 
 
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that a tensor is a view of, as autograd knows it; None if it is none. There is no public way to ask."""
+
+
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of a tensor certainly share memory, as those of an expanded one do. No public way to ask."""
     return torch._debug_has_internal_overlap(tensor) == 1  # 0: no, 2: too expensive to tell

@@ -221,6 +221,13 @@ def test_transforms_are_told_and_which_of_them_differentiate() -> None:
     assert told == [(False, []), (True, [False]), (True, [True]), (True, [True]), (True, [True, False])]
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_views_know_their_base(trained: bool) -> None:
+    weight = torch.zeros(2, 3, requires_grad=trained)
+    assert torch_private.base_of(weight) is None
+    assert torch_private.base_of(weight.t()[1:]) is weight
+
+
 def test_batched_tensors_are_told_from_others() -> None:
     seen: list[bool] = []
 
