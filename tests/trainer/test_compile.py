@@ -253,7 +253,18 @@ def test_a_graph_ends_at_a_layer_and_goes_on_in_it() -> None:
     torch._dynamo.reset()
     assert_same(outcome, fit(lambda: InOneGraph(plain, hooked=True), vectors(2), recorded="losses"))
     assert ours.seen == plain.seen
-    assert max(graph.count("linear") for graph in ours.seen) <= 2, "a graph holds two layers"
+
+
+@pytest.mark.parametrize("k", [1, 99])
+def test_a_graph_ends_at_a_layer_whose_weights_are_there(k: int) -> None:
+    """In predictions all layers stay on the device if there is room."""
+    graphs = Graphs()
+    module = InOneGraph(graphs)
+    module.predict_step = lambda batch, batch_idx: module.run(batch)  # type: ignore[method-assign]
+    found = trainer_for(superpipeline(k=k)).predict(module, loader(vectors(3)))
+    torch._dynamo.reset()
+    assert max(graph.count("linear") for graph in graphs.seen) <= 2, "a graph holds two layers"
+    assert_equal(found, trainer_for("auto").predict(module, loader(vectors(3))), "predicted")
 
 
 class Asynchronous(Device):
