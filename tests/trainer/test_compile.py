@@ -255,16 +255,25 @@ def test_a_graph_ends_at_a_layer_and_goes_on_in_it() -> None:
     assert ours.seen == plain.seen
 
 
-@pytest.mark.parametrize("k", [1, 99])
-def test_a_graph_ends_at_a_layer_whose_weights_are_there(k: int) -> None:
-    """In predictions all layers stay on the device if there is room."""
+class BesideResidents(InOneGraph):
+    """The compiled function calls parts that stay on the device, whose weights are there."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        super().__init__(graphs)
+        self.head = nn.Linear(16, 16)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.head(self.run(batch)).square().mean()
+
+
+def test_a_graph_ends_at_a_part_that_stays_on_the_device() -> None:
+    """Or ``activations`` would not count for it."""
     graphs = Graphs()
-    module = InOneGraph(graphs)
-    module.predict_step = lambda batch, batch_idx: module.run(batch)  # type: ignore[method-assign]
-    found = trainer_for(superpipeline(k=k)).predict(module, loader(vectors(3)))
+    strategy = superpipeline(k=1, resident="net", activations="recompute")
+    ours = fit(lambda: BesideResidents(graphs), vectors(2), strategy)
+    assert max([graph.count("linear") for graph in graphs.seen], default=0) <= 2, "one graph has two parts"
     torch._dynamo.reset()
-    assert max(graph.count("linear") for graph in graphs.seen) <= 2, "a graph holds two layers"
-    assert_equal(found, trainer_for("auto").predict(module, loader(vectors(3))), "predicted")
+    assert_same(ours, fit(lambda: BesideResidents(Graphs()), vectors(2)))
 
 
 class Asynchronous(Device):
