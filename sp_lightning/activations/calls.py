@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
@@ -222,7 +221,7 @@ class UnitForward:
     """Stands in place of a module's forward from the beginning of a call to that of the forward, and hands it on.
 
     Between the two, hooks of users run. torch reads ``module.forward`` before them, and code of ours can be inside of hooks
-    only there. Other threads may call the module meanwhile: their forward is the module's own.
+    only there. Another thread that calls the module meanwhile may find it, too: its forward then runs in the mode as well.
 
     Args:
         module: the module.
@@ -232,7 +231,6 @@ class UnitForward:
     def __init__(self, module: nn.Module, call: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
         self._call: Callable[[Callable[..., Any], Any, Any], Any] | None = call
         self._module = module
-        self._thread = threading.get_ident()
         self._own: Any = vars(module).get("forward")  # what the instance has beside its class
         self._forward: Callable[..., Any] = module.forward
 
@@ -255,8 +253,7 @@ class UnitForward:
         self._call = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call if threading.get_ident() == self._thread else None
-        if call is None:
+        if (call := self._call) is None:
             return self._forward(*args, **kwargs)
         self.remove()
         return call(self._forward, args, kwargs)

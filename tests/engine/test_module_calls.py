@@ -107,6 +107,16 @@ def test_a_routed_call_that_has_not_begun_does_not_end_the_one_around_it() -> No
     assert rows.running == []
 
 
+def test_a_routed_call_whose_layers_do_not_come_ends() -> None:
+    module, rows, listener = Calls(), Routes(), Listens()
+    layer: Any = SimpleNamespace(rows=rows, index=0, name="experts")
+    (calls,) = listen(listener, {module: (layer,)})
+    with mock.patch.object(listener, "enter", side_effect=MemoryError), pytest.raises(MemoryError):
+        module(torch.tensor([2.0]))
+    calls.remove()
+    assert rows.running == []
+
+
 def test_a_hook_of_a_user_that_raises_ends_the_call_of_its_module_alone() -> None:
     inner, outer = Calls(), Calls()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import pickletools
@@ -14,12 +15,14 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from sp_lightning.activations.calls import Activations
 from sp_lightning.device import around_calls
 from sp_lightning.engine.module_calls import ModuleCalls, listen
 from tests.support.engine import streamer_of
@@ -160,29 +163,34 @@ def test_pickles_and_copies_have_nothing_of_a_run(options: dict[str, Any]) -> No
         assert all(map(torch.equal, mine, theirs))
 
 
-class PicklesInPreHook(Module):
+COPIES: list[nn.Module] = []
+
+
+def copies_a_layer(module: Any, inputs: Any) -> None:
+    assert module.forward.__func__ is type(module).forward
+    content = pickled(module)
+    assert b"sp_lightning" not in content
+    COPIES.extend([pickle.loads(content), copy.deepcopy(module)])
+
+
+class CopiesInPreHook(Module):
     """Pickles and copies a layer between the beginning of its call and that of its forward."""
 
     def __init__(self) -> None:
         super().__init__(Stack())
-        self.copies: list[nn.Module] = []
-        self.net.blocks[1].register_forward_pre_hook(self.see)  # type: ignore[index, union-attr]
-
-    def see(self, module: nn.Module, inputs: Any) -> None:
-        assert module.forward.__func__ is type(module).forward
-        bare = copy.copy(module)
-        bare._forward_pre_hooks = type(module._forward_pre_hooks)()
-        content = pickled(bare)
-        assert b"sp_lightning" not in content
-        self.copies += [pickle.loads(content), copy.deepcopy(bare)]
+        block: Any = self.net.blocks[1]  # type: ignore[index, union-attr]
+        block.drop.p = 0.0
+        block.register_forward_pre_hook(copies_a_layer)
 
 
 def test_a_copy_that_a_pre_hook_makes_runs_by_itself() -> None:
-    ours = fit(PicklesInPreHook, vectors(2), superpipeline(k=1, activations="recompute"))
-    assert_same(ours, fit(PicklesInPreHook, vectors(2)))
-    x = torch.ones(2, 16)
-    for each in ours.module.copies:
-        before = each.eval()(x)
+    COPIES.clear()
+    ours = fit(CopiesInPreHook, vectors(2), superpipeline(k=1, activations="recompute"))
+    copies, x = [*COPIES], torch.ones(2, 16)
+    assert_same(ours, fit(CopiesInPreHook, vectors(2)))
+    for each in copies:
+        each._forward_pre_hooks.clear()
+        before = each(x)
         with torch.no_grad():
             for weight in each.parameters():
                 weight.zero_()
@@ -258,6 +266,36 @@ def test_a_forward_that_is_another_one_for_a_batch_counts(way: Any, activations:
     plain = fit(lambda: Patches(way), vectors(4))
     assert_same(ours, plain)
     assert not torch.equal(plain.losses[0], fit(lambda: Module(Stack()), vectors(4)).losses[0])
+
+
+class KeepsForward(Module):
+    """A user's pre-hook keeps the forward that it finds."""
+
+    kept: Any
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        handle = self.net.blocks[1].register_forward_pre_hook(self.keep)  # type: ignore[index, union-attr]
+        loss = super().training_step(batch, batch_idx)
+        handle.remove()
+        return loss
+
+    def keep(self, module: Any, inputs: Any) -> None:
+        self.kept = module.forward
+        assert inspect.signature(self.kept) == inspect.signature(Block.forward.__get__(module))
+
+
+def test_a_forward_that_a_pre_hook_has_kept_is_the_module_s_own() -> None:
+    """It ran in the mode of a run that was over."""
+    ours = fit(lambda: KeepsForward(Stack()), vectors(2), superpipeline(k=1, activations="recompute"))
+    plain = fit(lambda: KeepsForward(Stack()), vectors(2))
+    assert_same(ours, plain)
+    gradients = []
+    for module in (ours.module, plain.module):
+        x = torch.ones(1, 16, requires_grad=True)
+        with mock.patch.object(Activations, "call", side_effect=AssertionError):
+            module.eval().kept(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 class MeetsInPreHook(Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -91,12 +92,15 @@ def test_attention_whose_children_are_layers(name: str, layers: Any) -> None:
 
     def results(strategy: Callable[[], Any]) -> Any:
         outcome = fit(lambda: Module(ATTENDING[name]()), batches, strategy(), val=batches[:1])
-        return outcome, trainer_for(strategy()).predict(outcome.module, loader(batches))
+        with mock.patch.object(torch, f"_{fast}", wraps=getattr(torch, f"_{fast}")) as used:
+            return outcome, trainer_for(strategy()).predict(outcome.module, loader(batches)), used.call_count
 
-    ours, predicted = results(lambda: superpipeline(k=1, layers=layers))
-    plain, expected = results(lambda: "auto")
+    fast = "native_multi_head_attention" if name == "attention" else "transformer_encoder_layer_fwd"
+    ours, predicted, uses = results(lambda: superpipeline(k=1, layers=layers))
+    plain, expected, expected_uses = results(lambda: "auto")
     assert_same(ours, plain)
     assert_equal(predicted, expected, "predicted")
+    assert uses == expected_uses > 0
 
 
 def test_generate() -> None:

@@ -105,6 +105,8 @@ def test_a_single_block_in_a_list_is_a_layer() -> None:
     assert [layer.name for layer in find_layers(module).layers][1] == "blocks.0"
     blocks = nn.ModuleList(Wraps(nn.TransformerEncoderLayer(16, 2, 32)) for _ in range(3))
     assert [layer.name for layer in find_layers(blocks).layers] == ["0", "1", "2"]
+    small = nn.ModuleList([nn.ModuleList([Wraps(nn.Linear(16, 16))]), nn.Linear(16, 16), nn.Linear(16, 16)])
+    assert find_layers(small).layers[0].name == "0.0"
 
 
 def test_finding_changes_nothing() -> None:

@@ -253,7 +253,27 @@ def test_a_graph_ends_at_a_layer_and_goes_on_in_it() -> None:
     torch._dynamo.reset()
     assert_same(outcome, fit(lambda: InOneGraph(plain, hooked=True), vectors(2), recorded="losses"))
     assert ours.seen == plain.seen
-    assert max(graph.count("linear") for graph in ours.seen) <= 2, "a graph holds two layers"
+
+
+class BesideResidents(InOneGraph):
+    """The compiled function calls parts that stay on the device, whose weights are there."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        super().__init__(graphs)
+        self.head = nn.Linear(16, 16)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.head(self.run(batch)).square().mean()
+
+
+def test_a_graph_ends_at_a_part_that_stays_on_the_device() -> None:
+    """Or ``activations`` would not count for it."""
+    graphs = Graphs()
+    strategy = superpipeline(k=1, resident="net", activations="recompute")
+    ours = fit(lambda: BesideResidents(graphs), vectors(2), strategy)
+    assert max([graph.count("linear") for graph in graphs.seen], default=0) <= 2, "one graph has two parts"
+    torch._dynamo.reset()
+    assert_same(ours, fit(lambda: BesideResidents(Graphs()), vectors(2)))
 
 
 class Asynchronous(Device):
