@@ -78,7 +78,9 @@ class Steps(Callback):
 
     def note(self, trainer: Any) -> None:
         optimizer = trainer.optimizers[0].state_dict()
-        self.after[trainer.global_step] = copy.deepcopy((dict(trainer.lightning_module.state_dict()), optimizer["state"]))
+        self.after[trainer.global_step] = copy.deepcopy(
+            (dict(trainer.lightning_module.state_dict()), optimizer["state"])
+        )
 
 
 @pytest.fixture(scope="module")
