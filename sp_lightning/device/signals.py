@@ -6,9 +6,9 @@ places are wrong for that:
 - the package's own code, whose state is half changed there, and which holds locks that the same thread may take again,
 - a step that has updated some weights and not the others.
 
-Each handler that Python has is therefore replaced by a :class:`_Deferrable`. It runs the handler at once elsewhere, and a moment after
-such a place otherwise. The frame that the signal has interrupted decides, so nothing is done where no signal comes:
-neither for a layer nor for a call.
+Each handler that Python has is therefore replaced by a :class:`_Deferrable`. It runs the handler at once elsewhere, and a moment
+later in such a place. The frame that the signal has interrupted decides, so nothing is done where no signal comes: neither for a
+layer nor for a call.
 
 Why handlers are replaced, and not ``signal.signal`` and ``signal.getsignal`` patched: a patch is the whole process's, in all its
 threads, and code that has imported the names goes round it. What ``getsignal`` returns meanwhile equals the handler, and has its
@@ -17,7 +17,7 @@ attributes. Handlers that are set during a run are found before the next batch.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import _thread
 import os
 import signal
@@ -153,7 +153,7 @@ class DeferredSignals:
                 for number, (deferred, _) in self._deferred.items():
                     if deferred.is_installed(number):  # otherwise it runs once the step is over
                         self._again.add(number)
-                        _thread.interrupt_main(number)
+                        _thread.interrupt_main(number)  # type: ignore[arg-type]  # a number is enough
 
 
 class _Deferrable:
