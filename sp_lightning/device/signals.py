@@ -6,9 +6,9 @@ places are wrong for that:
 - the package's own code, whose state is half changed there, and which holds locks that the same thread may take again,
 - a step that has updated some weights and not the others.
 
-Each handler that Python has is therefore replaced by a :class:`_Deferrable` that runs it at once elsewhere, and a moment after such
-a place otherwise. The decision is made from the frame that the signal has interrupted, so nothing is done where no signal comes:
-neither for a layer nor for a call.
+Each handler that Python has is therefore replaced by a :class:`_Deferrable`. It runs the handler at once elsewhere, and a moment
+later in such a place. The frame that the signal has interrupted decides, so nothing is done where no signal comes: neither for a
+layer nor for a call.
 
 Why handlers are replaced, and not ``signal.signal`` and ``signal.getsignal`` patched: a patch is the whole process's, in all its
 threads, and code that has imported the names goes round it. What ``getsignal`` returns meanwhile equals the handler, and has its
@@ -17,7 +17,7 @@ attributes. Handlers that are set during a run are found before the next batch.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import _thread
 import os
 import signal
@@ -52,7 +52,9 @@ class DeferredSignals:
     def __init__(self) -> None:
         self._is_torn: Callable[[], bool] = _never
         self._installed: dict[int, _Deferrable] = {}
-        self._deferred: dict[int, tuple[_Deferrable, float]] = {}  # by signal, with the time from which on PATIENCE counts
+        self._deferred: dict[
+            int, tuple[_Deferrable, float]
+        ] = {}  # by signal, with the time from which on PATIENCE counts
         self._again: set[int] = set()  # signals that the thread below has sent
         self._lock = threading.RLock()  # a signal may come while the main thread holds it
         self._thread: threading.Thread | None = None
@@ -77,7 +79,9 @@ class DeferredSignals:
                 continue
             if type(handler) is _Deferrable and handler.deferred_by is self:
                 continue
-            while type(handler) is _Deferrable and handler.deferred_by is None:  # user code has put back one of a run before
+            while (
+                type(handler) is _Deferrable and handler.deferred_by is None
+            ):  # user code has put back one of a run before
                 handler = handler.handler
             self._installed[number] = made = _Deferrable(handler, self)
             signal.signal(number, made)
@@ -149,7 +153,7 @@ class DeferredSignals:
                 for number, (deferred, _) in self._deferred.items():
                     if deferred.is_installed(number):  # otherwise it runs once the step is over
                         self._again.add(number)
-                        _thread.interrupt_main(number)
+                        _thread.interrupt_main(number)  # type: ignore[arg-type]  # a number is enough
 
 
 class _Deferrable:

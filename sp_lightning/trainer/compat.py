@@ -138,7 +138,9 @@ def last_checkpoint(trainer: Any) -> str | None:
     """
     names = ("last_model_path", "best_model_path")
     found = [getattr(each, name, "") for each in trainer.checkpoint_callbacks for name in names]
-    return max(filter(None, found), key=lambda file: Path(file).stat().st_mtime if Path(file).exists() else 0.0, default=None)
+    return max(
+        filter(None, found), key=lambda file: Path(file).stat().st_mtime if Path(file).exists() else 0.0, default=None
+    )
 
 
 # ---------------------------------------------------------------------- modules, optimizers, files

@@ -355,8 +355,10 @@ class OptimizerSteps:
         clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._run.hooks.may_write_weights("gradients")
         patched = any(name in vars(plugin) for name in _CLIPPING)
-        if patched or clips != (base.clip_grad_by_norm, base.clip_grad_by_value) or not (
-            on_disk or self._run.steps_on_device or (self.overlap != "off" and not seen)
+        if (
+            patched
+            or clips != (base.clip_grad_by_norm, base.clip_grad_by_value)
+            or not (on_disk or self._run.steps_on_device or (self.overlap != "off" and not seen))
         ):
             return {}
         clipping = layerwise.clipping

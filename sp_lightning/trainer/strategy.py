@@ -219,7 +219,9 @@ class StreamingStrategy(LoopStrategy):
     def _tear_down(self) -> None:
         try:
             close_all(self._detach_callback, self._close)
-            if self.lightning_module is not None and any(each.is_meta for _, each in named_tensors(self.lightning_module)):
+            if self.lightning_module is not None and any(
+                each.is_meta for _, each in named_tensors(self.lightning_module)
+            ):
                 forget_module(self)  # set-up refused it; the base class would fail to move it to the CPU
         finally:
             super().teardown()

@@ -122,9 +122,7 @@ def test_our_code_may_wait_for_something(
     """For another process, or a disk. A handler, of a watchdog for example, waits for a while then."""
     monkeypatch.setattr(signals, "PATIENCE", 0.02)
     deferring.install(lambda: False)
-    source = (
-        "def run():\n    strike()\n    end = time.monotonic() + 5\n    while not handled and time.monotonic() < end: pass"
-    )
+    source = "def run():\n    strike()\n    end = time.monotonic() + 5\n    while not handled and time.monotonic() < end: pass"
     scope: dict[str, Any] = {"time": time, "handled": handled, "strike": raises(signal.SIGUSR1)}
     exec(compile(source, str(OURS), "exec"), scope)
     scope["run"]()

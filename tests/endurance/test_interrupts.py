@@ -209,7 +209,9 @@ def at_lines(part: str, every: int, way: dict[str, Any]) -> list[str]:
     lines, _ = interrupted(part, 10**9, way)
     found = []
     for at in range(every // 2, 10**9 - lines.left, every):
-        struck, left = interrupted(part, at, way)  # a run may have some lines less than another, and is not interrupted then
+        struck, left = interrupted(
+            part, at, way
+        )  # a run may have some lines less than another, and is not interrupted then
         found += [f"{part}, line {at}, {struck.where}: {each}" for each in left]
     return found
 

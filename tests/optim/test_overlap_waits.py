@@ -221,13 +221,21 @@ def test_a_backward_that_fails_after_early_updates_is_not_saved(tmp_path: Path) 
     trainer = trainer_for(overlapping("backward"))
     with pytest.raises(KeyError, match="in backward") as raised:
         trainer.fit(module, loader(vectors()))
-    assert "These weights are not those of any whole step" in "".join(raised.value.__notes__), "who fits again reads it"
+    said = "".join(raised.value.__notes__)
+    assert "These weights are not those of any whole step" in said, "who fits again reads it"
+    layers = ", ".join(f"'net.{name}'" for name in ("head", *(f"blocks.{i}" for i in (4, 3, 2, 1, 0))))
+    assert f"Updated: {layers}. Go on from the last checkpoint, or with a new model" in said
     with pytest.raises(RuntimeError, match="not those of any whole step"):
         trainer.save_checkpoint(tmp_path / "torn.ckpt")
     trainer = trainer_for(overlapping("forward"))
     with pytest.raises(KeyError, match="in backward"):
         trainer.fit(FailsInBackward(), loader(vectors()))
     trainer.save_checkpoint(tmp_path / "whole.ckpt")  # the first step is whole
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)
+    trainer = trainer_for(overlapping("backward"), callbacks=[saver], enable_checkpointing=True)
+    with pytest.raises(KeyError, match="in backward") as raised:
+        trainer.fit(FailsInBackward(), loader(vectors()))
+    assert f"trainer.fit(model, ckpt_path={saver.best_model_path!r})" in "".join(raised.value.__notes__)
 
 
 def test_a_weight_that_backward_needs_after_its_update_is_refused_or_right() -> None:

@@ -78,7 +78,9 @@ class Steps(Callback):
 
     def note(self, trainer: Any) -> None:
         optimizer = trainer.optimizers[0].state_dict()
-        self.after[trainer.global_step] = copy.deepcopy((dict(trainer.lightning_module.state_dict()), optimizer["state"]))
+        self.after[trainer.global_step] = copy.deepcopy(
+            (dict(trainer.lightning_module.state_dict()), optimizer["state"])
+        )
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +155,7 @@ def test_slurm_requeues_a_job_whose_signal_comes_in_backward(
         monkeypatch.delenv(name, raising=False)
     called: list[Any] = []
     connector = sys.modules["lightning.pytorch.trainer.connectors.signal_connector"]
-    monkeypatch.setattr(connector, "call", lambda *args, **_: called.append(args[0]) or 0)
+    monkeypatch.setattr(connector, "call", called.append)
     module, trainer = made(OPTIONS["backward"], default_root_dir=tmp_path)
     environment = SLURMEnvironment(auto_requeue=True)
     monkeypatch.setattr(trainer._accelerator_connector, "cluster_environment", environment)
