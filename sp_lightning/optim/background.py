@@ -269,7 +269,7 @@ class _BeingUpdated(Role):
                 return func(*args, **(kwargs or {}))
         if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
             cls._updates.await_work(tree_leaves((args, kwargs)))
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+            return super().__torch_function__(func, types, args, kwargs or {})
         for kind in types:
             if issubclass(kind, _BeingUpdated):
                 kind._updates.settle()  # after this the arguments have their ordinary classes again

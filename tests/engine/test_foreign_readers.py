@@ -166,11 +166,12 @@ def test_a_copy_made_elsewhere_is_an_ordinary_module() -> None:
             self.copies = elsewhere(copies)
             return super().loss(batch)
 
-    whole, shallow, parameters = run(Copied, "small window").module.copies
+    copies: Any = run(Copied, "small window").module.copies
+    whole, shallow, parameters = copies
     for each in whole.modules():
         assert type(each._parameters) is dict
         assert all(type(p) is nn.Parameter for p in each._parameters.values() if p is not None)
-    assert all(type(p) is nn.Parameter for p in parameters.values())  # type: ignore[operator, union-attr]
+    assert all(type(p) is nn.Parameter for p in parameters.values())
     assert isinstance(shallow, nn.Linear)
 
 

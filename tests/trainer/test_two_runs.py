@@ -123,12 +123,13 @@ def test_an_optimizer_that_steps_in_another_thread_is_no_step_of_the_run() -> No
                 weight.sum().backward()
                 optimizer.step()
 
-            first, *more = self.net.blocks  # type: ignore[union-attr]
-            x = first(self.net.stem(batch))  # type: ignore[operator, union-attr]
+            net: Any = self.net
+            first, *more = net.blocks
+            x = first(net.stem(batch))
             assert elsewhere(step) is None
             for block in more:
                 x = block(x)
-            return self.net.head(x).square().mean()  # type: ignore[no-any-return, operator, union-attr]
+            return net.head(x).square().mean()  # type: ignore[no-any-return]
 
     def run(strategy: Any) -> list[Tensor]:
         torch.manual_seed(7)
