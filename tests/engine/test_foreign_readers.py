@@ -200,7 +200,7 @@ def test_a_device_parameter_that_another_thread_was_given() -> None:
             kept = list(self.net.parameters())
             if self.trainer.strategy.strategy_name == "superpipeline":  # type: ignore[attr-defined]
                 assert all(isinstance(p, DeviceParameter) for p in kept)
-            self.seen.append(elsewhere(lambda: [(p.detach().clone(), p.data.clone(), float(p.norm())) for p in kept]))
+            self.seen.append(elsewhere(lambda: [(p.detach().clone(), p.data.clone(), p.norm().item()) for p in kept]))
             return super().loss(batch)
 
     ours, plain = run(Given, "small window"), run(Given, None)
