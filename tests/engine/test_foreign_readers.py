@@ -107,7 +107,9 @@ class LookedAt(Watched):
         if self.writes:
             with torch.no_grad():
                 net.blocks[0].inner.weight.mul_(1.01)
+                self.look()
                 net.blocks[1].inner.weight.data.mul_(0.99)
+            self.look()
         for block in net.blocks:
             x = block(x)
             self.look()
@@ -214,10 +216,11 @@ def test_a_device_parameter_that_another_thread_was_given() -> None:
 
 
 class Slow(Watched):
-    """A thread begins to call the module inside of the forward, and ends long after the step."""
+    """A thread begins to call the module inside of the forward, and ends after it, or long after the step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_step: bool) -> None:
         super().__init__()
+        self.in_step = in_step
         self.goes_on = threading.Event()
         self.threads: list[threading.Thread] = []
         self.errors: list[Exception] = []
@@ -246,14 +249,25 @@ class Slow(Watched):
             block.inner._forward_hooks.popitem()  # the step's own calls wait for nothing
         return super().loss(batch)
 
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.in_step:
+            self.end()
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
-            self.goes_on.set()
-            self.threads[0].join(20)
+            self.end()
+
+    def end(self) -> None:
+        self.goes_on.set()
+        self.threads[0].join(20)
 
 
-def test_a_thread_that_helps_longer_than_the_forward_gets_an_error() -> None:
-    ours, plain = run(Slow, "small window"), run(Slow, None)
+@pytest.mark.parametrize("in_step", [False, True], ids=["after the step", "before backward"])
+def test_a_thread_that_helps_longer_than_the_forward_gets_an_error(in_step: bool) -> None:
+    def make() -> Slow:
+        return Slow(in_step=in_step)
+
+    ours, plain = run(make, "small window"), run(make, None)
     assert not plain.module.errors
     assert len(ours.module.errors) == 1
     assert "forward had ended" in str(ours.module.errors[0])
@@ -279,12 +293,15 @@ def test_a_call_between_two_steps_is_refused_in_its_thread() -> None:
 def test_a_thread_that_helps_writes_a_weight() -> None:
     class Writes(Watched):
         def loss(self, batch: Tensor) -> Tensor:
+            net: Any = self.net
+
             def write() -> None:
                 with torch.no_grad():
-                    self.net.blocks[1].inner.weight.mul_(1.01)  # type: ignore[union-attr, index]
+                    net.blocks[1].inner.weight.mul_(1.01)
 
+            used = net.blocks[1].inner.weight.sum()  # its layer is on the device then
             assert elsewhere(write) is None
-            return super().loss(batch)
+            return super().loss(batch) + used.detach()
 
     assert_same(run(Writes, "small window"), run(Writes, None))
 
