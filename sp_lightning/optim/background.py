@@ -283,7 +283,7 @@ class _BeingUpdated(Role):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         updates = self._updates  # its ordinary class has none
         if self.is_foreign():
-            return super().__deepcopy__(memo)
+            return Role.__deepcopy__(self, memo)  # not super(): the run may take the role from it at this moment
         updates.finish()
         updates.refuse_updated([self])
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
