@@ -91,8 +91,8 @@ class _Here(threading.local):
 
 
 LEAVES_FAST_PATH = (
-    "Another thread than that of trainer.fit used the module while nn.MultiheadAttention or nn.TransformerEncoderLayer evaluates. "
-    "It would leave its fast path, and last bits would differ. Use a copy there: copy.deepcopy(module)."
+    "A thread beside trainer.fit used the module while nn.MultiheadAttention or nn.TransformerEncoderLayer evaluates: "
+    "it would leave its fast path (last bits). Use a copy there: copy.deepcopy(module)."
 )
 
 CALLED_ELSEWHERE = (

@@ -405,7 +405,8 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
         if type(self) is not waiting:
             return self.__reduce_ex__(protocol)  # it has its own class again, and this is that class's method
         # A thread that is not the run's leaves it the class that waits.
-        function, arguments, *more = kind.__reduce_ex__(self, protocol)
+        reduced: Any = kind.__reduce_ex__(self, protocol)
+        function, arguments, *more = reduced
         return function, tuple(kind if each is waiting else each for each in arguments), *more
 
     methods = {"state": property(state, set_state), "__reduce_ex__": reduce}

@@ -300,7 +300,7 @@ class _BeingUpdated(Role):
                 return func(*args, **(kwargs or {}))
         if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
             cls._updates.await_work(tree_leaves((args, kwargs)))
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+            return super().__torch_function__(func, types, args, kwargs or {})
         for kind in types:
             if issubclass(kind, _BeingUpdated):
                 kind._updates.settle()  # after this the arguments have their ordinary classes again
@@ -314,7 +314,7 @@ class _BeingUpdated(Role):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         updates = self._updates  # its ordinary class has none
         if self.is_foreign():
-            return super().__deepcopy__(memo)
+            return Role.__deepcopy__(self, memo)  # not super(): the run may take the role from it at this moment
         updates.finish()
         updates.refuse_updated([self])
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's

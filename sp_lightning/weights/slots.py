@@ -279,12 +279,13 @@ class Slots:
             slot.digests = None
 
     def give_back_extra(self) -> None:
-        """Frees the extra slots that no tensor views.
+        """Frees the extra slots that no tensor views. Compute, which may get their memory, waits for transfers into them.
 
-        No transfer into one is under way: layers come to them on demand only, and compute has waited for those.
+        A layer was fetched into one because a tensor viewed it, and that may have been dropped before anything waited.
         """
         for slot in [slot for slot in self.all if slot.extra]:
             if slot.overwritable:
+                self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
                 if slot.layer is not None and slot.layer.slot is slot:
                     slot.layer.slot = None
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)

@@ -12,7 +12,7 @@ of ``.data`` and ``.grad``) are those of the host's memory: between backward and
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -213,11 +213,11 @@ class ByThread(dict[str, Any]):
         found = dict.get(self, name, default)
         return found if is_compiling() or get_ident() == self._threads.main else self._seen(found)
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         direct = is_compiling() or get_ident() == self._threads.main
         return dict.items(self) if direct else self.copy().items()
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         direct = is_compiling() or get_ident() == self._threads.main
         return dict.values(self) if direct else self.copy().values()
 

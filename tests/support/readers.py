@@ -31,7 +31,7 @@ def _without_graph(module: pl.LightningModule, trainer: pl.Trainer) -> list[floa
 
 def _call(module: Any, trainer: pl.Trainer) -> float:
     with torch.no_grad():
-        return float(module.net(vectors(1)[0]).sum())
+        return float(module.net(vectors(1)[0].to(module.device)).sum())
 
 
 def _saved(module: pl.LightningModule, trainer: pl.Trainer) -> Any:
@@ -54,7 +54,7 @@ LOOKS: dict[str, Look] = {
     "data": lambda module, _: [float(p.data.norm()) for p in module.parameters()],
     "without a graph": _without_graph,
     "forward": _call,
-    "forward with a graph": lambda module, _: module.net(vectors(1)[0]).sum().item(),  # type: ignore[operator]
+    "forward with a graph": lambda module, _: module.net(vectors(1)[0].to(module.device)).sum().item(),  # type: ignore[operator]
     "copy": lambda module, _: copy.deepcopy(module.net),
     "checkpoint": _saved,
     "optimizers": _optimizers,

@@ -114,6 +114,7 @@ class SimDevice(Device):
         self.host_ranges: list[tuple[int, int, StorageWeakRef]] = []
         self.derived: dict[int, StorageWeakRef] = {}  # storages of what compute has made
         self._engine = threading.local()
+        self._lock = threading.RLock()  # of clocks and queues: several threads may compute
         self._regions: list[Region] = []
         self._runs: Agent = HOST  # who runs the Python code of now
         self._many_regions = 64  # beyond so many, those whose memory is gone are left out
@@ -295,18 +296,21 @@ class SimDevice(Device):
 
     def _issue(self, stream: Stream) -> None:
         """The host, or its background, issues something to a stream, which from then on knows what that knows."""
-        self._learn(stream, self.clocks[self._runs])
-        self._issued[stream] += 1
+        with self._lock:
+            self._learn(stream, self.clocks[self._runs])
+            self._issued[stream] += 1
 
     def _learn(self, agent: Agent, clock: Clock) -> None:
-        mine = self.clocks[agent]
-        for other, at in clock.items():
-            mine[other] = max(mine.get(other, 0), at)
+        with self._lock:
+            mine = self.clocks[agent]
+            for other, at in clock.items():
+                mine[other] = max(mine.get(other, 0), at)
 
     def _run(self, event: SimEvent) -> None:
         queue = self._queues[event.stream]
-        while queue and queue[0][0] <= event.issued:
-            queue.popleft()[1]()
+        with self._lock:
+            while queue and queue[0][0] <= event.issued:
+                queue.popleft()[1]()
 
     def _run_copy(self, target: Tensor, source: Tensor) -> None:
         with self.engine(), torch.inference_mode(False), torch.no_grad():
@@ -326,6 +330,10 @@ class SimDevice(Device):
     def _check(self, memory: Tensor, agent: Agent, *, write: bool, what: str) -> None:
         if memory.layout is not torch.strided or not memory.numel():
             return
+        with self._lock:
+            self._check_strided(memory, agent, write=write, what=what)
+
+    def _check_strided(self, memory: Tensor, agent: Agent, *, write: bool, what: str) -> None:
         self.clocks[agent][agent] = self.clocks[agent].get(agent, 0) + 1
         access = Access(agent, self.clocks[agent][agent], what)
         start, end = _range(memory)

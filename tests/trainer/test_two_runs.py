@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
+from sp_lightning.engine.updating import Updating
+from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.models import vectors
 from tests.support.readers import Watched, elsewhere
@@ -112,23 +114,26 @@ def test_a_backward_that_fails_in_another_run_is_that_run_s_alone(other: str) ->
     assert_equal(list(map(weights, ours)), list(map(weights, plain)), "weights")
 
 
-def test_an_optimizer_that_steps_in_another_thread_is_no_step_of_the_run() -> None:
+def step() -> None:
+    """Of a model that no run knows."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_steps_in_another_thread_is_no_step_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the trainer's, in its own thread, prepares the engine; that of another model's somewhere else does not."""
 
     class Beside(Watched):
         def loss(self, batch: Tensor) -> Tensor:
-            def step() -> None:
-                weight = torch.nn.Parameter(torch.ones(2))
-                optimizer = torch.optim.SGD([weight], lr=0.1)
-                weight.sum().backward()
-                optimizer.step()
-
-            first, *more = self.net.blocks  # type: ignore[union-attr]
-            x = first(self.net.stem(batch))  # type: ignore[operator, union-attr]
+            net: Any = self.net
+            first, *more = net.blocks
+            x = first(net.stem(batch))
             assert elsewhere(step) is None
             for block in more:
                 x = block(x)
-            return self.net.head(x).square().mean()  # type: ignore[no-any-return, operator, union-attr]
+            return net.head(x).square().mean()  # type: ignore[no-any-return]
 
     def run(strategy: Any) -> list[Tensor]:
         torch.manual_seed(7)
@@ -136,4 +141,27 @@ def test_an_optimizer_that_steps_in_another_thread_is_no_step_of_the_run() -> No
         trainer_for(strategy).fit(module, loader(vectors(4)))
         return weights(module)
 
-    assert_equal(run(superpipeline(k=1, optimizer_on="host")), run("auto"), "weights")
+    prepared = set[int]()
+    before = Updating.before
+
+    def prepares(self: Updating, **options: Any) -> None:
+        prepared.add(threading.get_ident())
+        before(self, **options)
+
+    monkeypatch.setattr(Updating, "before", prepares)
+    assert_equal(run(superpipeline(k=1)), run("auto"), "weights")
+    assert prepared == {threading.get_ident()}
+
+
+def test_an_optimizer_steps_elsewhere_while_a_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's engine was gone, and its hooks were there still: the other run ended with an error that said nothing."""
+    found: list[Any] = []
+    close = OptimizerSteps.close
+
+    def closes(self: OptimizerSteps) -> None:
+        found.append(elsewhere(step))
+        close(self)
+
+    monkeypatch.setattr(OptimizerSteps, "close", closes)
+    trainer_for(superpipeline(k=1)).fit(Watched(), loader(vectors(2)))
+    assert found == [None]

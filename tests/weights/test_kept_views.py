@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.engine import step, streamed
 from tests.support.models import Module, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_same, fit, superpipeline
-from tests.support.simdevice import simulated
+from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first, some
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
@@ -368,3 +369,17 @@ def test_a_view_whose_layer_has_left_its_memory_is_not_written(
     """The layer leaves its slot as one of its weights is given other memory; a write to the slot was lost."""
     with pytest.raises(RuntimeError, match=r"Parameter 'net\.1\.2\.weight' was written through a view"):
         fit(lambda: _GivesANeighbourMemory(kind, written), vectors(4), superpipeline(**options))
+
+
+def test_an_extra_slot_is_not_freed_while_a_layer_comes_to_it() -> None:
+    """A view had the layer fetched again, and was dropped before compute had waited for that: its memory was free too early."""
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with streamed(net, SimDevice(torch.device("cpu")), k=1, k_prime=1) as streamer:
+        views = list[Tensor]()
+        step(streamer, lambda: views.extend(layer.weight.data for layer in net))
+        slots = streamer._slots
+        extra = next(slot for slot in slots.all if slot.extra and slot.layer is not None)
+        slots.fetch([(extra.layer, extra, streamer._source.stage(extra.layer))])
+        views.clear()
+        slots.give_back_extra()
+        assert extra not in slots.all
