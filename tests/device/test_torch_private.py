@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -594,6 +595,51 @@ def test_a_thread_that_compiles_says_so_in_a_frame_that_is_left_out() -> None:
     assert seen == [False, True]
     with pytest.raises(RuntimeError, match=r"It looks\."):
         torch.compile(lambda x: function(x) * 2, backend="eager", fullgraph=True)(torch.ones(1))
+
+
+def test_a_thread_that_compiles_holds_a_lock_and_others_are_told_that_it_does() -> None:
+    seen = list[tuple[bool, bool, bool]]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        others = list[bool]()
+        thread = threading.Thread(target=lambda: others.append(torch_private.COMPILE_LOCK.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        seen.append((torch_private.compiles_here(), torch.compiler.is_compiling(), *others))
+        return graph
+
+    assert not torch_private.compiles_here()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert [(here, other) for here, _, other in seen] == [(True, False)]
+    assert not torch_private.compiles_here()
+    before = torch_private.set_compiling(True)
+    assert not before
+    assert torch.compiler.is_compiling()
+    assert torch_private.set_compiling(before)
+    assert not torch.compiler.is_compiling()
+
+
+def test_a_default_device_is_told() -> None:
+    assert not torch_private.default_device_is_set()
+    with torch.device("meta"):
+        assert torch_private.default_device_is_set()
+    torch.set_default_device("meta")
+    try:
+        assert torch_private.default_device_is_set()
+    finally:
+        torch.set_default_device(None)
+    assert not torch_private.default_device_is_set()
+
+
+def test_what_products_are_computed_in_is_told_and_nothing_is_set() -> None:
+    before, all_of_it = torch_private.product_precisions(), torch_private.float32_precisions()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch_private.product_precisions() != before
+    finally:
+        torch_private.set_float32_precisions(all_of_it)
+    assert torch_private.product_precisions() == before
+    assert torch_private.float32_precisions() == all_of_it
 
 
 def test_compile_marks_tensors_with_attributes_that_begin_so() -> None:

@@ -79,6 +79,7 @@ COVERS = {
     "checkpoint-whole": "one checkpoint around all layers, and batches that require gradients",
     "gan": "manual optimization with two optimizers and clipping by hand",
     "target-network": "weights that the step writes into another network, through .data",
+    "teacher": "a forward in inference mode within the step, which is the first one that a layer comes for",
     "lbfgs": "an optimizer whose step calls forward and backward several times",
     "sparse-embedding": "a gradient that is sparse",
     "tied-apart": "one weight in two layers that are apart, and a parameter beside all layers",
@@ -86,7 +87,8 @@ COVERS = {
     "transformer-encoder": "torch's own transformer, with its fast path in evaluation",
 }
 QUICK = {"llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "vit", "stack", "reused", "conditional",
-         "frozen", "clamped-in-forward", "stepped-in-forward", "captured-in-forward", "gan", "sparse-embedding"}  # fmt: skip
+         "frozen", "clamped-in-forward", "stepped-in-forward", "captured-in-forward", "gan", "sparse-embedding",
+         "teacher"}  # fmt: skip
 BY_HAND = frozenset({"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"})
 WITHOUT = {
     "gan": BY_HAND,

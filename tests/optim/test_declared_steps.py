@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -94,6 +96,8 @@ REFUSED: dict[str, tuple[Work, str]] = {
         lambda self, group, p: self.state[p].update(r=torch.ones(1, requires_grad=True)), "one that requires a gradient",
     ),
     "random numbers": (lambda self, group, p: p.add_(torch.rand_like(p)), "draws random numbers"),
+    "Python's random numbers": (lambda self, group, p: p.add_(random.random()), "draws random numbers"),
+    "NumPy's random numbers": (lambda self, group, p: p.add_(np.random.rand()), "draws random numbers"),
 }  # fmt: skip
 
 
@@ -104,6 +108,29 @@ def test_what_would_be_lost_is_refused(name: str) -> None:
     work, said = REFUSED[name]
     with pytest.raises(RuntimeError, match=said):
         trainer_for(on_device(optimizer_overlap="off")).fit(Stepped(made(work)), loader(vectors()))
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(1), lambda own: torch.rand(1, generator=own).item()),
+        (lambda: random.Random(1), lambda own: own.random()),
+        (lambda: np.random.default_rng(1), lambda own: own.random()),
+    ],
+    ids=["torch", "Python", "NumPy"],
+)
+def test_a_step_that_draws_from_a_generator_of_its_own_is_refused(
+    generator: Callable[[], Any], draw: Callable[[Any], float]
+) -> None:
+    """It would draw in the order of the layers, which is not that of the parameters."""
+
+    def make(parameters: Any) -> Optimizer:
+        found: Any = made(lambda self, group, p: p.mul_(1 + 1e-3 * draw(self.own)))(parameters)
+        found.own = generator()
+        return found  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match="draws random numbers"):
+        trainer_for(on_device(optimizer_overlap="off")).fit(Stepped(make), loader(vectors()))
 
 
 def decays_all(self: Any, group: dict[str, Any], p: Tensor) -> None:

@@ -183,27 +183,19 @@ class Compiled(Optimizer):
 
 def slow(graph: Any, _: Any) -> Any:
     """A backend of torch.compile that takes its time."""
-    time.sleep(0.02)
+    time.sleep(0.05)
     return graph
 
 
-class Widths(nn.Module):
+class Learns(Module):
     """Layers of different shapes, and dropout."""
 
     def __init__(self) -> None:
-        super().__init__()
-        pairs = (nn.Sequential(nn.Linear(16, 16 + i), nn.Dropout(), nn.Linear(16 + i, 16)) for i in range(3))
-        self.blocks = nn.ModuleList(pairs)
+        super().__init__(nn.Sequential(nn.Linear(16, 17), nn.Dropout(), nn.Linear(17, 16)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-class Learns(Module):
-    def __init__(self) -> None:
-        super().__init__(Widths())
+    def loss(self, batch: Any) -> Tensor:
+        time.sleep(0.03)  # by then the last update would compile, which is that of the first layer
+        return super().loss(batch + torch.randn_like(batch))
 
     def configure_optimizers(self) -> Any:
         return Compiled(self.parameters())
@@ -220,11 +212,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("compiled")
 def test_what_a_model_draws_while_a_step_is_compiled_is_plains() -> None:
     """torch.compile restores the random state that it has found."""
-    plain = fit(Learns, vectors(), "auto", recorded="losses")
+    plain = fit(Learns, vectors(), "auto", recorded="nothing")
     torch._dynamo.reset()
-    ours = fit(Learns, vectors(), overlapping("backward"), recorded="losses")
-    assert_same(ours, plain)
-    assert len({each.item() for each in ours.losses}) == len(ours.losses)
+    assert_same(fit(Learns, vectors(), overlapping("backward"), recorded="nothing"), plain)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -262,12 +252,12 @@ def test_a_step_waits_for_what_is_compiled_elsewhere() -> None:
     """Meanwhile torch's optimizers would take themselves for compiled, and compute in tensors what they compute in numbers."""
 
     def backend(graph: Any, _: Any) -> Any:
-        time.sleep(0.1)
+        time.sleep(0.05)
         return graph
 
     def run(strategy: Any) -> Outcome:
         torch._dynamo.reset()
-        return fit(lambda: CompilesInForward(backend), vectors(5), strategy, recorded="losses")
+        return fit(lambda: CompilesInForward(backend), vectors(3), strategy, recorded="losses")
 
     assert_same(run(on_device(optimizer_overlap="forward")), run("auto"))
 
@@ -289,7 +279,7 @@ def test_a_compilation_that_waits_for_a_step_gets_it() -> None:
 
         torch._dynamo.reset()
         module: Any = None
-        outcome = fit(make, vectors(5), strategy, recorded="losses")
+        outcome = fit(make, vectors(3), strategy, recorded="losses")
         outcome.gradients = [{str(index): each} for index, each in enumerate(seen)]
         assert seen
         return outcome

@@ -77,6 +77,39 @@ def test_updates_in_the_background() -> None:
     assert_each_is_itself(3, run)
 
 
+class OwnAutocast(Learner):
+    """Uses one trained weight several times within its own autocast, whose cache casts it once."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.again = nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.net:  # type: ignore[union-attr]
+                batch = batch + self.again(block(batch))
+        return batch.float().square().mean()
+
+
+class InnerAutocasts(OwnAutocast):
+    """Enters it for that weight alone. Within the one of ``bf16-mixed`` the cast outlives each of them."""
+
+    def loss(self, batch: Any) -> Tensor:
+        for block in self.net:  # type: ignore[union-attr]
+            batch = block(batch)
+            with torch.autocast("cpu", torch.bfloat16):
+                batch = batch + self.again(batch)
+        return batch.float().square().mean()
+
+
+@pytest.mark.parametrize(("make", "precision"), [(OwnAutocast, "32-true"), (InnerAutocasts, "bf16-mixed")])
+def test_trials_with_an_autocast_of_their_own(make: type[Learner], precision: Any) -> None:
+    """A gradient that comes through one cast is another one than the sum of those that come through two."""
+    assert_each_is_itself(3, lambda rate: learn(rate, make=make, precision=precision))
+    its = learn(RATES[0], make=make, precision=precision)
+    assert_same(its, learn(RATES[0], make=make, precision=precision, plain=True))
+
+
 def test_trials_of_different_lengths_depths_and_validations(tmp_path: Path) -> None:
     """One validates, one saves checkpoints, one is deeper, one ends early, one resumes."""
     learn(RATES[4], max_epochs=1).trainer.save_checkpoint(tmp_path / "resume.ckpt")

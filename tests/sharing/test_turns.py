@@ -361,6 +361,68 @@ def test_both_ways_to_set_what_float32_products_are_computed_in() -> None:
         state.restore()
 
 
+def _outer(cache: bool) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
+
+
+@contextmanager
+def _after_an_inner_one(cache: bool) -> Iterator[None]:
+    with _outer(False):
+        with _outer(cache):
+            pass
+        yield
+
+
+@contextmanager
+def _switched_off_inside() -> Iterator[None]:
+    with _outer(True), torch.autocast("cpu", enabled=False):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("inside", "keeps"),
+    [
+        (lambda: _outer(True), True),
+        (lambda: _outer(False), False),
+        (lambda: _after_an_inner_one(True), True),
+        (lambda: _after_an_inner_one(False), False),
+        (_switched_off_inside, True),
+    ],
+    ids=["cached", "not cached", "cached before", "not cached before", "off"],
+)
+def test_a_trial_keeps_its_turn_where_autocast_keeps_casts(inside: Callable[[], Any], keeps: bool) -> None:
+    """The cache is the process's, and whoever leaves the outermost autocast of a thread clears it."""
+    machine, set_enabled = Machine(room=1), torch.set_autocast_cache_enabled
+    turn = machine.begin()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(machine.run, 1, [None] * 3)
+        while not machine.turns._waiting:
+            time.sleep(1e-3)
+        with _outer(True):
+            pass
+        with inside():
+            machine.turns.pass_on(turn)
+            assert bool(machine.done) is not keeps
+        machine.turns.pass_on(turn)
+        assert machine.done, "outside of it turns change"
+        machine.turns.end(turn)
+    assert torch.set_autocast_cache_enabled is set_enabled
+
+
+def test_a_trial_that_begins_within_autocast_keeps_its_turn() -> None:
+    machine = Machine(room=1)
+    with _outer(True):
+        turn = machine.begin()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(machine.run, 1, [None])
+            while not machine.turns._waiting:
+                time.sleep(1e-3)
+            machine.turns.pass_on(turn)
+            assert not machine.done
+            machine.turns.end(turn)
+    assert machine.done
+
+
 def test_trials_that_are_cancelled_end_at_their_next_layer() -> None:
     machine = Machine(room=1)
     turn = machine.begin()

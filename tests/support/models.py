@@ -560,6 +560,15 @@ class TargetNetwork(Module):
         return self.loss(batch)
 
 
+class Teacher(Module):
+    """Looks at its own output first, in inference mode, as what learns from a teacher does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.inference_mode():
+            taught = self.net(batch).float().clone()
+        return (self.net(batch) - taught.clone()).square().mean() + self.loss(batch)
+
+
 class Lbfgs(Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
@@ -638,6 +647,7 @@ CASES: dict[str, Case] = {
     "checkpoint-whole": Case(lambda: Module(WholeCheckpoint()), lambda: [x.requires_grad_() for x in vectors()]),
     "gan": Case(Gan, vectors),
     "target-network": Case(TargetNetwork, vectors),
+    "teacher": Case(lambda: Teacher(Stack()), vectors),
     "lbfgs": Case(lambda: Lbfgs(Stack()), vectors),
     "sparse-embedding": Case(
         SparseEmbedding,
