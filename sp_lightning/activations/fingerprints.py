@@ -109,7 +109,7 @@ class SavedRun:
         if isinstance(tensor, StandInForWrapped):
             return Fingerprint((*kind, id(tensor.host)))
         # A weight may be away, and a view of one outside of its slot.
-        weight = tensor if hasattr(tensor, "_of") else base_of(tensor)
+        weight: Any = tensor if hasattr(tensor, "_of") else base_of(tensor)
         if hasattr(weight, "_of"):
             before = 0 if weight is tensor else _begin(tensor) - _begin(weight)
             return Fingerprint((*kind, tensor.stride(), weight._of.layer.index, weight._index, before))

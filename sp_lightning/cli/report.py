@@ -251,7 +251,7 @@ def _assumed(estimate: Estimate) -> str:
     line = f"measured: {', '.join(measured)} ({question.rates}); " * bool(measured)
     line += f"assumed: {optimizer}{', '.join(known[name] for name in assumed)}{options}".removesuffix(", ")
     if step is not None and not step.on_device and step.seconds is None and not is_installed():
-        line += '; updates in one pass, which pip install llvmlite makes (without, 1.6 times as long)'
+        line += "; updates in one pass, which pip install llvmlite makes (without, 1.6 times as long)"
     if question.devices > 1:
         line += f"; {question.links / 1e9:g} GB/s lead from each device to the others (--links)"
     if question.nodes > 1:

@@ -405,13 +405,6 @@ COMPILED_CALL = "_compiled_call_impl"
 SCRIPTING = (jit._recursive, "create_script_module")
 """Where ``torch.jit.script`` finds what makes a program of a module. It asks a module nothing before, and has no hooks."""
 
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another one. No public way to ask."""
-    return tensor._base is not None
-
-
 RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 """The attributes in which ``nn.RNNBase`` lists its weights, anew whenever they are others."""
 

@@ -142,14 +142,10 @@ class Streamer:
 
     def _weight_at(self, address: int, offset: int) -> tuple[int, int | None, int] | None:
         """Which weight lies in the device's storage at an address; see :data:`WeightAt`. A cast has no index."""
-        slot, layer = self._slots.by_address.get(address), None
-        if slot is not None:
-            layer = slot.layer
-        elif address == self._residents.address:
+        slot = self._slots.by_address.get(address)
+        layer = None if slot is None else slot.layer
+        if slot is None and address == self._residents.address:
             layer = self._resident_layer
-        elif (given := self._lent.given_at(address, offset)) is not None:
-            layer, index, before = given
-            return layer.index, index, before
         if layer is None:
             return None
         which = layer.parameters.at(offset)

@@ -85,7 +85,7 @@ def find_kernel(
                 return kernel, recipe
         why = "kernels differ from torch's operators"
     except Exception as error:  # an llvmlite of another version, or a broken one, may raise anything
-        why = f'no kernel can be compiled, which pip install llvmlite may mend: {error}'
+        why = f"no kernel can be compiled, which pip install llvmlite may mend: {error}"
     LOG.debug("Superpipeline: torch's operators are used for %s: %s.", what, why)
     return None
 

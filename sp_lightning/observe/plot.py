@@ -63,7 +63,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError('Pictures need matplotlib: pip install matplotlib.') from error
+        raise ImportError("Pictures need matplotlib: pip install matplotlib.") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -171,7 +171,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
     return f"Superpipeline: of {seconds:.1f} s, {share:.0%} were waited for {what}; {remedy(what, plan)}{more}."
 
 
-_QUICKER = ', and pip install llvmlite makes them quicker'
+_QUICKER = ", and pip install llvmlite makes them quicker"
 
 
 def remedy(what: str, plan: Plan) -> str:

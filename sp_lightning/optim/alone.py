@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -129,7 +129,7 @@ class DeclaredStep:
 
 def _python_states() -> tuple[Any, ...]:
     """The random states of Python and NumPy."""
-    _, numbers, position, *_ = np.random.get_state()
+    _, numbers, position, *_ = cast(tuple[Any, ...], np.random.get_state())
     return random.getstate(), bytes(numbers), position
 
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import shared
@@ -89,9 +88,7 @@ class LentWeights(Tenants):
         self.device = device
         self.resident_storages = resident_storages
         self._watch = watch
-        # Memory that weights were given in this step, by the address of its storage: that storage, the layer, the index of the
-        # weight, where it begins and where it ends. An address may be used again, and then is another storage's.
-        self._given: dict[int, list[tuple[StorageWeakRef, StreamedLayer, int, int, int]]] = {}
+        self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         self._left = LeftViews()
         self.write_backs = 0
         self.refuses = True
@@ -347,7 +344,7 @@ class LentWeights(Tenants):
         for layer in list(self.replaced):
             self._take_back_replaced(layer)
             self._set_replaced(layer, {})
-        self.resident_storages.difference_update(self._given)  # in place: others have this set
+        self.resident_storages -= self._given
         self._given.clear()
         self.take_back_late(self._slots.all)
         for slot in self._slots.all:
@@ -371,21 +368,12 @@ class LentWeights(Tenants):
                 "param.data = torch.empty_like(param).copy_(other), or exchange it between two batches or before trainer.fit."
             )
         address = value.untyped_storage().data_ptr()
-        if address not in self.resident_storages or address in self._given:  # a weight may get its own memory back
-            begin = int(value.storage_offset()) * value.element_size()
-            storage = StorageWeakRef(value.untyped_storage())
-            self._given.setdefault(address, []).append((storage, layer, index, begin, begin + max(value.nbytes, 1)))
-        self.resident_storages.update(self._given)
+        if address not in self.resident_storages:  # a weight may get its own memory back
+            self._given.add(address)
+        self.resident_storages |= self._given
         if are_saved(group.present_values, index):
             self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
             keep_saved(layer, index)
-
-    def given_at(self, address: int, offset: int) -> tuple[StreamedLayer, int, int] | None:
-        """Which weight was given the memory at a place in this step, and the bytes of it that come before; None if none was."""
-        for storage, layer, index, begin, end in self._given.get(address, ()):
-            if begin <= offset < end and not storage.expired():
-                return layer, index, offset - begin
-        return None
 
     def leave_views(self, slot: Slot, replaced: Collection[int]) -> None:
         """Remembers the views of a slot that its layer leaves: what they show of other weights must not be written."""

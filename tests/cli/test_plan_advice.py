@@ -362,5 +362,5 @@ def test_an_answer_says_that_it_counts_on_kernels(
     for there in (True, False):
         monkeypatch.setattr("sp_lightning.cli.report.is_installed", lambda there=there: there)
         main(["plan", "resnet18", "--k", "1", "--k-prime", "1"])
-        said[there] = 'pip install llvmlite' in capsys.readouterr().out
+        said[there] = "pip install llvmlite" in capsys.readouterr().out
     assert said == {True: False, False: True}

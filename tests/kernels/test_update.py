@@ -180,9 +180,7 @@ def test_a_run_without_llvmlite_is_the_same(
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     assert not available()
     assert "torch's operators are used for Variant(kind='adamw'" in log.text
-    assert (
-        'no kernel can be compiled, which pip install llvmlite may mend: import of llvmlite' in log.text
-    )
+    assert "no kernel can be compiled, which pip install llvmlite may mend: import of llvmlite" in log.text
     with simulated():
         ours = run(superpipeline(k=1, optimizer_overlap="forward"), precision="bf16-mixed")
     assert not calls

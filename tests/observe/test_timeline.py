@@ -166,7 +166,7 @@ def test_kernels_that_would_help_are_named(
 ) -> None:
     monkeypatch.setattr(observed, "is_installed", lambda: installed)
     plan = make_plan(find_layers(Stack(), autocast=autocast), k=1, k_prime=1)
-    named = 'makes them rarer, and pip install llvmlite makes them quicker.'
+    named = "makes them rarer, and pip install llvmlite makes them quicker."
     assert (named in bottleneck(stats(update_stall_seconds=3.0), 10.0, plan)) == (
         not installed and autocast is not None
     )

@@ -242,7 +242,11 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     submit = BackgroundUpdates.submit
 
     def late(self: BackgroundUpdates, layer: Any, work: Callable[[], None], *then: Any) -> None:
-        submit(self, layer, lambda: (time.sleep(0.01), work())[1], *then)
+        def later() -> None:
+            time.sleep(0.01)
+            work()
+
+        submit(self, layer, later, *then)
 
     monkeypatch.setattr(BackgroundUpdates, "submit", late)
 
@@ -266,6 +270,7 @@ def test_a_step_waits_for_what_is_compiled_elsewhere() -> None:
 def test_a_compilation_that_waits_for_a_step_gets_it() -> None:
     def run(strategy: Any) -> Outcome:
         seen = list[Tensor]()
+        module: Any = None
 
         def backend(graph: Any, _: Any) -> Any:
             state = module.trainer.optimizers[0].state  # waits for all updates
@@ -278,7 +283,6 @@ def test_a_compilation_that_waits_for_a_step_gets_it() -> None:
             return module
 
         torch._dynamo.reset()
-        module: Any = None
         outcome = fit(make, vectors(3), strategy, recorded="losses")
         outcome.gradients = [{str(index): each} for index, each in enumerate(seen)]
         assert seen
@@ -313,8 +317,13 @@ def test_only_updates_that_make_state_on_the_device_are_waited_for() -> None:
     """Updates of torch's optimizers on the host still run beside the next forward."""
     waits = list[int]()
     follow = BackgroundUpdates.complete
+
+    def counted(self: BackgroundUpdates, layer: Any) -> None:
+        waits.append(1)
+        follow(self, layer)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BackgroundUpdates, "complete", lambda self, layer: (waits.append(1), follow(self, layer)))
+        patch.setattr(BackgroundUpdates, "complete", counted)
         fit(lambda: Module(Stack()), vectors(), overlapping("forward"), recorded="losses")
         assert not waits
         fit(Stepped, vectors(), on_device(optimizer_overlap="forward"), recorded="losses")

@@ -375,11 +375,12 @@ def test_an_extra_slot_is_not_freed_while_a_layer_comes_to_it() -> None:
     """A view had the layer fetched again, and was dropped before compute had waited for that: its memory was free too early."""
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     with streamed(net, SimDevice(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        views = list[Tensor]()
+        views = list[Any]()
         step(streamer, lambda: views.extend(layer.weight.data for layer in net))
         slots = streamer._slots
         extra = next(slot for slot in slots.all if slot.extra and slot.layer is not None)
-        slots.fetch([(extra.layer, extra, streamer._source.stage(extra.layer))])
+        layer: Any = extra.layer
+        slots.fetch([(layer, extra, streamer._source.stage(layer))])
         views.clear()
         slots.give_back_extra()
         assert extra not in slots.all
