@@ -59,23 +59,32 @@ def writes_unseen() -> WritesUnseen:
 
 
 class ReadsByAddress(Module):
-    """Reads a weight of its first block once the forward is over, by an address that it has taken from it."""
+    """Reads a weight of its last block once backward is through with that block, by an address that it has taken from it."""
 
     def __init__(self) -> None:
         super().__init__(Stack())
 
     def loss(self, batch: Any) -> Tensor:
         taken: list[tuple[int, int]] = []
+        first, last = self.net.blocks[0], self.net.blocks[-1]
 
-        def take(block: Any, arguments: Any, output: Any) -> None:
-            weight = next(block.parameters())
+        def take(gradient: Tensor) -> None:
+            weight = next(last.parameters())
             taken.append((weight.data_ptr(), weight.nbytes))
 
-        handle = self.net.blocks[0].register_forward_hook(take)
+        def read(gradient: Tensor) -> Tensor:
+            handle.remove()
+            found = torch.frombuffer(bytearray(ctypes.string_at(*taken[0])), dtype=torch.float32)
+            return gradient + found.mean()
+
+        def see(block: Any, arguments: Any, output: Any) -> None:
+            arguments[0].register_hook(read)
+
+        handle = next(last.parameters()).register_hook(take)
+        seen = first.register_forward_hook(see)
         loss = super().loss(batch)
-        handle.remove()
-        found = torch.frombuffer(bytearray(ctypes.string_at(*taken[0])), dtype=torch.float32)
-        return loss + found.mean()
+        seen.remove()
+        return loss
 
 
 class Unrepeatable(Module):

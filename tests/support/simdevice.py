@@ -408,9 +408,11 @@ class Watch(TorchDispatchMode):
             self._device.access(each, None, write=id(each) in written)
         result = func(*args, **kwargs)
         if device or derived:
+            given = {id(each) for each in tensors}  # what is written in place is made by no operator
             for each in tree_leaves(result):
                 if (
                     isinstance(each, Tensor)
+                    and id(each) not in given
                     and each.layout is torch.strided
                     and each.ndim
                     and not self._on_device(each)
