@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -24,6 +23,7 @@ from examples.language import causal_config, small_llama
 from examples.planned import ask_plan, read_plan
 from examples.pseudo import delink, share_block
 from examples.text import read_text
+from tests.support.ticks import Killed, Ticks
 from tests.support.tiers import first
 
 SMALL = ["--layers", "3", "--hidden", "32", "--length", "16", "--accelerator", "cpu"]
@@ -42,23 +42,6 @@ PLAN: dict[str, Any] = {
 PSEUDO = ("--pseudo", "0.4")
 
 
-class Killed(Exception):
-    pass
-
-
-class Ticks:
-    """A clock that goes on by so much whenever it is read, and fails at a time."""
-
-    def __init__(self, tick: float = 0.5, until: float = 1e9) -> None:
-        self.tick, self.until, self.time = tick, until, 1000.0
-
-    def __call__(self) -> float:
-        self.time += self.tick
-        if self.time > 1000 + self.until:
-            raise Killed
-        return self.time
-
-
 def recipe_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., cram_llm.Result]:
     """Runs the recipe by a clock of its own."""
     plan, text = folder / "plan.json", folder / "text.txt"
@@ -67,8 +50,7 @@ def recipe_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., cr
 
     def run(*more: str, ticks: Ticks | None = None, output: str = "run") -> cram_llm.Result:
         now = ticks or Ticks()
-        monkeypatch.setattr(hours, "now", now)
-        monkeypatch.setattr(timer, "time", SimpleNamespace(monotonic=lambda: now.time))  # Lightning's
+        now.tick_in(monkeypatch)
         arguments = ["--hours", HOURS, "--plan", str(plan), "--text", str(text), *SMALL]
         return cram_llm.main([*arguments, "--output", str(folder / output), *more])
 

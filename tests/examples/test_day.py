@@ -14,6 +14,7 @@ from sp_lightning.__main__ import main
 from tests.support.models import llama, tokens
 from tests.support.pages import ROOT, blocks
 from tests.support.runs import loader
+from tests.support.ticks import Ticks
 
 GUIDE = ROOT / "examples" / "guide" / "day.md"
 
@@ -34,7 +35,8 @@ def test_the_days_commands_follow_one_another(
     Path("rates.json").write_text(capsys.readouterr().out)
 
     assert cram[:2] == ["python", "examples/cram_llm.py"]
-    small = {"--hours": "0.006", "--length": "32"}
+    small = {"--hours": str(120 / 3600), "--length": "32"}
+    Ticks().tick_in(monkeypatch)
     words = [small.get(before, word) for before, word in zip(cram[1:], cram[2:], strict=False)]
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert (ROOT / given.pop("--config")).is_file()
