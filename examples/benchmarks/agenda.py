@@ -149,6 +149,7 @@ def next_on_one_card() -> Agenda:
         Tests("user-code", ("tests/gpu/test_user_code.py",), 90),
         Contest(small, ("plain-compiled", "default-compiled"), 110),
         Module("beside_plan", tuple(timeline.split()), 110),
+        Module("second_runs", ("--width", "4096", "--tokens", "8192", "--precision", "bf16-true"), 60),
         Contest(small, tuple(f"superpipeline-2:1-threads{threads}" for threads in THREADS), 60),
         Contest(small, ("fsdp2", "deepspeed", "deepspeed-2"), 90),
         Contest(on_24_gb, ("default",), 120, device_gib=24),

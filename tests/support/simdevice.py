@@ -328,15 +328,19 @@ class SimDevice(Device):
     # ------------------------------------------------------------------ clocks
 
     def _check(self, memory: Tensor, agent: Agent, *, write: bool, what: str) -> None:
-        if memory.layout is not torch.strided or not memory.numel():
-            return
+        # Another thread may have a weight asked for before each use meanwhile: that would take the engine's lock, under ours.
+        with torch.DisableTorchFunctionSubclass():
+            if memory.layout is not torch.strided or not memory.numel():
+                return
+            stretch, storage = _range(memory), memory.untyped_storage()
         with self._lock:
-            self._check_strided(memory, agent, write=write, what=what)
+            self._check_stretch(*stretch, storage, agent, write=write, what=what)
 
-    def _check_strided(self, memory: Tensor, agent: Agent, *, write: bool, what: str) -> None:
+    def _check_stretch(
+        self, start: int, end: int, storage: torch.UntypedStorage, agent: Agent, *, write: bool, what: str
+    ) -> None:
         self.clocks[agent][agent] = self.clocks[agent].get(agent, 0) + 1
         access = Access(agent, self.clocks[agent][agent], what)
-        start, end = _range(memory)
         if len(self._regions) > self._many_regions:
             self._regions = [region for region in self._regions if not region.alive.expired()]
             self._many_regions = 2 * len(self._regions) + 64
@@ -350,7 +354,7 @@ class SimDevice(Device):
                 if (region.start, region.end) == (start, end):
                     own = region
         if own is None:
-            own = Region(start, end, StorageWeakRef(memory.untyped_storage()))
+            own = Region(start, end, StorageWeakRef(storage))
             self._regions.append(own)
         if write:
             own.write = access
