@@ -116,6 +116,11 @@ class DeferredSignals:
         finally:
             self.run_deferred()
 
+    def drop(self, number: int) -> None:
+        """Drops the handler of one signal if it was deferred: what it is to do is done already."""
+        with self._lock:
+            self._deferred.pop(number, None)
+
     def defers(self, deferred: _Deferrable, number: int, frame: FrameType | None) -> bool:
         """Whether a signal's handler does not run now. Then it does later.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -189,6 +190,8 @@ class LoopStrategy(ReadableStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._signals.install(self._is_torn)
+        if isinstance(exception, KeyboardInterrupt):  # of several ranks, another one may have had Ctrl-C first
+            self._signals.drop(signal.SIGINT)
         self.note_failure(exception)
         if self._run is not None:
             self._run.abort()

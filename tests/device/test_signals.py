@@ -116,6 +116,15 @@ def test_a_second_ctrl_c_acts_at_once(handled: list[int], deferring: DeferredSig
     assert handled == [signal.SIGINT, signal.SIGUSR1]
 
 
+def test_a_handler_whose_work_is_done_is_dropped(handled: list[int], deferring: DeferredSignals) -> None:
+    deferring.install(lambda: True)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.raise_signal(number)
+    deferring.drop(signal.SIGINT)
+    deferring.remove()
+    assert handled == [signal.SIGUSR1]
+
+
 def test_our_code_may_wait_for_something(
     handled: list[int], deferring: DeferredSignals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -305,7 +305,7 @@ def below_memory() -> Iterator[Variant]:
 HAS_SPARSE = "updates layers one by one, but .* has sparse gradients"
 ON_DEVICE = {
     "gan": "manual", "lbfgs": "LBFGS", "sparse-embedding": HAS_SPARSE, "rows/kept": HAS_SPARSE,
-    "stepped-in-forward": "SGD is not what configure_optimizers has returned",
+    "stepped-in-forward": "SGD is not what Codebooks.configure_optimizers has returned",
 }  # fmt: skip
 """What is not stepped on the device, with what is said."""
 

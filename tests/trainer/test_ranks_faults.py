@@ -90,6 +90,8 @@ class Fails(Callback):
             os._exit(3)
         if self.how == "interrupt":
             signal.raise_signal(signal.SIGINT)
+            self.who = -1
+            return  # a step that has begun to update weights ends first
         raise {"raise": ValueError, "memory": torch.OutOfMemoryError}[self.how]("what the user's code says")
 
 
