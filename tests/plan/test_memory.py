@@ -32,7 +32,7 @@ from tests.support.runs import fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first
 
-# A view of a weight that leaves its layer keeps a slot, and so does a weight that is read beside other layers'; these do so by design.
+# A view of a weight that leaves its layer keeps a slot, and so does one weight of several layers that are read together.
 ESCAPING = {"returns-view", "target-network", "clamped-in-forward", "path-by-modules"}
 
 
