@@ -334,9 +334,10 @@ class OptimizerSteps:
 
         A handler of a signal may save a checkpoint, in which weights, the optimizer's state and the trainer's count are to agree.
         """
-        if self._steps:
-            streamer = self._run.streamer
-            return self._updates or (streamer is not None and streamer.updates.torn is not None)
+        if self._steps and (streamer := self._run.streamer) is not None:
+            # A handler that reads a weight in backward has gradients land, after which the first layer is updated.
+            begins = self.overlap == "backward" and bool(streamer.updating.backward.tasks)
+            return self._updates or begins or streamer.updates.torn is not None
         return self._counted is not None and self._counted == self._trainer.global_step
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Fused(Module):
     """Calls ``strikes`` in the middle of backward, after the layers above have been updated."""
 
     strikes: Callable[[int], object] = staticmethod(lambda step: None)
+    at = 1
+    """After which block's backward."""
 
     def __init__(self) -> None:
         super().__init__(Stack(4))
@@ -52,7 +54,7 @@ class Fused(Module):
         x = self.net.stem(batch)
         for index, block in enumerate(self.net.blocks):
             x = block(x)
-            if index == 1 and x.requires_grad:
+            if index == self.at and x.requires_grad:
                 x.register_hook(partial(self.in_backward, batch_idx))
         return self.net.head(x).square().mean()
 
@@ -145,6 +147,18 @@ def test_a_handler_saves_in_the_middle_of_backward(name: str, tmp_path: Path, pl
     assert steps == ([2, BATCHES] if early else [1, BATCHES - 1])
     assert_end(module, plain)
     assert signal.getsignal(signal.SIGUSR1) is saves
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_handler_reads_weights_before_and_after_the_first_update(at: int, plain: dict[int, Any]) -> None:
+    """What it reads lets gradients land, after which the first layer is updated: that handler found a layer half refused."""
+    module, trainer = made(OPTIONS["backward"])
+    module.at, module.strikes = at, lambda step: signal.raise_signal(signal.SIGUSR1)
+    read = []
+    signal.signal(signal.SIGUSR1, lambda *_: read.append({key: each.clone() for key, each in module.state_dict().items()}))
+    trainer.fit(module, loader(vectors(BATCHES)))
+    assert len(read) == BATCHES
+    assert_equal(read, [plain[step][0] for step in range(1, BATCHES + 1)], "weights that handlers have read")
 
 
 def test_slurm_requeues_a_job_whose_signal_comes_in_backward(
