@@ -30,6 +30,7 @@ from sp_lightning.device.torch_private import (
     sparse_values,
     storage_id,
     top_saved_tensors_hooks,
+    tree_leaves,
 )
 from sp_lightning.model.wrapped import StandInForWrapped, parts
 
@@ -96,6 +97,12 @@ class SavedRun:
                 yield
             finally:
                 self._known.clear()
+
+    def note(self, output: Any) -> None:
+        """Notes what a forward has returned, which a trial compares as well: a factor of it need not be saved."""
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor):
+                self._note(each)
 
     @never_compiled  # it looks at addresses and versions
     def _note(self, tensor: Tensor) -> None:

@@ -170,6 +170,7 @@ class Recompute:
         done = self._outside(unit)
         with first.running(), first.saved.noting(_unpacked):
             output = forward(*args, **kwargs)
+        first.saved.note(output)
         try:
             first.ended()
             first.refuse(done())
@@ -180,24 +181,37 @@ class Recompute:
         return output, again
 
     def _try_again(self, first: FirstRun, forward: Callable[..., Any], given: _Given, around: _Around) -> None:
-        """Runs a forward again, whose backward begins, and looks at what it saves. Nothing uses what it computes."""
+        """Runs a forward again, whose backward begins, and looks at what it saves. Nothing uses what it computes.
+
+        Raises:
+            Unrepeatable: each run saves other values. Then runs may have changed what the next step's forward will find.
+        """
         if not self.in_trial or first.unit in self._unfit:
             return
-        second = SavedRun(self._weight_at)
-        try:
+
+        def again() -> SavedRun:
+            run = SavedRun(self._weight_at)
             with around.again():
                 args, kwargs = given.take()
-                with self._rerun(first.unit, args), first.restored(self._outside(first.unit)), second.noting(_unpacked):
-                    first.before.context.copy().run(forward, *args, **kwargs)
-            others = len(first.saved.found) != len(second.found)
-            if others or any(each.item() for each in differences(first.saved, second)):
-                raise first.differs()
+                with self._rerun(first.unit, args), first.restored(self._outside(first.unit)), run.noting(_unpacked):
+                    output = first.before.context.copy().run(forward, *args, **kwargs)
+            run.note(output)
+            return run
+
+        moves = False
+        try:
+            second = again()
+            if _differ(first.saved, second):
+                self._unfit[first.unit] = str(first.differs())
+                moves = _differ(second, again())  # otherwise something was around the first run alone
         except torch.OutOfMemoryError:  # in a step that recomputes it, less of other units is on the device
             pass
         except Exception as error:  # a forward may raise anything that it does not raise in its first run
             self._unfit[first.unit] = str(error)
         finally:
             first.drop_values()
+        if moves:
+            raise first.moves()
 
     def backward_ended(self) -> None:
         """Looks at what was written since the forwards, which a second forward in backward could not put back."""
@@ -213,6 +227,11 @@ class Recompute:
 def is_checkpointed() -> bool:
     """Whether a non-reentrant checkpoint of the user's, in its first or its second run, takes what autograd saves now."""
     return checkpoint_hook() is not None  # within ours, a SavedRun's hooks are before it
+
+
+def _differ(one: SavedRun, other: SavedRun) -> bool:
+    """Whether two runs that have ended have saved other values."""
+    return len(one.found) != len(other.found) or any(each.item() for each in differences(one, other))
 
 
 def _unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
@@ -429,6 +448,15 @@ class FirstRun:
             f"The forward of {self.unit!r} computed other values in backward than in forward. It depends on what has changed in "
             "between (a hook, a patched function or class, a context, a global variable: parametrize.cached() has one), or on a "
             f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy}"
+        )
+
+    def moves(self) -> Unrepeatable:
+        """The error that each run saves other values, after a trial."""
+        return Unrepeatable(
+            f"The forward of {self.unit!r} computed other values each time it ran. It changes what it depends on (an iterator, a "
+            'global counter), or uses a kernel that is not deterministic (Trainer(deterministic=True)). activations="auto" has '
+            "run it again, to find out whether it can be recomputed: start anew with "
+            'SuperpipelineStrategy(activations="offload").'
         )
 
     def refuse(self, done: str | None) -> None:

@@ -396,3 +396,31 @@ def test_a_recurrent_layer_is_repeatable() -> None:
 
     batches = [torch.randn(70, 16) for _ in range(3)]
     assert_same(fit(make, batches, superpipeline(k=1, activations="recompute")), fit(make, batches))
+
+
+class Moves(Block):
+    """Depends on what each of its runs changes, where nobody looks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = iter(range(1, 1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.factors)
+
+
+def test_auto_does_not_go_on_with_what_a_trial_has_changed() -> None:
+    """It kept the activations of such a layer, whose second batch found what a third one was to find: other losses, no error."""
+
+    def make() -> Module:
+        stack = Stack()
+        stack.blocks[2] = Moves()  # type: ignore[operator]
+        return Module(stack)
+
+    with (
+        simulated(capacity=26_000),
+        pytest.raises(
+            Unrepeatable, match=r"'net.blocks.2' computed other values each time it ran.*activations=\"offload\""
+        ),
+    ):
+        fit(make, vectors(), superpipeline(k=1, k_prime=1, activations="auto"))

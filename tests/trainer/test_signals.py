@@ -155,7 +155,9 @@ def test_a_handler_reads_weights_before_and_after_the_first_update(at: int, plai
     module, trainer = made(OPTIONS["backward"])
     module.at, module.strikes = at, lambda step: signal.raise_signal(signal.SIGUSR1)
     read = []
-    signal.signal(signal.SIGUSR1, lambda *_: read.append({key: each.clone() for key, each in module.state_dict().items()}))
+    signal.signal(
+        signal.SIGUSR1, lambda *_: read.append({key: each.clone() for key, each in module.state_dict().items()})
+    )
     trainer.fit(module, loader(vectors(BATCHES)))
     assert len(read) == BATCHES
     assert_equal(read, [plain[step][0] for step in range(1, BATCHES + 1)], "weights that handlers have read")
