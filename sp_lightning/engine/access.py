@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.modes import held
 from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, LateError
+from sp_lightning.device.patched import elsewhere, scope
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
     interpreter_stack,
@@ -73,6 +74,7 @@ class Access(Part):
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
         self.gradients_complete = backward.complete
         self.calls = RunningCalls()
+        self._scope = scope.get()
         self._closed = False
 
     # ------------------------------------------------------------------ a module is called
@@ -368,11 +370,15 @@ class Access(Part):
         Raises:
             LateError: it helped, and the forward has ended meanwhile.
         """
-        with held(self.lock):
-            helps = self._may_help()
-            if helps:
-                self._share()
-                self.threads.begin()
+        helps = False
+        if not elsewhere(
+            self._scope
+        ):  # another run's thread waits for no lock, which may be held while that run has its turn
+            with held(self.lock):
+                helps = self._may_help()
+                if helps:
+                    self._share()
+                    self.threads.begin()
         if not helps:
             yield False
             return

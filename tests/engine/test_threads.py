@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sp_lightning.device.device import Device
+from sp_lightning.device.patched import scope
 from sp_lightning.engine import backward as engine_backward
 from sp_lightning.engine.step import Step
 from sp_lightning.weights.gradients import Gradients
@@ -159,3 +160,24 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
             assert not streamer._backward.tasks
 
         step(streamer, run)
+
+
+def test_another_runs_thread_waits_for_no_lock_of_this_one() -> None:
+    """Of several trainings at once, one holds its lock while another one has its turn, which may look at its weights."""
+    helped: list[bool] = []
+    token = scope.set("this run")
+    try:
+        with streamed(Stack(), Device(torch.device("cpu"))) as streamer:
+
+            def look() -> None:
+                scope.set("another run")
+                with streamer._access.helping() as helps:
+                    helped.append(helps)
+
+            other = threading.Thread(target=look, daemon=True)
+            with streamer._lock:
+                other.start()
+                other.join(5)
+            assert helped == [False]
+    finally:
+        scope.reset(token)
