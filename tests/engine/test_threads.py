@@ -167,7 +167,7 @@ def test_another_runs_thread_waits_for_no_lock_of_this_one() -> None:
     helped: list[bool] = []
     token = scope.set("this run")
     try:
-        with streamed(Stack(), Device(torch.device("cpu"))) as streamer:
+        with streamed(Stack(), Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
 
             def look() -> None:
                 scope.set("another run")
