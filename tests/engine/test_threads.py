@@ -178,6 +178,6 @@ def test_another_runs_thread_waits_for_no_lock_of_this_one() -> None:
             with streamer._lock:
                 other.start()
                 other.join(5)
-            assert helped == [False]
+                assert helped == [False]
     finally:
         scope.reset(token)
