@@ -371,9 +371,8 @@ class Access(Part):
             LateError: it helped, and the forward has ended meanwhile.
         """
         helps = False
-        if not elsewhere(
-            self._scope
-        ):  # another run's thread waits for no lock, which may be held while that run has its turn
+        # Another run's thread waits for no lock, which this one may hold while that run has its turn.
+        if not elsewhere(self._scope):
             with held(self.lock):
                 helps = self._may_help()
                 if helps:
