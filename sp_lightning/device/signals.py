@@ -202,9 +202,10 @@ def _itself(handler: Any) -> Any:
 def is_ours(frame: FrameType | None) -> bool:
     """Whether the package's own code runs there, or what it has called of torch, Python and their like.
 
-    Also where torch switches a mode of the process, for anybody: an interrupt would leave it switched.
+    Also where torch switches a mode of the process, for anybody: an interrupt would leave it switched. And where Python ignores
+    what is raised, in finalizers and callbacks of weak references: Ctrl-C would be lost.
     """
-    if frame is not None and frame.f_code.co_filename.endswith(_SWITCHES):
+    if frame is not None and (frame.f_code.co_filename.endswith(_SWITCHES) or _is_in_finalizer(frame)):
         return True
     while frame is not None:
         ours = _is_ours(frame.f_code.co_filename)
@@ -214,7 +215,17 @@ def is_ours(frame: FrameType | None) -> bool:
     return False
 
 
-_SWITCHES = tuple(str(Path("torch", *each)) for each in (("amp", "autocast_mode.py"), ("autograd", "grad_mode.py")))
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
+_SWITCHES = (
+    *(str(Path("torch", *each)) for each in (("amp", "autocast_mode.py"), ("autograd", "grad_mode.py"))),
+    "_weakrefset.py",
+    "weakref.py",
+)
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _CALLED = tuple(
     str(Path(spec.origin).parent) + os.sep

@@ -238,3 +238,33 @@ def test_copies_are_of_no_run(handled: list[int], deferring: DeferredSignals) ->
     assert copy.deepcopy(signal.getsignal(signal.SIGUSR1)) is signal.getsignal(signal.SIGUSR1).handler  # type: ignore[union-attr]
     signal.raise_signal(signal.SIGUSR1)
     assert handled == []
+
+
+class Finalized:
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+
+    def __del__(self) -> None:
+        self.act()
+
+
+@pytest.mark.parametrize("where", ["finalizer", "weakref.py", "_weakrefset.py"])
+def test_a_handler_waits_where_python_would_ignore_what_it_raises(
+    where: str, handled: list[int], deferring: DeferredSignals
+) -> None:
+    deferring.install(lambda: False)
+    found: list[list[int]] = []
+
+    def act() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        found.append(list(handled))
+
+    if where == "finalizer":
+        Finalized(act)
+    else:  # a callback, which calls a builtin
+        scope: dict[str, Any] = {"act": raises(signal.SIGUSR1)}
+        exec(compile("def run(): act()", f"/lib/{where}", "exec"), scope)
+        scope["run"]()
+        found.append(list(handled))
+    assert found == [[]]
+    assert soon(lambda: handled)
