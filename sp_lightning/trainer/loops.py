@@ -334,6 +334,7 @@ class LoopStrategy(ReadableStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._run is not None:
+            self._run.steps.backward_begins()
             quiet = not self._run.hooks.may_write_weights("backward")
             self._run.engine.announce_backward(closure_loss, quiet=quiet)
 

@@ -66,6 +66,7 @@ class OptimizerSteps:
         self._step_hooks = StepHooks(run, self._is_fused)
         self._steps = 0  # how many steps are running: an optimizer may step inside another one's closure
         self._updates = False  # whether the innermost of them has come to the optimizer's own code
+        self._backward = False  # whether one has begun in it that updates layers
         self._counted: int | None = None  # how many steps the trainer had counted when the last one returned
 
     def open(self) -> None:
@@ -284,6 +285,10 @@ class OptimizerSteps:
 
     # ------------------------------------------------------------------ a step
 
+    def backward_begins(self) -> None:
+        """A backward begins, which may update layers: a handler that reads a weight in it would have gradients land."""
+        self._backward = bool(self._steps) and self.overlap == "backward"
+
     def none_runs(self) -> None:
         """Called where no step is running; one may have raised."""
         self._step_hooks.none_runs()
@@ -304,7 +309,7 @@ class OptimizerSteps:
             result = closure()
             self._run.engine.end_without_backward()
             self._step_hooks.closed(optimizer)
-            self._updates = True
+            self._updates, self._backward = True, False
             return result
 
         if self.disk is not None:
@@ -326,6 +331,7 @@ class OptimizerSteps:
         finally:
             self._step_hooks.give_back_groups()
             self._step_hooks.deferring, self._updates = outer
+            self._backward = False
             self._steps -= 1
 
     @property
@@ -335,9 +341,7 @@ class OptimizerSteps:
         A handler of a signal may save a checkpoint, in which weights, the optimizer's state and the trainer's count are to agree.
         """
         if self._steps and (streamer := self._run.streamer) is not None:
-            # A handler that reads a weight in backward has gradients land, after which the first layer is updated.
-            begins = self.overlap == "backward" and bool(streamer.updating.backward.tasks)
-            return self._updates or begins or streamer.updates.torn is not None
+            return self._updates or self._backward or streamer.updates.torn is not None
         return self._counted is not None and self._counted == self._trainer.global_step
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
