@@ -38,6 +38,8 @@ class Away(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not kwargs and _moves_to_host(func, args):  # Lightning moves all state there at the end of a run
+            return args[0]
         if func in UNCHANGED_BY_UPDATES:  # the stand-in's data has it, too
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -61,6 +63,13 @@ class Away(Tensor):
         storages[id(storage)] = storage, self
         shell = torch.empty(0, dtype=self.span.dtype).set_(storage, 0, self.span.shape, self.span.stride)
         return shell.__reduce_ex__(protocol)
+
+
+def _moves_to_host(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a call is ``tensor.cpu()`` or ``tensor.to("cpu")``, which return a tensor of the host as it is."""
+    if func is Tensor.to and len(args) == 2 and isinstance(args[1], str | torch.device):
+        return torch.device(args[1]).type == "cpu"
+    return func is Tensor.cpu and len(args) == 1
 
 
 _writing = threading.local()

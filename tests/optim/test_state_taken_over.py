@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,21 @@ def test_a_second_fit(overlap: Any, take: str, second: str, tmp_path: Path) -> N
     ours = two_fits(on_disk(tmp_path, optimizer_overlap=overlap), strategies[second])
     plain = two_fits("auto", None if strategies[second] is None else "auto")
     assert_equal(ours, plain, "weights and state")
+
+
+def test_the_end_of_a_run_reads_no_state(tmp_path: Path) -> None:
+    """Lightning moves the state to the CPU then. Beside another thread, all that is looked at would have to stay in memory."""
+    end, module = threading.Event(), Takes("off", _shares, "")
+    other = threading.Thread(target=end.wait)
+    other.start()
+    try:
+        trainer_for(on_disk(tmp_path)).fit(module, loader(vectors()))
+    finally:
+        end.set()
+        other.join()
+    assert away(module.before) == sum(
+        value.numel() > 1 for state in module.before.state.values() for value in state.values()
+    )
 
 
 class AfterStep(Callback):
