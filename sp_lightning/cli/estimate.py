@@ -216,7 +216,8 @@ class Estimate:
         overlap = self.question.overlap if self.step is None else self.step.overlap
         on_disk = self.host.moved(plan, self.question.accumulate) if moves else {}
         with_updates = rates if updates else replace(rates, update=math.inf, come=0.0, leave=0.0)
-        walk = Walk(plan, self._balance(plan, rates).visited(modes), with_updates, overlap=overlap, on_disk=on_disk)
+        visits = self._balance(plan, rates).visited(modes)
+        walk = Walk(plan, visits, with_updates, overlap=overlap, frees=overlap == "backward", on_disk=on_disk)
         return walk.predict(host_traffic=each + update * updates)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.device.background_thread import BackgroundThread
 from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Kind, Timeline
@@ -111,7 +112,7 @@ class Device:
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
         self.timelines: list[Timeline] = []
         self.background_threads: int | None = None
-        self._background: ThreadPoolExecutor | None = None
+        self._background: BackgroundThread | None = None
         self._most = 0  # the most that peak_bytes said before it was set back
 
     def empty(self, nbytes: int) -> Tensor:
@@ -206,13 +207,19 @@ class Device:
     def synchronize(self, event: Any, why: Wait) -> None:
         """Lets the host wait for ``event``."""
 
-    def later(self, work: Callable[[], None]) -> Future[None]:
-        """Gives work on the host to the background thread, which does one piece after the other, in the order of calls."""
+    def later(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
+        """Gives work on the host to the background thread, which does one piece after the other.
+
+        Args:
+            work: the work.
+            urgency: the lower, the sooner it is done, and what :meth:`finish` waits for comes first. None: in the order of
+                calls, and before all that has a number.
+        """
         if self._background is None:
             threads = torch.get_num_threads()
             own = threads if self.computes_on_host else max(1, threads - 1)
-            self._background = _one_thread(self.background_threads or own, self.make_current)
-        return self._background.submit(work)
+            self._background = BackgroundThread(self.background_threads or own, self.make_current)
+        return self._background.submit(work, urgency)
 
     def make_current(self) -> None:
         """Makes this the device that code in this thread gets where it names no index. Each thread begins with the first one."""
@@ -224,6 +231,8 @@ class Device:
             BaseException: what the work raised.
         """
         start = perf_counter()
+        if self._background is not None and not work.done():
+            self._background.urge(work)
         try:
             work.result()
         finally:
@@ -276,7 +285,7 @@ class Device:
     def close(self) -> None:
         """Ends the background thread after the work that it has taken."""
         if self._background is not None:
-            self._background.shutdown()
+            self._background.close()
             self._background = None
 
     def free_bytes(self) -> int | None:
@@ -286,20 +295,3 @@ class Device:
     def stall_seconds(self, *why: Wait) -> float:
         """Seconds that the compute stream has waited for these reasons. A synchronous copy counts with all its seconds."""
         return sum(self._stalled[each] for each in why)
-
-
-def _one_thread(of_operators: int, begin: Callable[[], None]) -> ThreadPoolExecutor:
-    """Returns an executor with one thread, which calls ``begin`` first, and whose operators use so many threads."""
-    threads = torch.get_num_threads()
-
-    def set_number() -> None:
-        begin()
-        # The first call in a thread sets the thread's number to the one that any thread has set last. It has to come
-        # before set_num_threads here, or it would undo that later.
-        torch.get_num_threads()
-        torch.set_num_threads(of_operators)
-
-    executor = ThreadPoolExecutor(1, "superpipeline", set_number)
-    executor.submit(lambda: None).result()
-    torch.set_num_threads(threads)  # threads that start from now on take this number again
-    return executor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,3 +153,15 @@ def shared(tensor: Tensor) -> bool:
     return (
         storage_use_count(storage_id(storage)) > 2
     )  # this tensor is one owner, the storage object in this function another
+
+
+def held_elsewhere(named: Iterable[Mapping[Any, Any]]) -> bool:
+    """Whether anybody beside these dictionaries refers to a tensor in one of them, or holds its memory."""
+    for values in named:
+        for value in values.values():
+            if not isinstance(value, Tensor):
+                continue
+            # The dictionary refers to it, the variable of this loop, and the argument of the call.
+            if sys.getrefcount(value) > 3 or (type(value) is Tensor and shared(value)):
+                return True
+    return False

@@ -57,8 +57,7 @@ class Clipping:
 
     def by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips each element."""
-        # As torch.nn.utils.clip_grad_value_ does.
-        self._clip(lambda gradient: gradient.clamp_(-clip_val, clip_val))
+        self._clip(by_value(clip_val))
 
     def _clip(self, by: Change | None) -> None:
         self.pending = by
@@ -119,3 +118,8 @@ class Clipping:
         """The step is over. Clips what it has not, and forgets all norms."""
         self._measured, self._norms = {}, Norms()
         self.finish()
+
+
+def by_value(clip_val: float) -> Change:
+    """Clips each element, as ``torch.nn.utils.clip_grad_value_`` does."""
+    return lambda gradient: gradient.clamp_(-clip_val, clip_val)

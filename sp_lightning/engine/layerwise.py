@@ -1,8 +1,9 @@
 """Takes an optimizer's step apart: torch's own code runs it layer by layer, in the background.
 
 With ``optimizer_overlap="forward"`` the updates begin once backward has succeeded and the norm is known. They run during the
-next forward, in the order in which that needs the layers. With ``"backward"`` each layer is updated as soon as its
-gradients are complete, which are then freed.
+next forward, in the order in which that needs the layers. With ``"backward"`` each layer may be updated as soon as its
+gradients are complete. Of several that may, the one that the next forward needs first is updated first, and those for which
+backward has left no time are updated during the next forward. If gradients are to be freed, at most one layer waits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Stream, Wait
+from sp_lightning.device.lease import held_elsewhere
 from sp_lightning.device.patched import in_place_of, state_of
 from sp_lightning.device.torch_private import tree_map
-from sp_lightning.engine.clipping import Clipping
+from sp_lightning.engine.clipping import Clipping, by_value
 from sp_lightning.engine.updating import Updating
 from sp_lightning.optim.alone import constants_of, is_declared
 from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
@@ -47,7 +49,10 @@ class LayerwiseStep:
         optimizer: the user's optimizer, which keeps its groups and its state.
         engine: the engine whose layers are updated.
         fuse: whether groups run fused of which the user has left that open.
-        early: whether each layer is updated while backward goes on (``optimizer_overlap="backward"``).
+        early: whether layers are updated while backward goes on (``optimizer_overlap="backward"``).
+        tries: whether a step that is not early notes what would not allow it to be.
+        frees: whether the gradients of a layer that was updated then are freed, because memory is short and nobody looks at them.
+        clip_value: what early updates clip each element of a gradient to; None if they clip nothing.
         measure: whether norms of gradients are computed while backward goes on. This is right only if no code writes
             gradients between backward and clipping.
         narrow: whether gradients keep the dtype in which they come. This saves memory only if no code reads them.
@@ -59,6 +64,8 @@ class LayerwiseStep:
     Attributes:
         clipping: clips the gradients.
         begun: the layers whose updates of this step have begun during backward.
+        tried: whether a step has tried to do without layers whose gradients are complete.
+        needed: what has needed them all the same.
     """
 
     def __init__(
@@ -68,6 +75,9 @@ class LayerwiseStep:
         *,
         fuse: bool,
         early: bool,
+        tries: bool,
+        frees: bool,
+        clip_value: float | None,
         measure: bool,
         narrow: bool,
         state: StateOnDisk | None,
@@ -83,6 +93,11 @@ class LayerwiseStep:
         self._lands = lands
         self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
+        self._frees = frees
+        self._clip_value = clip_value if early else None
+        # Where layers are updated on the device, on a disk or on several ranks, their order is that in which they were submitted.
+        self._in_order = engine.several or state is not None or on_device is not None
+        self._urgency: dict[StreamedLayer, int] = {}
         self._separable = waits or on_device is not None or is_separable(optimizer)
         self._closure: Callable[[], Any] | None = None
         if on_device is not None:
@@ -92,7 +107,12 @@ class LayerwiseStep:
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
         self._narrow = narrow and not self._declared and (on_device is not None or not self._separable)
         self.clipping = Clipping(optimizer, engine)
-        self._on_complete = self._update_early if early else self.clipping.measure if measure else None
+        self._tries = tries
+        self._on_complete = (
+            self._update_early if early else self._do_without if tries else self.clipping.measure if measure else None
+        )
+        self.tried = False
+        self.needed: list[str] = []
         self._armed: dict[StreamedLayer, Groups] | None = None
         self.begun: set[StreamedLayer] = set()
         self._class = type(optimizer)
@@ -111,6 +131,8 @@ class LayerwiseStep:
         self._context = self._context_here()
         self._engine.backward.on_complete = self._on_complete
         self._engine.backward.wanted = (lambda layer: layer in self._early_groups()) if self._early else None
+        if self._tries:
+            self._engine.backward.wanted = lambda layer: False
         self._engine.gradients.keep_narrow = self._narrow
         try:
             zero_grad = partial(_zero_grad, self._optimizer, self._optimizer.zero_grad)
@@ -144,11 +166,25 @@ class LayerwiseStep:
         self.begun.add(layer)
         self._engine.before_early_update(layer)
         self._submit(layer, groups)
-        self._updates.bound(1)  # this bounds the memory of gradients that wait, too
+        if self._frees:
+            self._updates.bound(1)  # this bounds the memory of gradients that wait, too
+
+    def _do_without(self, layer: StreamedLayer) -> None:
+        """Tries whether backward needs a layer no more whose gradients it has completed."""
+        self.tried = True
+        self._engine.notice_uses(layer)
+        self._updates.do_without(layer, self.needed.append)
+
+    def _order(self) -> list[StreamedLayer]:
+        """All layers in the order in which the next forward needs them, which is how urgent their updates are."""
+        order = list(self._engine.order())
+        self._urgency = {layer: at for at, layer in enumerate(order)}
+        return order
 
     def _early_groups(self) -> dict[StreamedLayer, Groups]:
         """The groups of the layers that are updated as soon as their gradients are complete, and have not been yet."""
         if self._armed is None:
+            self._order()
             try:
                 self._armed = self._groups_by_layer()
             except _UndividedError:
@@ -175,13 +211,15 @@ class LayerwiseStep:
             by_layer = self._groups_by_layer()
         except _UndividedError as undivided:
             self._refuse(undivided)
+            if self._tries:
+                self.needed.append(undivided.args[0])
             self.clipping.finish()
             by_layer = {}
         else:
             if not self.begun:
                 self._updates.begin()
             self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
-            for layer in self._engine.order():
+            for layer in self._order():
                 if layer in by_layer:
                     self._submit(layer, by_layer[layer])
             self.clipping.pending = None
@@ -281,6 +319,8 @@ class LayerwiseStep:
         vars(part).update(vars(self._optimizer), param_groups=groups)
         vars(part).pop("zero_grad", None)  # which is that of the whole optimizer, in a step
         clip, engine, context = self.clipping.pending, self._engine, self._context
+        if clip is None and self._clip_value is not None:  # the precision plugin has not come to it
+            clip = by_value(self._clip_value)
         # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
@@ -302,11 +342,23 @@ class LayerwiseStep:
             if self._state is not None:
                 self._state.store((layer, self._optimizer), part)
 
-        at_once = self._compiles or self._makes_state(parameters)
-        release = partial(engine.release_gradients, layer, parameters) if self._early else None
-        self._updates.submit(layer, update, release)
+        at_once = self._compiles or self._makes_state(parameters) or self._is_held(layer, parameters)
+        release = partial(engine.release_gradients, layer, parameters) if self._frees else None
+        self._updates.submit(layer, update, release, None if self._in_order else self._urgency.get(layer, 0))
         if at_once and not self._waits:
             self._updates.complete(layer)
+
+    def _is_held(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether other tensors hold what the update writes: a kept ``state_dict()``, a view, a gradient that is clipped.
+
+        They are no parameters, so that nothing tells when user code reads them.
+        """
+        if any(member.block.is_viewed for member in layer.family):
+            return True
+        if self._on_device is not None:  # which holds the state itself
+            return False
+        state = state_of(self._optimizer)
+        return held_elsewhere(dict.get(state, parameter, {}) for parameter in parameters)
 
     def _makes_state(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether an update may make state of these parameters on the device, in the default dtype of the process.

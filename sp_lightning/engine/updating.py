@@ -15,6 +15,7 @@ from sp_lightning.engine.step import Part, Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.weights.device_parameter import Untouched
+from sp_lightning.weights.freed_gradient import forget, free
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 
@@ -94,12 +95,11 @@ class Updating(Part):
         What user code may have written on the device is taken back, and has its last effect: later uses are refused.
         """
         layer.updated_early = True
+        self.notice_uses(layer)
         for member in layer.family:
             # A fetch of the layer that was not used may be under way.
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             slot, group = member.slot, member.parameters
-            if group.attached:  # whatever user code does with the weights from now on is refused
-                group.ask(before_use=True)
             own = len(group.all) if group.attached else 0
             viewed = slot if slot is not None and slot.digests is None and slot.lease.in_use_beside(own) else None
             if group.exposed or viewed is not None:
@@ -110,6 +110,12 @@ class Updating(Part):
                 # Otherwise what the device has, or other memory that a weight was given, would overwrite the update later.
                 group.exposed.clear()
                 group.replaced = {}
+
+    def notice_uses(self, layer: StreamedLayer) -> None:
+        """Has whatever user code does with the weights of a layer and its masters noticed from now on."""
+        for group in [member.parameters for member in layer.family]:
+            if group.attached:
+                group.ask(before_use=True)
 
     def step_of(self, optimizer: Optimizer) -> str:
         """An optimizer's step, in words that tell it from other optimizers' by its first parameter."""
@@ -129,7 +135,14 @@ class Updating(Part):
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""
         for parameter in parameters:
-            parameter.grad = None
+            if parameter.grad is not None:
+                free(parameter)
         self.gradients.freed(layer)
         for member in layer.family:
             member.block.gradients.release()
+
+    def forget_freed(self) -> None:
+        """From now on gradients that were freed are None, as after ``zero_grad``."""
+        for layer in self.layers:
+            for parameter in layer.block.parameters:
+                forget(parameter)

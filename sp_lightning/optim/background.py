@@ -47,6 +47,7 @@ class BackgroundUpdates:
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
         self._layers = layers
+        self._layer_of = {id(p): layer.owner for layer in layers for p in layer.block.parameters}
         self._device = device
         # The layers whose updates are under way, in the order of the background, and what is called once each is done.
         self._under_way: dict[StreamedLayer, Callable[[], None] | None] = {}
@@ -71,14 +72,21 @@ class BackgroundUpdates:
         """A step begins: layers that are updated from now on are updated by it."""
         self._updated = []
 
-    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        """Has the background thread update a layer, after all layers that were submitted before.
+    def submit(
+        self,
+        layer: StreamedLayer,
+        work: Callable[[], None],
+        then: Callable[[], None] | None = None,
+        urgency: int | None = None,
+    ) -> None:
+        """Has the background thread update a layer.
 
         Args:
             layer: the layer. Its parameters have a waiting class until the update is done.
             work: the update. It must not set ``param.grad``, because torch reads that in another thread without holding
                 a reference to it.
             then: called once the work is done, in the thread that has waited for it.
+            urgency: the lower, the sooner it is updated. None: after all layers that were submitted before.
         """
         blocks, updated = [member.block for member in layer.family], self._updated
 
@@ -105,13 +113,10 @@ class BackgroundUpdates:
 
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if it was not waited for
-            for block in blocks:
-                for parameter in block.parameters:
-                    if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
-                        take(parameter, self._role)
+            self._wait_in(layer)
             # First, because an interrupt may come between the two: what is not noted here is not waited for.
             self._under_way[layer] = then
-            layer.update = self._device.later(update)
+            layer.update = self._device.later(update, urgency)
 
     def afterwards(self, then: Callable[[], None]) -> None:
         """Has ``then`` called once all updates were waited for, whether they succeeded or not."""
@@ -161,10 +166,7 @@ class BackgroundUpdates:
         Args:
             values: updates of the parameters among these are waited for; None for all.
         """
-        used = None if values is None else set(map(id, values))
-        for layer in list(self._under_way):
-            if used is not None and used.isdisjoint(id(p) for member in layer.family for p in member.block.parameters):
-                continue
+        for layer in self._of(values):
             if (update := layer.update) is not None:
                 futures.wait([update])
             self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
@@ -180,10 +182,29 @@ class BackgroundUpdates:
         else:
             self.settle()
 
-    def settle(self) -> None:
-        """Waits for all updates, and does what follows them, whichever thread it is."""
-        self.join()
+    def settle(self, values: Iterable[Any] | None = None) -> None:
+        """Waits for updates, and does what follows them, whichever thread it is.
+
+        Args:
+            values: updates of the parameters among these are waited for; None for all.
+
+        Raises:
+            BaseException: what any update raised, with its traceback.
+        """
+        if values is None:
+            self.join()
+        else:
+            with self._lock:
+                for layer in self._of(values):
+                    self._finish(layer, Wait.READ_AFTER_UPDATE)
         self._raise()
+
+    def _of(self, values: Iterable[Any] | None) -> list[StreamedLayer]:
+        """The layers whose updates are under way that have a parameter among these values; None for all."""
+        if values is None:
+            return list(self._under_way)
+        found = (self._layer_of.get(id(value)) for value in values)
+        return list(dict.fromkeys(layer for layer in found if layer in self._under_way))
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -207,6 +228,29 @@ class BackgroundUpdates:
             if used & set(map(id, layer.block.parameters)):
                 layer.refuse_updated()
 
+    def do_without(self, layer: StreamedLayer, needed: Callable[[str], None]) -> None:
+        """Tries whether a layer could be updated now: what would be refused then is noted.
+
+        Args:
+            layer: the layer, whose gradients are complete.
+            needed: called with what needed its weights or its gradients in this backward all the same.
+        """
+
+        def note(what: str) -> None:
+            layer.updated_early, layer.needed = False, None
+            _restore_classes(layer.family)
+            needed(what)
+
+        with self._lock:
+            self._wait_in(layer)
+            layer.updated_early, layer.needed = True, note
+
+    def _wait_in(self, layer: StreamedLayer) -> None:
+        """Gives the layer's parameters the class that waits."""
+        for parameter in [each for member in layer.family for each in member.block.parameters]:
+            if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
+                take(parameter, self._role)
+
     def recover(self) -> None:
         """Does what :meth:`join` does after an error that may have occurred while an update was being submitted."""
         self.join()
@@ -216,7 +260,7 @@ class BackgroundUpdates:
         """Allows uses of the layers that backward has updated, because the step is over."""
         with self._lock:
             for layer in [each for each in self._layers if each.updated_early]:
-                layer.updated_early = False
+                layer.updated_early, layer.needed = False, None
                 if layer not in self._under_way:
                     _restore_classes(layer.family)
 
@@ -301,10 +345,11 @@ class _BeingUpdated(Role):
         if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
             cls._updates.await_work(tree_leaves((args, kwargs)))
             return super().__torch_function__(func, types, args, kwargs or {})
+        values = tree_leaves((args, kwargs))
         for kind in types:
             if issubclass(kind, _BeingUpdated):
-                kind._updates.settle()  # after this the arguments have their ordinary classes again
-                kind._updates.refuse_updated(tree_leaves((args, kwargs)))
+                kind._updates.settle(values)  # after this the arguments have their ordinary classes again
+                kind._updates.refuse_updated(values)
         return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -347,7 +392,13 @@ class SharedUpdates(BackgroundUpdates):
         self._done = ranks.share(8 * len(layers), "updates").words("q")
         self._landed = ranks.share(8 * len(layers) * ranks.size, "landings").words("q")
 
-    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+    def submit(
+        self,
+        layer: StreamedLayer,
+        work: Callable[[], None],
+        then: Callable[[], None] | None = None,
+        urgency: int | None = None,
+    ) -> None:
         common = ExitStack()
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)
@@ -364,7 +415,7 @@ class SharedUpdates(BackgroundUpdates):
                 if then is not None:
                     then()
 
-            super().submit(layer, update, after)
+            super().submit(layer, update, after)  # all ranks in one order
 
     def _update(
         self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None, work: Callable[[], None]

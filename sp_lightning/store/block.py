@@ -164,6 +164,11 @@ class HostBlock:
             self._move_old_values(index)
             self._lend(index)
 
+    @property
+    def is_viewed(self) -> bool:
+        """Whether anything but its parameter holds the memory of a weight."""
+        return any(map(self._is_viewed, range(len(self.parameters))))
+
     def _is_viewed(self, index: int) -> bool:
         """Whether anything but the parameter holds its memory."""
         with torch.DisableTorchFunctionSubclass():

@@ -298,6 +298,8 @@ class LoopStrategy(ReadableStrategy):
             streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
             with streamer.saving():
                 output = step(*args, **kwargs)
+                if training and not manual:
+                    run.steps.forget_freed()
                 if training and not manual and output is not None and not skips_backward(run.module.trainer):
                     streamer.await_backward(seen=hooks.run_at("zero_grad"))
                 else:  # the batch may be the loop's last one: hooks between training batches run then

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from sp_lightning.device.host_memory import free_garbage
@@ -20,16 +19,19 @@ from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.plan.options import Overlap
 from sp_lightning.store.away import leave_files
-from sp_lightning.trainer.compat import base_of, is_no_optimizer
+from sp_lightning.trainer.compat import is_no_optimizer
 from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.trainer.user_hooks import (
+    CLIPPING,
     are_gradients_unread,
     are_gradients_unread_before_step,
     choose_overlap,
+    clips_as_lightning,
+    may_look_after_step,
     scaler_of,
 )
 
@@ -62,8 +64,13 @@ class OptimizerSteps:
         self.disk: DiskTier | None = None
         self._logged: str | None = None  # None until :meth:`arrange`: there are no optimizers yet
         self.overlap: Overlap = "off"
+        self._why = ""  # it is none that waits less
+        self._frees = False  # whether gradients are freed once a layer is updated
         self._place = StepPlace(run, options, self._count_as)
         self._step_hooks = StepHooks(run, self._is_fused)
+        self._needed: str | None = (
+            None  # what needs a layer after its gradients are complete; None until a step has tried
+        )
         self._steps = 0  # how many steps are running: an optimizer may step inside another one's closure
         self._updates = False  # whether the innermost of them has come to the optimizer's own code
         self._backward = False  # whether one has begun in it that updates layers
@@ -120,6 +127,14 @@ class OptimizerSteps:
         self.overlap, why = choose_overlap(
             asked, trainer, trainer.optimizers, fuse=self._fuse, on_device=self._run.steps_on_device
         )
+        early, tries = self.overlap == "backward", False
+        if early and asked == "auto" and (against := self._against_early()) != "":
+            self.overlap, why = "forward", against or ""
+            early, tries = False, against is None
+        short = (
+            self._run.steps_on_device or self._ranks is not None
+        )  # of memory for gradients of layers that are updated
+        self._frees = early and (short or (asked == "backward" and not may_look_after_step(trainer)))
         measure = self._clips() == "norm" and are_gradients_unread_before_step(trainer)
         state = None if self.disk is None else self.disk.state
         waits, on_disk = self.overlap == "off", self._run.placement.on_disk
@@ -134,7 +149,10 @@ class OptimizerSteps:
                 optimizer,
                 streamer.updating,
                 fuse=self._fuse,
-                early=self.overlap == "backward",
+                early=early,
+                tries=tries,
+                frees=self._frees,
+                clip_value=trainer.gradient_clip_val if self._clips() == "value" else None,
                 measure=measure and (bool(on_disk.gradients) or not waits) and not self._run.steps_on_device,
                 narrow=self._narrow(),
                 state=state,
@@ -145,12 +163,49 @@ class OptimizerSteps:
         }
         if self._ranks is not None:
             self._ranks.attach([] if by_layers else optimizers, scaler_of(trainer))
-        mode = f"off ({why})" if why else self.overlap
+        self._why = why
+        mode = f"{self.overlap} ({why})" if why else self.overlap
         placed = self._options.disk is None or self.disk is not None
         self._logged = self._logged or ""
         if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
+
+    def _against_early(self) -> str | None:
+        """Why ``"auto"`` does not let updates begin in backward; empty if they may, None if a step has to try that first."""
+        if self._options.check_writes:
+            return "check_writes=True compares weights over a backward"
+        if (
+            self._ranks is not None or self._options.disk is not None
+        ):  # gradients would be freed, and user code may look at them
+            return 'with several devices, or a disk, optimizer_overlap="backward" frees gradients'
+        if self._run.steps_on_device and may_look_after_step(self._trainer):
+            return "on the device, gradients are freed as soon as they are used, and a hook may look at them"
+        return self._needed
+
+    def _end_trial(self, needed: Sequence[str]) -> None:
+        """A step has shown whether updates may begin in backward.
+
+        Args:
+            needed: what needed layers whose gradients were complete, or why no step can be divided.
+        """
+        self._needed = f"in the first step, {needed[0]}" if needed else ""
+        self._run.finish_updates()  # until then optimizers have a class that waits
+        self.arrange()
+        if needed:
+            self._log.info("Superpipeline: %s", self._when())
+
+    def _when(self) -> str:
+        """When updates run and why not sooner, as a sentence; empty if a user has chosen that, or if the host computes."""
+        if self._options.optimizer_overlap != "auto" or self._logged is None or not self._real_optimizers:
+            return ""
+        if self._run.engine.device.computes_on_host:
+            return ""
+        if self.overlap == "backward" or (self.overlap == "forward" and not self._why):  # the first step tries that
+            return "Optimizer steps overlap with backward and the next forward pass."
+        if self.overlap == "forward":
+            return f"Optimizer steps overlap with the next forward pass; {self._why}."
+        return f"Optimizer steps do not overlap with the model; {self._why}."
 
     def better(self) -> str:
         """What would make steps faster, the other place or another time, in sentences; empty if there is no choice."""
@@ -230,7 +285,7 @@ class OptimizerSteps:
         trainer = self._trainer
         pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
-            early=overlap == "backward",
+            early=overlap == "backward" and (self._frees or on_device),
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
@@ -264,6 +319,8 @@ class OptimizerSteps:
     def remarks(self) -> list[str]:
         """What a user should know of the steps, in sentences."""
         remarks = [] if self.disk is None else [str(self.disk.placement)]
+        if when := self._when():
+            remarks.append(when)
         if self._place.remark:
             remarks.append(self._place.remark)
         names = {
@@ -288,6 +345,11 @@ class OptimizerSteps:
     def backward_begins(self) -> None:
         """A backward begins, which may update layers: a handler that reads a weight in it would have gradients land."""
         self._backward = bool(self._steps) and self.overlap == "backward"
+
+    def forget_freed(self) -> None:
+        """The training step is over. What comes next sets gradients to None, and has to find that freed ones are."""
+        if self._frees:
+            self._run.engine.updating.forget_freed()
 
     def none_runs(self) -> None:
         """Called where no step is running; one may have raised."""
@@ -327,12 +389,14 @@ class OptimizerSteps:
                 around.enter_context(in_place_of(plugin, self._clipping(layerwise, plugin)))
                 result = step(closed)
                 self._counted = self._trainer.global_step
-                return result
         finally:
             self._step_hooks.give_back_groups()
             self._step_hooks.deferring, self._updates = outer
             self._backward = False
             self._steps -= 1
+        if layerwise is not None and layerwise.tried and self._needed is None:
+            self._end_trial(layerwise.needed)
+        return result
 
     @property
     def is_torn(self) -> bool:
@@ -352,25 +416,15 @@ class OptimizerSteps:
             return methods
         if layerwise is not None and self.overlap != "off":
             return methods if ranks.primary else dict.fromkeys(methods, lambda *_, **__: None)  # the primary clips
-        return {name: ranks.on_primary(methods.get(name, getattr(plugin, name))) for name in _CLIPPING}
+        return {name: ranks.on_primary(methods.get(name, getattr(plugin, name))) for name in CLIPPING}
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
         """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
-        base, kind = base_of(plugin, Precision), type(plugin)
-        clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._run.hooks.may_write_weights("gradients")
-        patched = any(name in vars(plugin) for name in _CLIPPING)
-        if (
-            patched
-            or clips != (base.clip_grad_by_norm, base.clip_grad_by_value)
-            or not (on_disk or self._run.steps_on_device or (self.overlap != "off" and not seen))
-        ):
+        by_layers = on_disk or self._run.steps_on_device or (self.overlap != "off" and not seen)
+        if not (by_layers and clips_as_lightning(plugin)):
             return {}
         clipping = layerwise.clipping
         # Not in the updates: user code that reads gradients is to find them clipped, and the device's updates clip none.
         clipping.at_once = seen or self._run.steps_on_device
-        return dict(zip(_CLIPPING, (clipping.by_norm, clipping.by_value), strict=True))
-
-
-_CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
-"""The methods of a precision plugin that clip."""
+        return dict(zip(CLIPPING, (clipping.by_norm, clipping.by_value), strict=True))

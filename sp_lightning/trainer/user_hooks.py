@@ -1,8 +1,7 @@
-"""What user code could see or write, and where: whether copies on the device stay valid, and updates run in the background.
+"""What user code could see or write, and where: whether copies on the device stay valid, and when updates run.
 
 A write through ``.data`` changes no version counter. So a copy on the device is trusted only where no hook runs, of the
-module, its data module or a callback, that is not known to leave weights alone. For the same reason updates run in the
-background by default only where no hook would have to wait for them.
+module, its data module or a callback, that is not known to leave weights alone.
 """
 
 from __future__ import annotations
@@ -72,6 +71,8 @@ _HOOKS = {
     "predict": ("on_predict_batch_start", "on_predict_batch_end", *_TRANSFER),
     # From backward to the optimizer's step: the gradients are there and could be written.
     "gradients": ("backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    # Around the optimizer's step: it may wrap the closure.
+    "step": ("optimizer_step",),
     # Around the optimizer's step, and before backward.
     "optimizer": ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad"),
     # After the last step of training.
@@ -174,7 +175,9 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
 def choose_overlap(
     asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer], *, fuse: bool, on_device: bool
 ) -> tuple[Overlap, str]:
-    """Returns the mode in which updates run, and, for ``"auto"``, why it is not ``"forward"`` (else an empty string).
+    """Returns the mode in which updates run, and, for ``"auto"``, why it is none that waits less (else an empty string).
+
+    What ``"backward"`` needs of a module beside that is found out in its first step.
 
     Args:
         asked: the option ``optimizer_overlap``.
@@ -195,9 +198,12 @@ def choose_overlap(
         never, better = against_background_on_device(trainer, optimizers), ""
     beside = _against_beside_forward(optimizers)
     if asked == "auto":
-        why = _against_background(trainer, optimizers) or never or beside
-        return ("off" if why else "forward"), why
-    why = never or (_against_early_updates(trainer, optimizers) if asked == "backward" else beside)
+        why = _against_background(trainer) or never or beside
+        if why:
+            return "off", why
+        why = _against_early_updates(trainer, optimizers, on_device=on_device)
+        return ("forward" if why else "backward"), why
+    why = never or (_against_early_updates(trainer, optimizers, on_device=on_device) if asked == "backward" else beside)
     there = 'optimizer_on="device", ' if on_device else ""
     if why:
         raise ValueError(
@@ -311,39 +317,54 @@ def against_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> st
     )
 
 
-def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
-    """Returns why gradients cannot be used and freed while backward goes on; an empty string if they can."""
+def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer], *, on_device: bool) -> str:
+    """Returns why a layer's gradients cannot be used before all gradients are there; an empty string if they can."""
     module, clip = trainer.lightning_module, trainer.gradient_clip_val
-    hook = next(iter(hooks_of_users(trainer, "gradients", "optimizer")), None)
+    hook = next(iter(hooks_of_users(trainer, "gradients", "step")), None)
+    clips_each = trainer.gradient_clip_algorithm == "value" and clips_as_lightning(trainer.precision_plugin)
     return _first(
         (not module.automatic_optimization, "optimization is manual"),
-        (clip, f"clipping (gradient_clip_val={clip}) needs all gradients at once"),
-        (scaler_of(trainer) is not None, "the gradient scaler of 16-mixed needs all gradients at once"),
+        (
+            clip and (on_device or not clips_each),
+            f"gradient_clip_val={clip} needs all gradients before the first update",
+        ),
+        (scaler_of(trainer) is not None, "the gradient scaler of 16-mixed needs all gradients before the first update"),
         (
             any(is_a(callback, StochasticWeightAveraging) for callback in trainer.callbacks),
-            "StochasticWeightAveraging steps without a backward to adapt BatchNorm, and gradients are freed before that",
+            "StochasticWeightAveraging steps without a backward to adapt BatchNorm",
         ),
         (
             any(accumulation_hooks(p) for p in module.parameters()),
             "parameters have post-accumulate hooks, which may write other gradients than their own",
         ),
-        (_step_hooks(optimizers), "the optimizer has step hooks, and gradients are freed before they run"),
-        (hook, f"gradients are freed before {hook} could see them"),
+        (_step_hooks(optimizers), "the optimizer has step hooks, which run after backward"),
+        (hook, f"{hook} may look at gradients or weights before the step"),
     )
 
 
-def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
-    """Returns which user code would wait for the updates, or why else they gain nothing; an empty string if they do."""
+CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
+"""The methods of a precision plugin that clip."""
+
+
+def clips_as_lightning(plugin: Any) -> bool:
+    """Whether a precision plugin's methods that clip are Lightning's."""
+    base, kind = base_of(plugin, Precision), type(plugin)
+    own = any(getattr(kind, name) is not getattr(base, name) for name in CLIPPING)
+    return not own and not any(name in vars(plugin) for name in CLIPPING)
+
+
+def _against_background(trainer: Any) -> str:
+    """Returns why updates run in ``optimizer.step()``; an empty string if they may run in the background."""
     plugin, tried = trainer.precision_plugin, (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-    hook = next(iter(hooks_of_users(trainer, "train", "gradients", "optimizer")), None)
     return _first(
         (_computes_on_host(trainer), "they would compete with the model for the CPU"),
-        (not trainer.lightning_module.automatic_optimization, "optimization is manual"),
         (not is_exactly(plugin, tried), f"{type(plugin).__name__} is not among the precision plugins that were tried"),
-        (hook, f"{hook} may look at weights or gradients"),
-        (_parameter_hooks(trainer), "parameters have hooks"),
-        (_step_hooks(optimizers), "the optimizer has step hooks"),
     )
+
+
+def may_look_after_step(trainer: Any) -> bool:
+    """Whether user code may look at gradients after the optimizer's step, before they are set to None or the run is over."""
+    return bool(hooks_of_users(trainer, "train", "optimizer", "end"))
 
 
 def _computes_on_host(trainer: Any) -> bool:

@@ -101,6 +101,7 @@ class Walk:
         visits: what a batch does. If there is a backward among them, the batch trains, and updates follow.
         rates: how fast the machine is.
         overlap: how updates run, as in ``optimizer_overlap``.
+        frees: whether ``"backward"`` frees gradients after each update, so that one layer's wait at most.
         on_disk: bytes that are on a disk, by the index of the layer: of its optimizer state, or of its weights if no backward
             is among the visits.
 
@@ -118,6 +119,7 @@ class Walk:
         rates: Rates,
         *,
         overlap: Literal["off", "forward", "backward"] = "off",
+        frees: bool = False,
         on_disk: Mapping[int, int] | None = None,
     ) -> None:
         self.device = ClockDevice(rates)
@@ -143,10 +145,13 @@ class Walk:
         self._residency = Residency(slots, prefetch, self._source, Tenants(slots), noted=lambda: None)
         self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
         self._on_device = bool(rates.leave) and self._training
+        self._gradients_wait = not (frees or self._on_device or self._state or plan.ranks > 1)
         self._step_begun = 0.0
         self._left_slots = deque([0.0, 0.0])  # when all has left the two slots in which layers are stepped
         self._source.issue = self._issue
-        self._early = 0.0  # the time at which the last update of this backward is done
+        # When the host had each layer's gradients in this backward.
+        self._complete: list[tuple[float, Any]] = []
+        self._early = 0.0  # the time at which the last update of this backward is done, where gradients do not wait
         self._left: float | None = None  # the time at which the activations of the last forward have left
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
         self._last_backward = {layer: at for at, visit in enumerate(visits) if visit.backward for layer in visit.layers}
@@ -282,21 +287,42 @@ class Walk:
         self._drains.finish()
 
     def _apply(self, layer: StreamedLayer) -> None:
-        if self._overlap == "backward":
+        if self._overlap != "backward":
+            return
+        if self._gradients_wait:
+            self._complete.append((self.device.host, layer))
+        else:  # those of one layer do, as in LayerwiseStep
             before, self._early = self._early, self._update(layer)
-            self.device.synchronize(before, Wait.READ_AFTER_UPDATE)  # gradients of one layer wait, as in LayerwiseStep
+            self.device.synchronize(before, Wait.READ_AFTER_UPDATE)
+
+    def _update_by_next_use(self) -> None:
+        """The background has updated the layer first, of those whose gradients were there, that the next forward needs first."""
+        device, order = self.device, {layer: at for at, layer in enumerate(self._order())}
+        waiting, self._complete, now = self._complete, [], device.host
+        while waiting:
+            begins = max(device.now[Stream.UPDATE], min(at for at, _ in waiting))
+            at, layer = min((each for each in waiting if each[0] <= begins), key=lambda each: order[each[1]])
+            waiting.remove((at, layer))
+            device.host = begins
+            self._update(layer)
+        device.host = now
+
+    def _order(self) -> list[_SimulatedLayer]:
+        """All layers: first residents and tables, then the others as the next forward needs them."""
+        tables, blocks = (
+            [layer for layer in self._layers if layer.kind is kind] for kind in (LayerKind.TABLE, LayerKind.BLOCK)
+        )
+        used = self._residency.prefetch.order("batch")
+        return list(dict.fromkeys((self._resident, *tables, *used, *blocks)))  # type: ignore[arg-type]
 
     def _end_step(self) -> None:
         self._drain(self._resident)
         self._drains.retire(0)
         self._drains.finish(0)
         self._step_begun = self.device.host
+        self._update_by_next_use()
         if self._overlap != "backward":
-            tables, blocks = (
-                [layer for layer in self._layers if layer.kind is kind] for kind in (LayerKind.TABLE, LayerKind.BLOCK)
-            )
-            used = self._residency.prefetch.order("batch")
-            for layer in dict.fromkeys((self._resident, *tables, *used, *blocks)):
+            for layer in self._order():
                 self._source.waiting.append(layer)
             if self._overlap == "off" or not self._on_device:
                 self._issue(self._source.waiting[-1])

@@ -20,6 +20,7 @@ from sp_lightning.device.lease import Lease
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.casts import SavedValues
+from sp_lightning.weights.freed_gradient import forget
 from sp_lightning.weights.narrow_gradient import widen
 from sp_lightning.weights.parameter_group import ParameterGroup
 from sp_lightning.weights.writes import ViewDigests
@@ -254,7 +255,9 @@ class StreamedLayer:
         running_calls: how many running calls use it. It is not released before they have returned.
         layout: a number that layers share if their parameters lie alike in a slot.
         visits: how often the running step's forward has taken it into use.
-        updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``).
+        updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``), or tries to do
+            without the layer from now on.
+        needed: called with what needed the layer while backward tried that; None if it has begun the update.
     """
 
     def __init__(
@@ -291,6 +294,7 @@ class StreamedLayer:
         self.visits = 0
         self.layout = 0
         self.updated_early = False
+        self.needed: Callable[[str], None] | None = None
 
     @property
     def name(self) -> str:
@@ -313,7 +317,10 @@ class StreamedLayer:
         Raises:
             RuntimeError: it has.
         """
-        if self.owner.updated_early:
+        owner = self.owner
+        if owner.updated_early and owner.needed is not None:
+            owner.needed(f"the gradients of layer {self.name!r} were complete when {why}")
+        elif owner.updated_early:
             raise RuntimeError(
                 f'optimizer_overlap="backward" had updated layer {self.name!r} when, in the same backward, '
                 f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
@@ -325,6 +332,7 @@ class StreamedLayer:
         self.rows.unpin()
         for parameter in self.block.parameters:
             widen(parameter)
+            forget(parameter)
 
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because the host's weights were or may have been written.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -86,6 +87,8 @@ def _memory(variant: Variant) -> Iterator[None]:
             stack.enter_context(poisoned())
         if variant.memory == "simulated":
             stack.enter_context(simulated())
+        if variant.strategy.get("optimizer_overlap") == "auto":  # as on an accelerator
+            stack.enter_context(mock.patch("sp_lightning.trainer.user_hooks._computes_on_host", return_value=False))
         if variant.strategy.get("activations") == "offload":
             stack.enter_context(poisoned_ring())
         callers = stack.enter_context(backward_elsewhere()) if variant.elsewhere else None

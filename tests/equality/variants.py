@@ -228,6 +228,18 @@ def early_updates() -> Iterator[Variant]:
     )  # fmt: skip
 
 
+def updates_by_default() -> Iterator[Variant]:
+    """What an accelerator does by default."""
+    for name, options in (("", {}), (", clipped by norm", {"gradient_clip_val": 0.05})):
+        yield Variant(
+            f"updated as an accelerator does by default{name}",
+            "the mode is chosen after a first step that tries whether backward can do without layers",
+            {"k": 1, "optimizer_overlap": "auto"}, {"max_epochs": 2, **options}, "simulated", seen="losses",
+            cases=frozenset(CASES) - {"checkpoint-whole"} if not name else frozenset({"stack", "conditional", "gan"}),
+            quick=frozenset({"stack", "gan", "sparse-embedding", "parameter-hooks"} if not name else ()),
+        )  # fmt: skip
+
+
 def updates_in_every_precision() -> Iterator[Variant]:
     """Updates in the background, with everything that comes between a gradient and its update."""
     clips: dict[str, dict[str, Any]] = {
@@ -243,7 +255,7 @@ def updates_in_every_precision() -> Iterator[Variant]:
         some = {"stack", "llama-dropout"} | (
             {"conditional"} if clip else set()
         )  # its layers without gradients are not clipped
-        early = mode == "backward" and (clip or precision == "16-mixed")
+        early = mode == "backward" and ("norm" in clip or precision == "16-mixed")
         yield Variant(
             f"updated under {mode}, {precision}{clip}{', accumulated' if accumulate > 1 else ''}",
             "the update is the whole step's to the bit, whatever scales or clips its gradient",
@@ -369,7 +381,7 @@ VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for family in (
         windows(), precisions(), accumulation(), asynchronous(), activations(), updates(), early_updates(),
-        updates_in_every_precision(), one_pass(), below_memory(), on_device(),
+        updates_by_default(), updates_in_every_precision(), one_pass(), below_memory(), on_device(),
         elsewhere(),
     )
     for variant in family

@@ -399,15 +399,17 @@ class OwnStep(Module):
         optimizer.step(closure=optimizer_closure)
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(ScalesInBackward, "backward"), (OwnZeroGrad, "optimizer_zero_grad"), (OwnStep, "optimizer_step")],
-)
-def test_code_that_decides_on_gradients_is_refused_where_they_are_gone(make: Any, name: str) -> None:
+@pytest.mark.parametrize(("make", "name"), [(ScalesInBackward, "backward"), (OwnStep, "optimizer_step")])
+def test_code_that_decides_on_gradients_before_the_step_is_refused(make: Any, name: str) -> None:
     build = fused(make if make is ScalesInBackward else lambda: make(Stack()))
-    with pytest.raises(ValueError, match=f"gradients are freed before {make.__name__}.{name}"):
+    with pytest.raises(ValueError, match=f"{make.__name__}.{name} may look at gradients or weights before the step"):
         fit(build, vectors(), overlapping("backward"), recorded="losses")
     both(build)
+
+
+@pytest.mark.parametrize("mode", OVERLAP)
+def test_gradients_that_nobody_sets_to_none_add_up(mode: str) -> None:
+    both(fused(lambda: OwnZeroGrad(Stack())), mode)
 
 
 def test_a_users_thread_that_reads_weights_waits_too() -> None:

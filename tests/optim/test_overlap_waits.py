@@ -83,12 +83,12 @@ def test_an_interrupt_while_an_update_is_submitted_leaves_none_that_goes_on() ->
         make(self, *arguments)
         self._under_way = _Interrupted()
 
-    def slowly(self: Device, work: Callable[[], None]) -> Any:
+    def slowly(self: Device, work: Callable[[], None], urgency: int | None = None) -> Any:
         def delayed() -> None:
             sleep(0.1)
             work()
 
-        return later(self, delayed)
+        return later(self, delayed, urgency)
 
     module = fused(lambda: Module(Stack()))()
     with mock.patch.object(BackgroundUpdates, "__init__", made), mock.patch.object(Device, "later", slowly):
@@ -285,13 +285,13 @@ def test_what_follows_an_update_is_done_once() -> None:
     """Backward bounds how many are under way, and waits for one before its parameters are allowed again."""
     followed, submit = list[int](), BackgroundUpdates.submit
 
-    def counted(self: BackgroundUpdates, layer: StreamedLayer, work: Any, then: Any = None) -> None:
+    def counted(self: BackgroundUpdates, layer: StreamedLayer, work: Any, then: Any, *urgency: Any) -> None:
         def after() -> None:
             followed.append(layer.index)
             if then is not None:
                 then()
 
-        submit(self, layer, work, after)
+        submit(self, layer, work, after, *urgency)
 
     with mock.patch.object(BackgroundUpdates, "submit", counted):
         fit(fused(lambda: Module(Stack())), vectors(2), overlapping("backward"), recorded="nothing")

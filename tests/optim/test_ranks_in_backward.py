@@ -183,12 +183,12 @@ def slow_update(late: bool) -> Any:
     """Rank 0's updates are late; what rank 1 reads is those weights all the same."""
     submit = BackgroundUpdates.submit
 
-    def later(self: Any, layer: Any, work: Any, then: Any = None) -> None:
+    def later(self: Any, layer: Any, work: Any, *then: Any) -> None:
         def update() -> None:
             sleep(0.05 * (late and rank() == 0))
             work()
 
-        submit(self, layer, update, then)
+        submit(self, layer, update, *then)
 
     with mock.patch.object(BackgroundUpdates, "submit", later):
         strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")

@@ -151,7 +151,13 @@ class AtOnce(BackgroundUpdates):
 
     order: list[int]
 
-    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+    def submit(
+        self,
+        layer: StreamedLayer,
+        work: Callable[[], None],
+        then: Callable[[], None] | None = None,
+        urgency: int | None = None,
+    ) -> None:
         self.order.append(layer.index)
         with torch.no_grad():
             work()

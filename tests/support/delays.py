@@ -71,12 +71,12 @@ class Delayed(Accelerator):
         if why is not self.omit:
             super().synchronize(event, why)
 
-    def later(self, work: Callable[[], None]) -> Future[None]:
+    def later(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
         def late() -> None:
             time.sleep(UPDATE_SECONDS)
             work()
 
-        return super().later(late)
+        return super().later(late, urgency)
 
     def finish(self, work: Future[None], why: Wait) -> None:
         self.waits.add(why)

@@ -66,7 +66,7 @@ def taken_apart() -> Iterator[list[int]]:
         yield layers
 
 
-def at_once(self: Device, work: Callable[[], None]) -> Future[None]:
+def at_once(self: Device, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
     """In place of the background thread."""
     future: Future[None] = Future()
     work()

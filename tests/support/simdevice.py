@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sp_lightning.device.background_thread import Pieces
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.store.block import HostBlock
 from sp_lightning.trainer.run import move_to_device
@@ -123,7 +124,8 @@ class SimDevice(Device):
         self._reads: list[
             tuple[SimEvent, tuple[int, int]]
         ] = []  # of copies within the device that may not have run yet
-        self._later: deque[tuple[Future[None], Callable[[], None], Clock]] = deque()
+        self._later = Pieces()
+        self._known: dict[Future[None], Clock] = {}  # what the host knew when it gave work to the background
         self._done: dict[Future[None], Clock] = {}
 
     @property
@@ -246,16 +248,17 @@ class SimDevice(Device):
                 self._issue(by)
             self._check(each, agent, write=write, what="written" if write else "read")
 
-    def later(self, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
-        self._later.append((future, work, dict(self.clocks[HOST])))
-        return future
+    def later(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
+        done = self._later.add(work, urgency)
+        self._known[done] = dict(self.clocks[HOST])
+        return done
 
     def finish(self, work: Future[None], why: Wait) -> None:
         self.waits.append(why)
+        self._later.urge(work)
         while not work.done():
-            future, run, clock = self._later.popleft()
-            self._learn(Stream.UPDATE, clock)
+            piece = self._later.take()
+            self._learn(Stream.UPDATE, self._known.pop(piece.done))
             with (  # both are of one thread, and not the background's
                 self.engine(),
                 torch.autocast("cpu", enabled=False),
@@ -263,11 +266,11 @@ class SimDevice(Device):
             ):
                 self._runs = Stream.UPDATE
                 try:
-                    run()
+                    piece.work()
                 finally:
                     self._runs = HOST
-            future.set_result(None)
-            self._done[future] = dict(self.clocks[Stream.UPDATE])
+            piece.done.set_result(None)
+            self._done[piece.done] = dict(self.clocks[Stream.UPDATE])
         if why is not self.omit:
             self._learn(HOST, self._done[work])
 

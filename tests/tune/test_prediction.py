@@ -164,6 +164,36 @@ def test_hundreds_of_layers_that_all_fit_are_not_compared_with_each_other(
     assert 0 < len(asked) < 4 * 2 * 200
 
 
+# ---------------------------------------------------------------- updates of the host, while backward goes on
+
+
+@pytest.mark.parametrize("update", [0.5, 1.5, 2.5, 3.0, 3.5])
+def test_updates_take_all_the_time_until_the_layers_are_needed(update: float) -> None:
+    """Layers of a second of forward and two of backward: updates by next use end with them, if all time is enough.
+
+    Args:
+        update: of a layer, in seconds.
+    """
+    count = 12
+    plan = make_plan(find_layers(nn.Sequential(*(nn.Linear(64, 64) for _ in range(count)))), k=99, k_prime=1)
+    visits = schedule_visits(plan, [1.0] * count, training=True)
+    computes = sum(visit.seconds for visit in visits)
+    rate = plan.layers[0].gradient_bytes / update
+    rates = Rates(upload=1e15, download=1e15, update=rate, host_memory=1e15)
+
+    def seconds(overlap: Any, *, frees: bool = False) -> float:
+        walk = Walk(plan, visits, rates, overlap=overlap, frees=frees)
+        for _ in range(6):
+            begun = walk.batch()
+        return walk.ended - begun
+
+    limit = max(computes, count * update)
+    assert limit <= seconds("backward") <= 1.1 * limit + update
+    assert seconds("backward") <= seconds("backward", frees=True) + 1e-9
+    if count * update > computes / 2:  # more than backward has time for, or the next forward
+        assert seconds("backward") < seconds("forward") < seconds("off")
+
+
 # ---------------------------------------------------------------- steps on the device
 
 

@@ -1,0 +1,57 @@
+"""``param.grad`` of a parameter that backward has updated, where gradients are freed then: plain Lightning has a tensor there.
+
+``optimizer_overlap="backward"`` frees a layer's gradients after its update, to save memory, if no hook of the user's could
+look at them before they are set to None. Code that reads one all the same gets an error, and not None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from sp_lightning.device.torch_private import subclasses_are_asked
+from sp_lightning.weights.roles import Role, leave, take
+
+_tensor_grad: Any = Tensor.grad
+
+
+class _HasFreedGradient(Role):
+    """A host parameter whose gradient was freed after its update."""
+
+    rank = 3
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Nothing, in the engine and in updates.
+
+        Raises:
+            RuntimeError: user code asks.
+        """
+        if subclasses_are_asked():
+            raise RuntimeError(
+                f"param.grad was read of a parameter of shape {tuple(self.shape)} after the optimizer's step. "
+                'optimizer_overlap="backward" has freed it, because no hook of the module or of a callback runs there. Read it '
+                'in on_train_batch_end, or leave optimizer_overlap out: "auto" keeps gradients.'
+            )
+        return None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _tensor_grad.__set__(self, value)
+        leave(self, _HasFreedGradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        leave(self, _HasFreedGradient)
+
+
+def free(parameter: nn.Parameter) -> None:
+    """Frees a parameter's gradient. Reading it is an error until :func:`forget`, or until it has another one."""
+    parameter.grad = None
+    take(parameter, _HasFreedGradient)
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """From now on a parameter has no gradient, as after ``zero_grad``."""
+    leave(parameter, _HasFreedGradient)
