@@ -153,9 +153,10 @@ class LayerwiseStep:
 
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed."""
-        groups = self._early_groups().pop(layer, None)
-        if groups is None:
-            return
+        groups = self._early_groups().get(layer)
+        if groups is None or (not self._frees and self._is_held(layer, _parameters(groups))):
+            return  # what holds it may be read or written in this backward
+        del self._early_groups()[layer]
         if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
             self._armed = {}  # where no layer is updated yet, all are at once
             self._refuse(_sparse(layer))
@@ -304,7 +305,7 @@ class LayerwiseStep:
         return by_layer
 
     def _submit(self, layer: StreamedLayer, groups: Groups) -> None:
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = _parameters(groups)
         if not self._ordered:
             self._ordered, state = True, state_of(self._optimizer)
             everything = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -351,9 +352,9 @@ class LayerwiseStep:
     def _is_held(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether other tensors hold what the update writes: a kept ``state_dict()``, a view, a gradient that is clipped.
 
-        They are no parameters, so that nothing tells when user code reads them.
+        They are no parameters, so that nothing tells when user code reads or writes them.
         """
-        if any(member.block.is_viewed for member in layer.family):
+        if self._engine.is_viewed(layer):
             return True
         if self._on_device is not None:  # which holds the state itself
             return False
@@ -432,6 +433,10 @@ def _is_sparse(parameter: nn.Parameter) -> bool:
 
 class _UndividedError(Exception):
     """Groups cannot be cut by layers: why, and what to do about it."""
+
+
+def _parameters(groups: Groups) -> list[nn.Parameter]:
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _sparse(layer: StreamedLayer) -> _UndividedError:

@@ -16,7 +16,7 @@ from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.weights.device_parameter import Untouched
 from sp_lightning.weights.freed_gradient import forget, free
-from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.layer import Kind, Slot, StreamedLayer
 
 
 class Updating(Part):
@@ -99,9 +99,7 @@ class Updating(Part):
         for member in layer.family:
             # A fetch of the layer that was not used may be under way.
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
-            slot, group = member.slot, member.parameters
-            own = len(group.all) if group.attached else 0
-            viewed = slot if slot is not None and slot.digests is None and slot.lease.in_use_beside(own) else None
+            group, viewed = member.parameters, _viewed(member)
             if group.exposed or viewed is not None:
                 with held(self.lock):
                     self.lent.take_back(member)
@@ -132,6 +130,13 @@ class Updating(Part):
             if self._turns.begin(self.step_of(optimizer), weights=True):
                 self._turns.cast()
 
+    def is_viewed(self, layer: StreamedLayer) -> bool:
+        """Whether user code holds memory of a weight of the layer or its masters, on the host or on the device."""
+        return any(
+            member.block.is_viewed or (member.slot is not None and member.slot.digests is not None) or _viewed(member)
+            for member in layer.family
+        )
+
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""
         for parameter in parameters:
@@ -146,3 +151,10 @@ class Updating(Part):
         for layer in self.layers:
             for parameter in layer.block.parameters:
                 forget(parameter)
+
+
+def _viewed(layer: StreamedLayer) -> Slot | None:
+    """The layer's slot if a view of it was taken in this step that may be kept."""
+    slot, group = layer.slot, layer.parameters
+    own = len(group.all) if group.attached else 0
+    return slot if slot is not None and slot.digests is None and slot.lease.in_use_beside(own) else None

@@ -6,14 +6,19 @@ look at them before they are set to None. Code that reads one all the same gets 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sp_lightning.device.torch_private import subclasses_are_asked
 from sp_lightning.weights.roles import Role, leave, take
 
 _tensor_grad: Any = Tensor.grad
+
+_SET_TO_NONE = (nn.Module.zero_grad.__code__, Optimizer.zero_grad.__code__)
+"""What reads ``param.grad`` only to set it to None, or to zeros if there is one."""
 
 
 class _HasFreedGradient(Role):
@@ -28,7 +33,7 @@ class _HasFreedGradient(Role):
         Raises:
             RuntimeError: user code asks.
         """
-        if subclasses_are_asked():
+        if subclasses_are_asked() and sys._getframe(1).f_code not in _SET_TO_NONE:
             raise RuntimeError(
                 f"param.grad was read of a parameter of shape {tuple(self.shape)} after the optimizer's step. "
                 'optimizer_overlap="backward" has freed it, because no hook of the module or of a callback runs there. Read it '
@@ -44,6 +49,11 @@ class _HasFreedGradient(Role):
     @grad.deleter
     def grad(self) -> None:
         leave(self, _HasFreedGradient)
+
+
+def is_freed(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's gradient was freed."""
+    return issubclass(type(parameter), _HasFreedGradient)
 
 
 def free(parameter: nn.Parameter) -> None:

@@ -18,6 +18,7 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import OwnView, commit_or_drop
 from sp_lightning.store.block_memory import Staging
+from sp_lightning.weights.freed_gradient import is_freed
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 Place = tuple[StreamedLayer, int]
@@ -196,10 +197,11 @@ class GradientPlaces:
         layer, index = place
         parameter = layer.block.parameters[index]
         with no_inference_mode(), torch.no_grad():
-            if parameter.grad is None:
+            gradient = gradient_of(place)
+            if gradient is None:
                 parameter.grad = self._lend(family, place)
             elif not family.shows(place):
-                parameter.grad.copy_(family.of(place))
+                gradient.copy_(family.of(place))
 
     def merge(self) -> None:
         """Makes what the primary's user code has written to gradients that of all ranks, and forgets what another rank's has.
@@ -272,8 +274,9 @@ def _alike(gradient: Tensor, place: Tensor) -> bool:
 
 
 def gradient_of(place: Place) -> Tensor | None:
-    """A parameter's ``grad``."""
-    return place[0].block.parameters[place[1]].grad
+    """A parameter's ``grad``; None if it was freed."""
+    parameter = place[0].block.parameters[place[1]]
+    return None if is_freed(parameter) else parameter.grad
 
 
 def present(family: Family, place: Place, begin: int, nbytes: int) -> Tensor:

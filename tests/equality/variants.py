@@ -236,7 +236,7 @@ def updates_by_default() -> Iterator[Variant]:
             "the mode is chosen after a first step that tries whether backward can do without layers",
             {"k": 1, "optimizer_overlap": "auto"}, {"max_epochs": 2, **options}, "simulated", seen="losses",
             cases=frozenset(CASES) - {"checkpoint-whole"} if not name else frozenset({"stack", "conditional", "gan"}),
-            quick=frozenset({"stack", "gan", "sparse-embedding", "parameter-hooks"} if not name else ()),
+            quick=frozenset({"stack", "gan", "sparse-embedding", "parameter-hooks"} if not name else {"stack"}),
         )  # fmt: skip
 
 

@@ -200,8 +200,8 @@ def test_a_backward_that_needs_a_layer_again_keeps_updates_out_of_it() -> None:
     streamed, watches = both(ReadsLater, val=None)
     assert set(watches.modes) == {"forward"}
     assert (
-        "overlap with the next forward pass; backward uses layers whose gradients are complete ('net.head': "
-        in " ".join(streamed.trainer.strategy.remarks())
+        "overlap with the next forward pass; in the first step, the gradients of layer 'net.head' were complete when its "
+        "weights were needed again." in " ".join(streamed.trainer.strategy.remarks())
     )
 
 

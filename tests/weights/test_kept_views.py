@@ -8,6 +8,7 @@ first step and run in ``on_train_batch_end``, was lost in the same way.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.trainer import optimizer_steps
 from tests.support.engine import step, streamed
 from tests.support.models import Module, vectors
 from tests.support.poison import poisoned
@@ -317,16 +319,28 @@ class _WritesInBackward(Module):
         return torch.optim.SGD(self.parameters(), 0.1, fused=True)
 
 
+@pytest.mark.parametrize("frees", [True, False])
 @pytest.mark.parametrize(("taken", "written"), [(0, 0), (0, 1)])
 @pytest.mark.parametrize("kind", ["data", "detach", "view"])
 @pytest.mark.parametrize("k", [1, 4])
-def test_what_is_written_after_an_early_update_is_refused(kind: str, k: int, taken: int, written: int) -> None:
-    """It was lost: the update leaves nothing that may have been written, but a view does not end with it."""
+def test_what_is_written_in_a_backward_that_updates(
+    kind: str, k: int, taken: int, written: int, frees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost: the update leaves nothing that may have been written, but a view does not end with it.
+
+    The layer is updated after backward then. Where its gradients are to be freed, it is not, and the write is an error.
+    """
+    monkeypatch.setattr(optimizer_steps, "may_look_after_step", lambda _: not frees)
     make = lambda: _WritesInBackward(kind, taken, written)  # noqa: E731
-    with pytest.raises(
-        RuntimeError, match=r"Parameter 'net\.3\.0\.weight' was written|modified by an inplace operation"
-    ):
-        fit(make, vectors(4), superpipeline(k=k, k_prime=1, optimizer_overlap="backward"), recorded="losses")
+    ours = partial(
+        fit, make, vectors(4), superpipeline(k=k, k_prime=1, optimizer_overlap="backward"), recorded="losses"
+    )
+    if frees:
+        refused = r"Parameter 'net\.3\.0\.weight' was written|modified by an inplace operation"
+        with pytest.raises(RuntimeError, match=refused):
+            ours()
+    else:
+        assert_same(ours(), fit(make, vectors(4), recorded="losses"))
 
 
 class _GivesANeighbourMemory(Module):
