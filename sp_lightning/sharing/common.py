@@ -213,7 +213,8 @@ class Common:
             there = None
         if there is None:
             there = _OnDevice(device.upload_target(max(each.bytes.nbytes for each in self._host.values())), device)
-        for event in there.read:
+        # A trial that has failed may have brought a layer that nobody copied: then only ``filled`` says when that copy is over.
+        for event in (there.filled, *there.read):
             device.wait(Stream.UPLOAD, event, Wait.BRING_AFTER_SHARE)
         device.copy([there.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)
         there.layer, there.filled, there.read = layer, device.record(Stream.UPLOAD), []

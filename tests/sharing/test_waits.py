@@ -82,6 +82,19 @@ def test_memory_is_given_back_after_the_copies_to_it(larger: bool, omit: Wait | 
         give_back()
 
 
+@pytest.mark.parametrize("omit", [None, Wait.BRING_AFTER_SHARE])
+def test_a_layer_comes_after_one_that_nobody_has_copied(omit: Wait | None) -> None:
+    """A trial that was interrupted between the two had brought it; the next trial's uploads have a stream of their own."""
+    plan = make_plan(find_layers(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), k=1, k_prime=1, training=True)
+    simulated, common = SimDevice(torch.device("cpu"), omit), Common(1)
+    one, other = (OfTrial(simulated, uploads) for uploads in UPLOADS)
+    first, second = (common.layer(planned, 1, simulated, pin=False) for planned in plan.layers)
+    common.bring(first, one)  # type: ignore[arg-type]
+    race = pytest.raises(Race, match=r"copied to by .* is not ordered after copied to")
+    with nullcontext() if omit is None else race:
+        common.bring(second, other)  # type: ignore[arg-type]
+
+
 def assert_all_same(ours: list[Outcome], alone: list[Outcome]) -> None:
     for outcome, its in zip(ours, alone, strict=True):
         assert_same(outcome, its)
