@@ -57,17 +57,20 @@ class Accelerator(Device):
         # rounds every tensor up to a power of two bytes. Other backends have that allocator alone: see host_empty.
         if self.device.type != "cuda":
             return memory.is_pinned()
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-            return True
-        _clear_last_error(self.device)
+        with torch.cuda.device(self.device):  # see unpin
+            if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+                return True
+            _clear_last_error(self.device)
         return False
 
     def unpin(self, memory: Tensor) -> None:
         if self.device.type != "cuda":
             return  # torch's allocator takes the memory back when no tensor holds it
-        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
-            _clear_last_error(self.device)
+        # CUDA's runtime takes the thread's current device, which is the first one in threads that have set none, and makes a
+        # context there. Finalizers run in any thread.
+        with torch.cuda.device(self.device):
+            if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+                _clear_last_error(self.device)
 
     def copy(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -73,6 +77,43 @@ def test_what_is_not_to_be_pinned_is_not(xpu: Accelerator) -> None:
     with mock.patch("torch.empty", allocator.empty):
         assert not PinnedMemory(xpu, 5000, pin=False).pinned
     assert allocator.taken == []
+
+
+class Runtime:
+    """CUDA's runtime with several devices, of which each thread has a current one. It notes where memory was registered."""
+
+    def __init__(self) -> None:
+        self.current = threading.local()
+        self.seen: list[int] = []
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current.index = getattr(self.current, "index", 0), device.index
+        yield
+        self.current.index = before
+
+    def note(self, *_: Any) -> int:
+        self.seen.append(getattr(self.current, "index", 0))
+        return 0
+
+    cudaHostRegister = cudaHostUnregister = note  # noqa: N815
+
+
+def test_memory_is_registered_with_the_device_of_the_run_in_any_thread() -> None:
+    """A thread begins with the first device: registering there made a context on a GPU that the run does not use."""
+    runtime = Runtime()
+    with mock.patch("torch.Stream"):
+        device = Accelerator(torch.device("cuda", 1))
+    with (
+        mock.patch("torch.cuda.cudart", return_value=runtime),
+        mock.patch("torch.cuda.device", runtime.device),
+        mock.patch.object(device, "record"),
+        mock.patch.object(device, "synchronize"),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        memory = thread.submit(lambda: PinnedMemory(device, 5000, pin=True)).result()
+        thread.submit(memory.unpin).result()
+    assert runtime.seen == [1, 1]
 
 
 def test_budget_and_peak_are_what_torch_counts(xpu: Accelerator) -> None:
