@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.device.layout import part, strided
+from sp_lightning.device.layout import aligned, part, strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     gradient_hooks,
@@ -97,19 +97,22 @@ class EmbeddingRows(AllRows):
                     name = self._block.planned.name
                     raise IndexError(f"index out of range: {name!r} has {count} rows and was asked for row {number}.")
             padding = -1 if padding_idx is None else padding_idx + count * (padding_idx < 0)
-            return _LookUp.apply(
-                weight, self, staged, indices, renumbered, numbers, (padding, scale_grad_by_freq, sparse)
-            )
+            how = padding, scale_grad_by_freq, sparse
+            backward = torch.is_grad_enabled() and weight.requires_grad
+            return _LookUp.apply(weight, self, staged, indices, renumbered, numbers, how, backward)
 
-    def rows(self, staged: Staged, numbers: Tensor) -> Tensor:
+    def rows(self, staged: Staged, numbers: Tensor, *, backward: bool) -> tuple[Tensor, Tensor | None]:
         """Gathers rows on the host and sends them.
 
         Args:
             staged: the weight's bytes on the host, and the event after which they may be read.
             numbers: the numbers of the rows: int64 on the host, each once, ascending.
+            backward: whether a backward may follow, which needs the numbers on the device: a copy of pageable memory there
+                would block the host until the device has done all that was issued before.
 
         Returns:
-            The rows on the device, of shape ``(len(numbers), width)``. The compute stream waits for them.
+            The rows on the device, of shape ``(len(numbers), width)``, and their numbers there, for a backward. The compute
+            stream waits for them.
         """
         span = self._block.planned.spans[0]
         width = span.shape[1]
@@ -121,16 +124,23 @@ class EmbeddingRows(AllRows):
         # This wait is needed if the indices are on the host already, or if the stream of another thread copies them.
         device.synchronize(self._left, Wait.GATHER_AFTER_SEND)
         with no_dispatch_modes(), no_inference_mode(), torch.no_grad():
-            if self._leaving.bytes.nbytes < nbytes:
-                self._leaving = PinnedMemory(device, 2 * nbytes, pin=self._pin)
+            begin = aligned(nbytes)  # of the numbers
+            end = begin + numbers.nbytes * backward
+            if self._leaving.bytes.nbytes < end:
+                self._leaving = PinnedMemory(device, 2 * end, pin=self._pin)
             leaving = self._leaving.bytes[:nbytes]
             device.access(source, None, write=False)
-            device.access(leaving, None, write=True)
+            device.access(self._leaving.bytes[:end], None, write=True)
             torch.index_select(part(source, span), 0, numbers, out=leaving.view(span.dtype).view(len(numbers), width))
             arrived = device.send(leaving)
+            there = None
+            if backward:
+                listed = self._leaving.bytes[begin:end]
+                listed.view(numbers.dtype).copy_(numbers)
+                there = device.send(listed).view(numbers.dtype)
             self._left = device.record(Stream.UPLOAD)
             self.looked_up_bytes += nbytes
-            return strided(arrived, 0, span.dtype, (len(numbers), width), (width, 1))
+            return strided(arrived, 0, span.dtype, (len(numbers), width), (width, 1)), there
 
     def unpin(self) -> None:
         """Releases the page lock."""
@@ -150,12 +160,14 @@ class _LookUp(torch.autograd.Function):
         renumbered: Tensor,
         numbers: Tensor,
         how: tuple[int, bool, bool],
+        backward: bool,
     ) -> Tensor:
         # embedding saves the indices, too. A checkpoint's second forward may run that in place of this function, because
         # the whole weight is there, and has to save the same tensors.
         ctx.save_for_backward(indices)
         ctx.weight, ctx.table, ctx.numbers, ctx.how = weight._of.hosts[weight._index], table, numbers, how
-        return F.embedding(renumbered, table.rows(staged, numbers))
+        rows, ctx.there = table.rows(staged, numbers, backward=backward)
+        return F.embedding(renumbered, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -170,12 +182,12 @@ class _LookUp(torch.autograd.Function):
         if not ctx.table.sparse_on_device:
             result = backward(gradient, indices, len(ctx.weight), padding, by_frequency, sparse)
         else:
-            numbers = ctx.numbers.to(gradient.device)
+            numbers = ctx.there
             renumbered = torch.searchsorted(numbers, indices.to(numbers.dtype).contiguous())
             padding = int(torch.searchsorted(ctx.numbers, padding)) if padding in ctx.numbers else -1
             rows = backward(gradient, renumbered, len(numbers), padding, by_frequency, False)
             result = sparse_rows(numbers[None], rows, ctx.weight.shape)
-        return result, None, None, None, None, None, None
+        return result, None, None, None, None, None, None, None
 
 
 def _is_looked_at(ctx: Any) -> bool:

@@ -59,6 +59,24 @@ def test_only_rows_travel() -> None:
     assert stats.demand_fetches == 0
 
 
+def test_backward_finds_the_numbers_of_rows_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from pageable memory blocked autograd's thread until the device had done all that was issued before."""
+    found: list[bool] = []
+    search = torch.searchsorted
+
+    def noting(numbers: Tensor, values: Any, **options: Any) -> Tensor:
+        if isinstance(values, Tensor):  # a padding index is searched on the host
+            found.append(made[0].has(numbers))
+        return search(numbers, values, **options)
+
+    monkeypatch.setattr(torch, "searchsorted", noting)
+    with simulated() as made:
+        ours = fit(CASES["looked-up"], numbers(), superpipeline(k=1))
+    assert_same(ours, fit(CASES["looked-up"], numbers()))
+    assert found
+    assert all(found)
+
+
 def test_a_whole_use_is_a_demand() -> None:
     strategy = superpipeline(k=1)
     fit(CASES["whole-as-well"], numbers(1), strategy)
