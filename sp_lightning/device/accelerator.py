@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
@@ -42,6 +43,8 @@ class Accelerator(Device):
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
+        if stream is Stream.STEP and stream not in self._side:
+            self._side[stream] = _step_stream(self.device)
         # The current stream is asked for every time: hooks of backward run on autograd's thread, which has its own.
         return self._side[stream] if stream in self._side else torch.accelerator.current_stream(self.device)
 
@@ -107,6 +110,20 @@ class Accelerator(Device):
     def synchronize(self, event: torch.Event | None, why: Wait) -> None:
         if event is not None:
             event.synchronize()
+
+    def has_happened(self, event: torch.Event | None) -> bool:
+        return event is None or event.query()
+
+    def later(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
+        if not self.steps:
+            return super().later(work, urgency)
+        issued = self.record(Stream.COMPUTE)
+
+        def after_compute() -> None:
+            self._stream(Stream.STEP).wait_event(issued)
+            work()
+
+        return super().later(after_compute, urgency)
 
     def make_current(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
@@ -185,6 +202,12 @@ class Accelerator(Device):
             else:
                 still_open.append((why, before, after))
         self._waits = still_open
+
+
+@functools.cache
+def _step_stream(device: torch.device) -> torch.Stream:
+    """One for all runs: a stream keeps what torch's allocator has given it, and that of steps gets gigabytes."""
+    return torch.Stream(device)
 
 
 _has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver each time

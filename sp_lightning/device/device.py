@@ -33,6 +33,8 @@ class Stream(enum.Enum):
     DOWNLOAD = "device to host"
     REDUCE = "between devices"
     """The stream on which ranks sum their gradients."""
+    STEP = "steps on the device"
+    """The stream of optimizers' kernels: what they wait for, the model's do not. Memory that is allocated there stays with it."""
     UPDATE = "host, in the background"
     """The order of the background thread, which updates weights while the host goes on. The device has no such stream."""
 
@@ -73,6 +75,7 @@ class Wait(enum.Enum):
     BRING_AFTER_TAKE = "a slot of steps is filled again after all has left that the step before made there"
     STEP_AFTER_BRING = "a layer is stepped on the device after its weights, gradients and state have come"
     TAKE_AFTER_STEP = "what a step on the device has made leaves after its kernels"
+    STEP_AFTER_FETCH = "memory of new casts is used again by a step after the transfer that reads them"
     READ_AFTER_TAKE = "the host reads weights and state after what a step on the device has made is there"
     FETCH_AFTER_UPDATE = "a layer is fetched after its update in the background"
     READ_AFTER_UPDATE = "the host reads and writes weights and gradients after their updates in the background"
@@ -96,6 +99,7 @@ class Device:
 
         background_threads: how many threads an operator takes in the background. None: all that this process has, but one
             where that gives an accelerator its work.
+        steps: whether work in the background steps layers on the device.
 
     Args:
         device: the device on which layers compute.
@@ -112,6 +116,7 @@ class Device:
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
         self.timelines: list[Timeline] = []
         self.background_threads: int | None = None
+        self.steps = False
         self._background: BackgroundThread | None = None
         self._most = 0  # the most that peak_bytes said before it was set back
 
@@ -124,10 +129,15 @@ class Device:
         with no_inference_mode():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def upload_target(self, nbytes: int) -> Tensor:
-        """Returns such memory for copies of the upload stream, which wait for kernels that may still use it."""
+    def upload_target(self, nbytes: int, by: Stream = Stream.COMPUTE) -> Tensor:
+        """Returns such memory for copies of the upload stream, which wait for kernels that may still use it.
+
+        Args:
+            nbytes: how much.
+            by: the stream that is current, whose kernels those are.
+        """
         memory = self.empty(nbytes)
-        self.wait(Stream.UPLOAD, self.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
+        self.wait(Stream.UPLOAD, self.record(by), Wait.FETCH_AFTER_USE)
         return memory
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
@@ -207,8 +217,14 @@ class Device:
     def synchronize(self, event: Any, why: Wait) -> None:
         """Lets the host wait for ``event``."""
 
+    def has_happened(self, event: Any) -> bool:
+        """Whether :meth:`synchronize` would return at once."""
+        return True
+
     def later(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
         """Gives work on the host to the background thread, which does one piece after the other.
+
+        What it issues to :attr:`Stream.STEP` comes after all that was issued to compute by now: settings that are tensors, say.
 
         Args:
             work: the work.

@@ -17,9 +17,10 @@ from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.state_placement import Succession
 from sp_lightning.store.block import HostBlock
+from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.store.direct_file import Transfer
 from sp_lightning.store.weights_in_files import FileBlock
-from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.layer import AllRows, Kind, StreamedLayer
 from sp_lightning.weights.lent_weights import keep_saved
 from sp_lightning.weights.slots import BlockSource, Slots, Staged
 from sp_lightning.weights.writes import WeightWatch
@@ -56,12 +57,16 @@ class HostSource(BlockSource):
         return update is None or update.done()
 
     def wait(self, layer: StreamedLayer) -> None:
-        """Waits for the layer's update."""
-        self._updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
+        """Waits for the layer's update. What one on the device has made may still be on its way to the host."""
+        self._updates.wait_until_issued(layer)
 
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns the bytes of the layer's block, in which the casts are those of the present masters."""
-        self.wait(layer)
+        landed = self._updates.wait_until_issued(layer)
+        if landed is not None:
+            if self._fetches_as_updated(layer):
+                return layer.block.weights, landed  # the transfer waits in place of the host
+            self._updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
         for member in layer.family:
             self._adopt(member)
         outdated = not layer.casts.current
@@ -72,6 +77,18 @@ class HostSource(BlockSource):
         if outdated:
             layer.casts.refresh()
         return layer.block.weights, None
+
+    def _fetches_as_updated(self, layer: StreamedLayer) -> bool:
+        """Whether a transfer of all of a layer can follow its update, because the host has nothing to do in between."""
+        slot, blocks = layer.slot, [member.block for member in layer.family]
+        return (
+            type(layer.rows) is AllRows
+            and layer.casts.current
+            and (slot is None or not (slot.stale or slot.escaped or slot.digests is not None))
+            and all(type(block.memory).use is BlockMemory.use for block in blocks)
+            and not any(isinstance(block, FileBlock) or block.displaced or block.retyped for block in blocks)
+            and self._watch is None
+        )
 
     def _use(self, block: HostBlock) -> None:
         try:

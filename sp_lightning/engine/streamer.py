@@ -114,6 +114,7 @@ class Streamer:
         self.updates = placement.updates(self._layers, device)
         self.updates.threads = self.threads
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
+        self._lent.await_update = partial(self.updates.wait, why=Wait.READ_AFTER_UPDATE)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(self._resident_layer, self._source, self._lent)
         steps = plan.steps_on_device

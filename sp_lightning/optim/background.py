@@ -160,6 +160,27 @@ class BackgroundUpdates:
         if self._failure is not None:
             self._raise()
 
+    def wait_until_issued(self, layer: StreamedLayer) -> Any:
+        """Waits until the background has issued the update of a layer, for a fetch. What it made may still leave the device.
+
+        As with :meth:`bound`, the layer's parameters keep the waiting class then.
+
+        Returns:
+            The event after which the host has the layer; None if it has it, because this did what :meth:`wait` does.
+        """
+        owner = layer.owner
+        if owner.update is None or self._under_way.get(owner) is not None:  # what follows is done after all has left
+            self.wait(layer, Wait.FETCH_AFTER_UPDATE)
+            return None
+        with self._lock:
+            if owner.update is not None:
+                with awaiting_steps():
+                    self._device.finish(owner.update, Wait.FETCH_AFTER_UPDATE)
+                if owner.landed is not None and self._failure is None and not self._device.has_happened(owner.landed):
+                    return owner.landed
+        self.wait(layer, Wait.FETCH_AFTER_UPDATE)
+        return None
+
     def await_work(self, values: Iterable[Any] | None = None) -> None:
         """Waits until the background has done its work, in a thread that is not the run's: what follows it is left to the run.
 

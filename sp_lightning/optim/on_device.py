@@ -3,6 +3,9 @@
 Weights and the optimizer's state stay on the host, in memory that transfers read and write. For its update a layer's weights,
 gradients and state come to one of two slots, so that the next layer's come while this one steps and the last one's leave. The
 optimizer sees ordinary parameters and tensors there, in the form (foreach, fused, capturable) that its user chose.
+
+All of that has a stream of its own. On the model's, the next forward's kernels would wait for the state of layers that they do
+not need yet. The two share no memory: weights go through the host, or are fetched from what a step has made.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class StepsOnDevice:
 
     def __init__(self, device: Device, *, pin: bool, slots: int) -> None:
         self._device = device
+        device.steps = True
         self._pin = pin
         self._slots = StepSlots(device, slots)
         self._states: dict[Key, LooseState] = {}
@@ -92,25 +96,35 @@ class StepsOnDevice:
         if not stepped:
             return
         held = self._bring_together(key, going, state)
-        try:
-            slot, twins, there = self._bring(key[0].index, stepped, held)
-            gradients: list[Any] = [twin.grad for twin in twins]
-            versions = [None if declared or gradient is None else gradient._version for gradient in gradients]
-            stay = self._exchange(part_of, going, dict(zip(map(id, stepped), twins, strict=True)), there)
-            contract = DeclaredStep(part_of, twins, self._device) if declared else None
-            step()
-            if contract is not None:
-                contract.compare(part_of.state)
-            # A class of a user's may write a gradient through its .data, which no version shows.
-            written = [
-                g if g is not None and g._version != v and g is twin.grad else None
-                for g, twin, v in zip(gradients, twins, versions, strict=True)
-            ]
-            self._take_back(key, slot, list(zip(stepped, twins, written, strict=True)), (part_of.state, state, stay))
-            part_of.param_groups, part_of.state = groups, state
-        except BaseException:
-            key[0].landed = self._device.record(Stream.COMPUTE)  # until then the host's weights are read
-            raise
+        with self._device.on(Stream.STEP):
+            try:
+                slot, twins, there = self._bring(key[0].index, stepped, held)
+                gradients: list[Any] = [twin.grad for twin in twins]
+                versions = [None if declared or gradient is None else gradient._version for gradient in gradients]
+                stay = self._exchange(part_of, going, dict(zip(map(id, stepped), twins, strict=True)), there)
+                contract = DeclaredStep(part_of, twins, self._device) if declared else None
+                step()
+                if contract is not None:
+                    contract.compare(part_of.state)
+                # A class of a user's may write a gradient through its .data, which no version shows.
+                written = [
+                    g if g is not None and g._version != v and g is twin.grad else None
+                    for g, twin, v in zip(gradients, twins, versions, strict=True)
+                ]
+                pairs = list(zip(stepped, twins, written, strict=True))
+                self._take_back(key, slot, pairs, (part_of.state, state, stay))
+                part_of.param_groups, part_of.state = groups, state
+            except BaseException:
+                self._settle(key[0])
+                raise
+
+    def _settle(self, layer: StreamedLayer) -> None:
+        """After an error: nothing uses the host's weights or a slot any more that the failed update has begun with."""
+        device = self._device
+        for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
+            device.wait(Stream.STEP, device.record(stream), Wait.STEP_AFTER_BRING)
+        layer.landed = device.record(Stream.STEP)
+        device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
 
     def close(self) -> None:
         """Frees device memory. State stays on the host."""
@@ -153,17 +167,17 @@ class StepsOnDevice:
         begun = device.mark(Stream.UPLOAD)
         device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
         self._note("bring", layer, begun, Stream.UPLOAD, sources)
-        device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
-        device.access(memory[:nbytes], Stream.COMPUTE, write=True)
+        device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
+        device.access(memory[:nbytes], Stream.STEP, write=True)
         for event in {id(each): each for each in computed if each is not None}.values():
             # Backward runs on another stream than the background where its user has chosen one.
-            device.wait(Stream.COMPUTE, event, Wait.DRAIN_AFTER_GRADIENT)
+            device.wait(Stream.STEP, event, Wait.DRAIN_AFTER_GRADIENT)
         arrived = iter(targets[len(trained) :])
         twins = []
         for p, weight, (came, changes), event in zip(trained, targets, made, computed, strict=False):
             twins.append(twin := twin_of(p, weight))
             if event is not None:
-                device.access(came, Stream.COMPUTE, write=True)
+                device.access(came, Stream.STEP, write=True)
             if came is None:
                 continue
             gradient = came if event is not None else next(arrived)
@@ -252,20 +266,20 @@ class StepsOnDevice:
         pairs = [(p, twin) for p, twin, _ in stepped]
         what = f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}"
         copies = list(written_by(what, stepped))  # to the host, from the device
-        current, places = layer.casts.current, layer.casts.places(Stream.COMPUTE)
+        current, places = layer.casts.current, layer.casts.places(Stream.STEP)
         casts = {id(p): twin.detach().to(places[id(p)].dtype) for p, twin in pairs if id(p) in places}
         copies += [(places[index], cast) for index, cast in casts.items()]
         copies += self._give_state(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
         made = for_fetch(layer, casts, pairs) if self._ahead else []
         constants = ids_of(states[0], constants_of(key[1]))  # which no step writes, and the layer before may still send
-        device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.COMPUTE, write=True)
-        device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
+        device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.STEP, write=True)
+        device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
         self._note("take", layer.index, begun, Stream.DOWNLOAD, sources)
         slot.left = layer.landed = device.record(Stream.DOWNLOAD)
-        slot.alive, layer.made = sources, made
+        slot.alive, layer.made, layer.stepped = sources, made, device.record(Stream.STEP)
         self._fresh.append(layer)
         if len(self._fresh) > FRESH:
             self._fresh.popleft().made = ()

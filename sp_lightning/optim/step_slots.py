@@ -49,7 +49,7 @@ class StepSlots:
         """The half that was used longer ago, or both if one is too small, once all has left it that the last update made."""
         if nbytes > self.nbytes:
             self.free()
-            memory = self._device.upload_target(aligned(nbytes) * self._count)
+            memory = self._device.upload_target(aligned(nbytes) * self._count, Stream.STEP)
             middle = memory.nbytes // 2 // ALIGNMENT * ALIGNMENT
             self._slots = [StepSlot(each) for each in (memory, memory[:middle], memory[middle:])]
         whole, first, second = self._slots
@@ -63,7 +63,7 @@ class StepSlots:
     def free(self) -> None:
         """Frees device memory, once all has left it."""
         self._wait(*self._slots)
-        self._device.access([each.memory for each in self._slots], Stream.COMPUTE, write=True)  # which may use it next
+        self._device.access([each.memory for each in self._slots], Stream.STEP, write=True)  # which may use it next
         self._slots.clear()
 
     def _wait(self, *slots: StepSlot) -> None:

@@ -176,7 +176,7 @@ class Slot:
         idle: the event after the last kernel that used it.
         begun: the mark in the timeline, if there is one, at which its last use began.
         backward: whether that use was in backward.
-        alive: tensors of the device that the transfer into it reads, until compute has waited for that.
+        alive: tensors of :attr:`Stream.STEP` that the transfer into it reads, until that stream has waited for it.
     """
 
     ring: int
@@ -247,6 +247,7 @@ class StreamedLayer:
             weight asks this first, which saves a call.
         update: its update in the background that the engine has not waited for yet. Masters have none of their own.
         landed: of an update on the device: the event after which the host has what it made.
+        stepped: of such an update: the event after its kernels.
         made: all that the layer's next fetch brings, if such an update has left it on the device: each tensor, with its place
             in a slot. Empty if not.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
@@ -286,6 +287,7 @@ class StreamedLayer:
         self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
         self.update: Future[None] | None = None
         self.landed: Any = None
+        self.stepped: Any = None
         self.made: Sequence[tuple[Span, Tensor]] = ()
         self.slot: Slot | None = None
         self.transfer: Any = None

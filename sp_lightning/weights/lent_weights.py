@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ class LentWeights(Tenants):
         watch: is told which weights the engine itself has written, if ``check_writes`` looks for writes; otherwise None.
 
     Attributes:
+        await_update: waits until the host has what an update of a layer has made, and parameters have their own classes.
         write_backs: how often the host has waited to take back a weight.
         refuses: whether a weight that host and device have written is refused. Otherwise the host's write counts, because
             there is an error already.
@@ -90,6 +91,7 @@ class LentWeights(Tenants):
         self._watch = watch
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         self._left = LeftViews()
+        self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
         self.write_backs = 0
         self.refuses = True
 
@@ -239,6 +241,7 @@ class LentWeights(Tenants):
         """
         group = layer.parameters
         for index, value in written:
+            self._settle_update(layer)
             value = layer.rows.completed(index, value, self._slots.by_address)
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
@@ -324,10 +327,16 @@ class LentWeights(Tenants):
         self.device.access(memory, Stream.COMPUTE, write=False)
         self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
 
+    def _settle_update(self, layer: StreamedLayer) -> None:
+        """Called before the host's weights are read or written: a fetch goes on before the host has what a step made."""
+        if layer.owner.update is not None:
+            self.await_update(layer)
+
     def take_digests(self, slot: Slot) -> None:
         """Has what may be written of a slot from now on compared with what it is: its views, and the host's weights."""
         assert slot.layer is not None
         group = slot.layer.parameters
+        self._settle_update(slot.layer)
         group.expose()
         slot.digests = ViewDigests(group, self._values(slot))
 
@@ -372,6 +381,7 @@ class LentWeights(Tenants):
             self._given.add(address)
         self.resident_storages |= self._given
         if are_saved(group.present_values, index):
+            self._settle_update(layer)
             self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
             keep_saved(layer, index)
 

@@ -308,10 +308,11 @@ class ParameterGroup:
     def writes(self, index: int) -> int:
         """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not.
 
-        An update that is under way is waited for: it may show in a version at any moment.
+        An update that is under way is waited for: it may show in a version at any moment until the background has done it.
         """
         written = index in self.exposed or self.version(index) != self._versions[index]
-        if written or self.layer.owner.update is not None:
+        update = self.layer.owner.update
+        if written or (update is not None and not update.done()):
             self.doors.take_back_writes(self.layer)
         return self.version_once_fetched(index) + self.unversioned_writes[index]
 

@@ -24,7 +24,7 @@ from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.plan.plan import Plan
 from sp_lightning.weights.expert_cache import ExpertCache
-from sp_lightning.weights.layer import Slot, StreamedLayer
+from sp_lightning.weights.layer import AllRows, Slot, StreamedLayer
 from sp_lightning.weights.uploads import Uploads
 
 Staged = tuple[Tensor, Any]
@@ -176,6 +176,8 @@ class Slots:
             # moment. An event that is recorded now comes after that.
             idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
             self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
+            if made and type(layer.rows) is AllRows:  # what the host gets later of the step is not read
+                staged = layer.owner.stepped
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
@@ -196,9 +198,14 @@ class Slots:
             self.fetched_bytes += nbytes
 
     def _let_go(self, slot: Slot) -> None:
-        """Lets go of what the transfer into a slot has read. Compute, which may use that memory next, waits for the transfer."""
-        self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
-        self._device.access(slot.alive, Stream.COMPUTE, write=True)
+        """Lets go of what the transfer into a slot has read. Steps, which may use that memory next, wait for the transfer.
+
+        They wait for that to the host, too, which reads the same casts.
+        """
+        self._device.wait(Stream.STEP, slot.filled, Wait.STEP_AFTER_FETCH)
+        if slot.layer is not None:
+            self._device.wait(Stream.STEP, slot.layer.owner.landed, Wait.STEP_AFTER_FETCH)
+        self._device.access(slot.alive, Stream.STEP, write=True)
         slot.alive = ()
 
     def _landed(self, layer: StreamedLayer, slot: Slot) -> None:
@@ -286,6 +293,8 @@ class Slots:
         for slot in [slot for slot in self.all if slot.extra]:
             if slot.overwritable:
                 self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
+                if slot.alive:
+                    self._let_go(slot)
                 if slot.layer is not None and slot.layer.slot is slot:
                     slot.layer.slot = None
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)

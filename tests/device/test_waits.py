@@ -17,7 +17,8 @@ where a device waits for more than the simulation: the two that are not are list
 | WRITE_BACK_AFTER_USE | weights written in place on the device |
 | FETCH_AFTER_UPDATE | updates in the background |
 | READ_AFTER_UPDATE | updates in the background, and a callback that looks at weights |
-| CLIP_AFTER_NORM, STEP_AFTER_BRING, TAKE_AFTER_STEP, BRING_AFTER_TAKE, READ_AFTER_TAKE | steps on the device |
+| CLIP_AFTER_NORM, STEP_AFTER_BRING, TAKE_AFTER_STEP, STEP_AFTER_FETCH | steps on the device |
+| BRING_AFTER_TAKE, READ_AFTER_TAKE | steps on the device |
 | STORE_AFTER_SAVE, REUSE_AFTER_STORE, RETURN_AFTER_USE, USE_AFTER_RETURN | activations that are offloaded |
 | REUSE_AFTER_RETURN | a unit without a backward, whose activations were under way, and nothing else comes |
 | READ_AFTER_COMPARE | activations that are computed again |

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Wait
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.optim.on_device import FRESH
 from sp_lightning.optim.twins import for_fetch
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import Slot, StreamedLayer
 from sp_lightning.weights.slots import Slots
-from tests.support.models import vectors
+from tests.support.models import CASES, vectors
 from tests.support.normed import NormedStack
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit
-from tests.support.simdevice import simulated
+from tests.support.simdevice import SimDevice, simulated
 
 
 def test_gradients_of_layers_never_leave_in_backward() -> None:
@@ -238,7 +238,7 @@ def wandering() -> Stepped:
 
 
 @pytest.mark.parametrize("make", [Stepped, wandering])
-def test_what_a_fetch_reads_on_the_device_is_alive_until_compute_has_waited(
+def test_what_a_fetch_reads_on_the_device_is_alive_until_steps_have_waited(
     make: Callable[[], Stepped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is fetched last and in vain is there until the run ends, and then the host waits."""
@@ -263,7 +263,81 @@ def test_what_a_fetch_reads_on_the_device_is_alive_until_compute_has_waited(
     monkeypatch.setattr(Slots, "_free", ending)
     fetched(make)
     assert sum(alive for alive, _ in seen) + sum(at_end) == sum(read) > 0
-    assert {wait for _, wait in seen} == {Wait.USE_AFTER_FETCH}
+    assert {wait for _, wait in seen} == {Wait.STEP_AFTER_FETCH}
+
+
+class Forwards(Stepped):
+    """Notes when its forward runs."""
+
+    running = False
+
+    def loss(self, batch: Any) -> Tensor:
+        self.running = True
+        try:
+            return super().loss(batch)
+        finally:
+            self.running = False
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_neither_the_host_nor_the_models_kernels_wait_for_steps(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waited in each fetch until all that the layer's step had made was there, and the next forward's kernels for the
+    state of layers that were to be stepped later."""
+    modules, blocked, kernels = list[Forwards](), list[Wait](), set[tuple[Stream, Wait]]()
+
+    def make() -> Forwards:
+        modules.append(Forwards())
+        return modules[-1]
+
+    synchronize, wait = SimDevice.synchronize, SimDevice.wait
+
+    def synchronizing(self: SimDevice, event: Any, why: Wait) -> None:
+        if modules and modules[-1].running and event is not None and self._runs != Stream.UPDATE:
+            blocked.append(why)
+        synchronize(self, event, why)
+
+    def waiting(self: SimDevice, stream: Stream, event: Any, why: Wait) -> None:
+        kernels.add((stream, why))
+        wait(self, stream, event, why)
+
+    monkeypatch.setattr(SimDevice, "synchronize", synchronizing)
+    monkeypatch.setattr(SimDevice, "wait", waiting)
+    options: dict[str, Any] = {"recorded": "nothing", "precision": precision, "gradient_clip_val": 0.05}
+    with simulated():
+        ours = fit(make, vectors(), on_device(optimizer_overlap="forward"), **options)
+    assert Wait.READ_AFTER_TAKE not in blocked
+    assert [stream for stream, why in kernels if why is Wait.STEP_AFTER_BRING] == [Stream.STEP]
+    assert_same(ours, fit(Stepped, vectors(), "auto", **options))
+
+
+class Shrinks(nn.Linear):
+    """Writes its weight in place before it uses that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def shrinking() -> Stepped:
+    module = Stepped()
+    module.net = nn.Sequential(*(Shrinks(16, 16) for _ in range(5)))
+    return module
+
+
+MAKE = {name: CASES[name].make for name in ("clamped-in-forward", "captured-in-forward", "read-without-forward")}
+
+
+@pytest.mark.parametrize("make", [shrinking, *MAKE.values()], ids=["shrinking", *MAKE])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_user_code_in_a_forward_finds_what_steps_have_made(make: Callable[[], Any], precision: str) -> None:
+    """A fetch goes on while the host's weights are still on their way: code that reads or writes those waits."""
+    options: dict[str, Any] = {"recorded": "losses", "precision": precision}
+    with simulated():
+        ours = fit(make, vectors(), on_device(optimizer_overlap="forward"), **options)
+    assert_same(ours, fit(make, vectors(), "auto", **options))
 
 
 class Writes(Stepped):

@@ -58,8 +58,9 @@ class Delayed(Accelerator):
         super().copy(targets, sources, stream, why=why)
 
     def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
-        if self.slow == "compute" and by is Stream.COMPUTE:
-            torch.cuda._sleep(CYCLES[self.slow])  # type: ignore[no-untyped-call]
+        if self.slow == "compute" and by in (Stream.COMPUTE, Stream.STEP):
+            with self.on(by):
+                torch.cuda._sleep(CYCLES[self.slow])  # type: ignore[no-untyped-call]
 
     def wait(self, stream: Stream, event: Any, why: Wait) -> None:
         self.waits.add(why)
@@ -85,7 +86,7 @@ class Delayed(Accelerator):
 
     def unpin(self, memory: Tensor) -> None:
         for name, side in self._side.items():
-            if not side.query():
+            if name is not Stream.STEP and not side.query():
                 self.early.append(name.value)
                 side.synchronize()  # unpinning now might end the process, and with it what others have found
         super().unpin(memory)

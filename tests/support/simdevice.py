@@ -125,7 +125,8 @@ class SimDevice(Device):
             tuple[SimEvent, tuple[int, int]]
         ] = []  # of copies within the device that may not have run yet
         self._later = Pieces()
-        self._known: dict[Future[None], Clock] = {}  # what the host knew when it gave work to the background
+        # What the host knew, and what it had issued to compute, when it gave work to the background.
+        self._known: dict[Future[None], tuple[Clock, Clock]] = {}
         self._done: dict[Future[None], Clock] = {}
 
     @property
@@ -229,8 +230,8 @@ class SimDevice(Device):
             return
         self._issue(stream)
         self._learn(stream, event.clock)
-        if stream is Stream.COMPUTE:
-            self._run(event)  # compute is eager: what it waits for must be there
+        if stream in (Stream.COMPUTE, Stream.STEP):
+            self._run(event)  # kernels are eager: what they wait for must be there
         else:
             self._queues[stream].append((self._issued[stream], lambda: self._run(event)))
 
@@ -241,6 +242,9 @@ class SimDevice(Device):
         self._learn(self._runs, event.clock)
         self._run(event)
 
+    def has_happened(self, event: SimEvent | None) -> bool:
+        return event is None  # as late as allowed
+
     def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
         agent: Agent = HOST if by is None else by
         for each in (memory,) if isinstance(memory, Tensor) else memory:
@@ -250,7 +254,7 @@ class SimDevice(Device):
 
     def later(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
         done = self._later.add(work, urgency)
-        self._known[done] = dict(self.clocks[HOST])
+        self._known[done] = dict(self.clocks[HOST]), dict(self.clocks[Stream.COMPUTE])
         return done
 
     def finish(self, work: Future[None], why: Wait) -> None:
@@ -258,7 +262,10 @@ class SimDevice(Device):
         self._later.urge(work)
         while not work.done():
             piece = self._later.take()
-            self._learn(Stream.UPDATE, self._known.pop(piece.done))
+            clock, issued = self._known.pop(piece.done)
+            self._learn(Stream.UPDATE, clock)
+            if self.steps:
+                self._learn(Stream.STEP, issued)
             with (  # both are of one thread, and not the background's
                 self.engine(),
                 torch.autocast("cpu", enabled=False),

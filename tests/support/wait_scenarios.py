@@ -129,6 +129,13 @@ def on_device(strategy: Any) -> Outcome:
     return fit(case.make, case.batches(), strategy, val=case.batches()[:2], **options)
 
 
+def fetched_on_device(strategy: Any) -> Outcome:
+    """Fetches read the casts that steps have left on the device."""
+    if isinstance(strategy, SuperpipelineStrategy):
+        choose(strategy, optimizer_on="device", optimizer_overlap="forward")
+    return fit(lambda: Module(Stack()), vectors(), strategy, precision="bf16-mixed", recorded="losses")
+
+
 def two_optimizers(strategy: Any) -> Outcome:
     """Validation casts all layers anew, also those whose optimizer has not waited for their last transfers."""
     case = CASES["gan"]
@@ -269,6 +276,7 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.TAKE_AFTER_STEP: on_device,
     Wait.BRING_AFTER_TAKE: on_device,
     Wait.READ_AFTER_TAKE: on_device,
+    Wait.STEP_AFTER_FETCH: fetched_on_device,
     Wait.CLOSE_AFTER_FETCH: lambda strategy: predicted(CASES["vit"].make, CASES["vit"].batches(), strategy),
     Wait.UNPIN_AFTER_COPY: predicted_unseen,
 }
