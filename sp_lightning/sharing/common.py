@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.device.layout import bytes_of, view, whole_pages
+from sp_lightning.device.layout import PAGE, aligned, bytes_of, view, whole_pages
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.shared_memory import create, written_pages
 from sp_lightning.plan.plan import PlannedLayer
@@ -93,14 +93,27 @@ class TrialMemory(BlockMemory):
 
     Attributes:
         shared: the same; None once the block has other memory.
+        own_from: where the pages begin that are this trial's own in any case: that of the first byte behind the frozen weights.
     """
 
     def __init__(self, device: Device, shared: CommonLayer, nbytes: int) -> None:
         self._device, self._nbytes, self._pin = device, nbytes, False
         self.shared: CommonLayer | None = shared
+        self.own_from = shared.bytes.nbytes // PAGE * PAGE
         self._view = shared.view(nbytes)
         self.common = self._view[: self._nbytes]
         self.pinned = shared.pinned  # nearly all comes from there
+
+    def lock(self) -> None:
+        """Page-locks what the trial trains, and casts, once they are there: a copy of other memory blocks the host in its turn.
+
+        Pages of frozen weights are not locked: that would make them the trial's own. Those of its own among them, which user
+        code has written, are copied as they are.
+        """
+        self._pin = True
+        if self.shared is not None and aligned(self.shared.bytes.nbytes) < self._nbytes:
+            self._memory = PinnedMemory(self._device, memory=self._view[self.own_from :], pin=True)
+            self.pinned = self.pinned and self._memory.pinned
 
     def anew(self) -> None:
         self.shared = None
@@ -131,6 +144,8 @@ class TrialBlock(HostBlock):
         memory = TrialMemory(device, shared, planned.nbytes)
         super().__init__(layer, planned, device, staging, lambda *_: memory, **options)
         shared.filled = True
+        if options["pin"]:
+            memory.lock()
 
     def _take(self, index: int, into: Tensor | None) -> None:
         shared, parameter, span = self.memory.shared, self.parameters[index], self.planned.spans[index]
@@ -260,7 +275,11 @@ class SharedUploads(Uploads):
         own = memory.own(end)
         edges = [0, *(edge for run in own for edge in run), end]
         common = [slice(*run) for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
-        its_own = [slice(*run) for run in (*own, (end, source.nbytes)) if run[0] < run[1]]
+        # No copy is from memory that is page-locked and other memory together, which CUDA refuses.
+        edge = memory.own_from
+        before = [(begin, min(last, edge)) for begin, last in own]
+        behind = [(max(begin, edge), last) for begin, last in (*own, (end, source.nbytes))]
+        its_own = [slice(*run) for run in (*before, *behind) if run[0] < run[1]]
         origin, on_device = shared.bytes, None
         if common and not self._alone():
             on_device = self._common.bring(shared, self.device)

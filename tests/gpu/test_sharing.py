@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
+from sp_lightning.sharing.common import TrialMemory
+from tests.support.engine import streamer_of
 from tests.support.runs import Outcome, assert_equal, fit
 from tests.support.trials import RATES, Learner, batches
 
@@ -43,6 +46,28 @@ def test_trials_are_what_they_are_alone(precision: Any, options: dict[str, Any],
     if precision == "32-true":
         frozen = sum(p.nbytes for p in Learner(RATES[0]).parameters() if not p.requires_grad)
         assert base.fetched_bytes < 2.5 * 4 * 2 * frozen  # four batches, forward and backward
+
+
+def test_adapters_are_page_locked_and_the_base_stays_in_common() -> None:
+    """Page-locking the whole view of a trial would copy each page of the base for each trial."""
+    locked, own = list[bool](), list[int]()
+
+    def run(rate: float) -> None:
+        outcome = fit(lambda: Learner(rate), batches(rate), SuperpipelineStrategy(k=1), recorded="nothing", accelerator="gpu",
+                      callbacks=[Looks()])  # fmt: skip
+        assert outcome.module is not None
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            locked.extend(p.is_pinned() for p in pl_module.parameters() if p.requires_grad)
+            blocks = [layer.block for layer in streamer_of(trainer.strategy).updating.layers]
+            own.extend(sum(last - first for first, last in block.memory.own(block.memory.own_from)) for block in blocks
+                       if isinstance(block.memory, TrialMemory))  # fmt: skip
+
+    SharedBase(max_trials=2).map(run, RATES[:2])
+    assert locked
+    assert all(locked)
+    assert sum(own) == 0
 
 
 def test_a_trial_without_a_budget_gets_its_share() -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning import SharedBase
 from sp_lightning.device.device import Stream, Wait
@@ -65,6 +65,30 @@ def test_the_device_has_nothing_of_the_base_once_all_trials_are_over() -> None:
         gc.collect()
         assert device.in_use == 0
     assert base.fetched_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"optimizer_on": "device"}], ids=str)
+def test_all_that_a_trial_copies_is_page_locked(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its adapters were not: the host waited for each of their copies, in the trial's turn, and the others with it."""
+    locked, other = list[tuple[int, int]](), list[int]()
+    pin, copy = SimDevice.pin, SimDevice._copy
+
+    def pinning(self: SimDevice, memory: Tensor) -> bool:
+        locked.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+        return pin(self, memory)
+
+    def copying(self: SimDevice, target: Tensor, source: Tensor, stream: Stream) -> None:
+        host = source if stream in UPLOADS else target
+        begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
+        if not self.has(host) and not any(first <= begin and end <= last for first, last in locked):
+            other.append(host.nbytes)
+        copy(self, target, source, stream)
+
+    monkeypatch.setattr(SimDevice, "pin", pinning)
+    monkeypatch.setattr(SimDevice, "_copy", copying)
+    with one_device():
+        SharedBase(layers=1).map(partial(learn, recorded="nothing", **options), RATES[:2])
+    assert not other
 
 
 @pytest.mark.parametrize("omit", [None, Wait.CLOSE_AFTER_FETCH])
