@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -47,8 +48,12 @@ class Clipping:
         if any(map(accumulation_hooks, parameters)):  # such hooks may have written gradients after the measurement
             measured = {}
         norms = Norms()
+        if self._on_device is not None:
+            known = self._norms_on_device(parameters)
+        else:
+            known = [self._norm_or_gradient(measured, parameter, norms) for parameter in parameters]
         # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
-        total = get_total_norm([self._norm_or_gradient(measured, parameter, norms) for parameter in parameters])
+        total = get_total_norm(known)
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_device is not None:
             self._on_device.read()
@@ -64,12 +69,18 @@ class Clipping:
         if self.at_once:
             self.finish()
 
+    def _norms_on_device(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """The norms of gradients, but sparse ones as they are: the step refuses them."""
+        assert self._on_device is not None
+        gradients = [gradient for parameter in parameters if (gradient := stored(parameter)) is not None]
+        dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
+        norms = iter(self._on_device.norms(dense))
+        return [next(norms) if gradient.layout is torch.strided else gradient for gradient in gradients]
+
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
         """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
         gradient = stored(parameter)
         assert gradient is not None
-        if self._on_device is not None and gradient.layout is torch.strided:  # a sparse one is refused by the step
-            return self._on_device.norm(gradient)
         known, version, norm = measured.get(parameter, (None, None, gradient))
         if known is gradient and version == gradient._version:
             return norm

@@ -22,7 +22,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.layout import lay_out, part, total_bytes
+from sp_lightning.device.layout import aligned, lay_out, part, total_bytes
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.timeline import Kind
@@ -36,6 +36,9 @@ from sp_lightning.weights.narrow_gradient import made_of
 
 FRESH = 2
 """Layers whose casts are there until the second one after them is stepped: then the host has them, too."""
+
+_HALF = 128 * 2**20
+"""Bytes of one of the two halves of the memory to which gradients come for their norms, at most."""
 
 Key = tuple[StreamedLayer, Optimizer]
 """Whose state it is: a layer's in one optimizer."""
@@ -325,17 +328,45 @@ class StepsOnDevice:
 
     # ------------------------------------------------------------------ clipping
 
-    def norm(self, gradient: Tensor) -> Tensor:
-        """The norm of a gradient as the device computes it: a tensor without dimensions there. See :meth:`read`."""
-        came, changes = made_of(gradient)
-        spans, device = lay_out([("", came)]), self._device
-        memory = device.upload_target(total_bytes(spans))
-        device.copy([part(memory, spans[0])], [came], Stream.UPLOAD)
-        device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
-        there = part(memory, spans[0]).to(gradient.dtype)
-        for change in changes:
-            change(there)
-        return get_total_norm([there])
+    def norms(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The norms of gradients as the device computes them: tensors without dimensions there. See :meth:`read`.
+
+        Gradients come to two halves of some memory in turn, as many at once as a half has room for, so that some come while
+        norms of others are computed. One that is larger than a half has all of it.
+        """
+        device, made = self._device, list(map(made_of, gradients))
+        sizes = [aligned(came.nbytes) for came, _ in made]
+        largest = max(sizes, default=0)
+        half = min(sum(sizes), _HALF)
+        memory = device.upload_target(max(largest, 2 * half))
+        halves = deque([(memory[:half], None), (memory[half : 2 * half], None)])
+        found, at = list[Tensor](), 0
+        while at < len(gradients):
+            end, used = at + 1, sizes[at]
+            while end < len(gradients) and used + sizes[end] <= half:
+                used += sizes[end]
+                end += 1
+            there, read = (memory, halves[-1][1]) if used > half else halves[0]
+            if read is not None:  # of what came before the half, or all of it
+                device.wait(Stream.UPLOAD, read, Wait.FETCH_AFTER_USE)
+            came = [each for each, _ in made[at:end]]
+            targets = [part(there, span) for span in lay_out(("", each) for each in came)]
+            device.copy(targets, came, Stream.UPLOAD)
+            device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
+            device.access(there[:used], Stream.COMPUTE, write=True)  # changes are made there
+            for target, gradient, (_, changes) in zip(targets, gradients[at:end], made[at:end], strict=True):
+                wide = target.to(gradient.dtype)
+                for change in changes:
+                    change(wide)
+                found.append(get_total_norm([wide]))
+            computed = device.record(Stream.COMPUTE)
+            if used > half:
+                halves = deque((each, computed) for each, _ in halves)
+            else:
+                halves.popleft()
+                halves.append((there, computed))
+            at = end
+        return found
 
     def read(self) -> None:
         """Waits until the device has read the gradients whose norms it computes: what comes next may write them."""

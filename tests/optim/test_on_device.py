@@ -18,15 +18,17 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.optim.step_slots import StepSlots
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, alternating, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
-from tests.support.simdevice import simulated
+from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first
 
 Make = Callable[[Any], Optimizer]
@@ -441,6 +443,37 @@ def test_what_a_step_has_made_is_there_until_it_has_left(monkeypatch: pytest.Mon
         fit(Stepped, vectors(), on_device(), recorded="nothing")
     assert taken
     assert all(taken)
+
+
+# ---------------------------------------------------------------------- clipping
+
+
+class Uploads(SimDevice):
+    """Notes for each copy to the device whether it waits for all kernels that were issued before."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.behind: list[bool] = []
+
+    def copy(self, targets: Any, sources: Any, stream: Stream, *, why: Wait | None = None) -> None:
+        kernels = self.clocks[Stream.COMPUTE].get(Stream.COMPUTE, 0)
+        self.behind.append(self.clocks[Stream.UPLOAD].get(Stream.COMPUTE, 0) == kernels)
+        super().copy(targets, sources, stream, why=why)
+
+
+@pytest.mark.parametrize("sizes", [[100] * 9, [100, 100, 3000, 100, 100, 100, 100, 100], [0, 5000], []], ids=str)
+def test_gradients_come_while_norms_of_others_are_computed(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each came after the norm of the one before, in a copy of its own."""
+    monkeypatch.setattr("sp_lightning.optim.on_device._HALF", 2048)
+    device, generator = Uploads(), torch.Generator().manual_seed(1)
+    gradients = [torch.randn(size, generator=generator) for size in sizes]
+    found = StepsOnDevice(device, pin=False, slots=2).norms(gradients)
+    assert_equal(found, [get_total_norm([each]) for each in gradients], "norms")
+    assert len(device.behind) <= len(sizes)
+    if sizes == [100] * 9:
+        assert device.behind == [True, False, False], "four of them have room in a half"
+    if 3000 in sizes:
+        assert device.behind == [True, True, True, False], "a large one has all of the memory"
 
 
 # ---------------------------------------------------------------------- what is refused
