@@ -41,6 +41,7 @@ class Accelerator(Device):
         super().__init__(device)
         self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE)}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
+        self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
         if stream is Stream.STEP and stream not in self._side:
@@ -99,7 +100,11 @@ class Accelerator(Device):
         if stream is not Stream.COMPUTE:
             waiting.wait_event(event)
             return
-        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        # stall_seconds says in each run how long compute has waited. Events are used again: to make them takes longest.
+        try:
+            before, after = self._spare.pop()
+        except IndexError:
+            before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         before.record(waiting)
         waiting.wait_event(event)
         after.record(waiting)
@@ -199,6 +204,7 @@ class Accelerator(Device):
         for why, before, after in self._waits:
             if after.query():
                 self._stalled[why] += before.elapsed_time(after) / 1000
+                self._spare.append((before, after))
             else:
                 still_open.append((why, before, after))
         self._waits = still_open
