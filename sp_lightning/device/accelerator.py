@@ -41,6 +41,8 @@ class Accelerator(Device):
         super().__init__(device)
         self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE)}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
+        # torch counts for the process. Of trials, which compute in turns: what others have, and the peak of turns before.
+        self._others = self._earlier = 0
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
@@ -179,10 +181,22 @@ class Accelerator(Device):
 
     def peak_bytes(self) -> int | None:
         peak = self._counted("max_memory_allocated")
-        return None if peak is None else int(peak)
+        return None if peak is None else max(self._earlier, int(peak) - self._others)
 
     def reset_peak(self) -> None:
+        self._earlier = 0
         self._counted("reset_peak_memory_stats")
+
+    def begin_turn(self, others: int | None = None) -> None:
+        allocated = self._counted("memory_allocated")
+        if allocated is not None:
+            self._others = int(allocated) - self.held if others is None else others
+            self._counted("reset_peak_memory_stats")
+
+    def end_turn(self) -> None:
+        allocated = self._counted("memory_allocated")
+        if allocated is not None:
+            self._earlier, self.held = self.peak_bytes() or 0, int(allocated) - self._others
 
     def _counted(self, name: str) -> Any:
         """Calls a function of ``torch.accelerator`` that counts device memory; None where the backend does not count.

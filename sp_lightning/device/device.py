@@ -100,6 +100,7 @@ class Device:
         background_threads: how many threads an operator takes in the background. None: all that this process has, but one
             where that gives an accelerator its work.
         steps: whether work in the background steps layers on the device.
+        held: bytes that a trial had allocated at the end of its last turn.
 
     Args:
         device: the device on which layers compute.
@@ -117,6 +118,7 @@ class Device:
         self.timelines: list[Timeline] = []
         self.background_threads: int | None = None
         self.steps = False
+        self.held = 0
         self._background: BackgroundThread | None = None
         self._most = 0  # the most that peak_bytes said before it was set back
 
@@ -288,6 +290,16 @@ class Device:
 
     def reset_peak(self) -> None:
         """Lets :meth:`peak_bytes` start again from what is allocated now."""
+
+    def begin_turn(self, others: int | None = None) -> None:
+        """The trial that this object belongs to has its turn: :meth:`peak_bytes` is about its own memory, not all of the process's.
+
+        Args:
+            others: bytes that other trials have allocated; None for all but :attr:`held`.
+        """
+
+    def end_turn(self) -> None:
+        """Other trials have their turns, and what they allocate is not this one's."""
 
     def begin_peak(self) -> None:
         """As :meth:`reset_peak`, which sets back the user's ``torch.cuda.max_memory_allocated()`` too: what it was is kept."""

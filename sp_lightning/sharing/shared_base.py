@@ -317,6 +317,9 @@ class Trial(Placement):
                 "load the same one in each trial, or run it outside of the SharedBase."
             )
         self.turn.log = log or self.turn.log
+        others = [trial.turn.device for trial in self._base._under_way if trial is not self]
+        self.turn.device = device
+        device.begin_turn(sum(each.held for each in others if each is not None))
         base, common = self._base, sum(block.common_bytes for block in blocks if block.travels)
         if common < travels / 2:
             self.turn.log.warning(

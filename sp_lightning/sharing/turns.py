@@ -25,6 +25,7 @@ import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 
 from sp_lightning.device.accelerator import generator_states, set_generator_states
+from sp_lightning.device.device import Device
 from sp_lightning.device.patched import Patch
 from sp_lightning.device.torch_private import (
     attention_order,
@@ -174,6 +175,7 @@ class Turn:
         waited: how many turns others have had since its own.
         error: that its next turn ends with; None for none.
         log: for what its user should know.
+        device: that of its run; None before.
         comes: tells its thread alone that its turn has come.
     """
 
@@ -185,6 +187,7 @@ class Turn:
         self.waited = 0
         self.error: Exception | None = None
         self.log = logging.getLogger("lightning.pytorch")
+        self.device: Device | None = None
         self._there = there
 
     @property
@@ -260,6 +263,8 @@ class TrialTurns:
                 if self._chosen(turn) is not turn:
                     # If it cannot be read, this trial has the turn still, and does not wait.
                     turn.state = ProcessState()
+                    if turn.device is not None:
+                        turn.device.end_turn()
                     self._waiting.append(turn)
                     self._give(turn.state)
                     self._await(turn)
@@ -301,6 +306,8 @@ class TrialTurns:
             given = self._given
         self._thread = threading.get_ident()
         turn.state.restore(self._left)
+        if turn.device is not None:
+            turn.device.begin_turn()
         if interrupt is not None:
             raise interrupt
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SharedBase
-from sp_lightning.device.device import Stream, Wait
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.sharing.common import Common
@@ -65,6 +66,22 @@ def test_the_device_has_nothing_of_the_base_once_all_trials_are_over() -> None:
         gc.collect()
         assert device.in_use == 0
     assert base.fetched_bytes
+
+
+def test_a_device_is_told_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts memory for the process, and a trial's peak is that of its own turns."""
+    told = list[tuple[int, str]]()
+    for name in ("begin_turn", "end_turn"):
+
+        def tell(self: Device, *_: Any, name: str = name) -> None:
+            told.append((id(self), name))
+
+        monkeypatch.setattr(Device, name, tell)
+    SharedBase(layers=1).map(partial(learn, recorded="nothing"), RATES[:2])
+    assert len({device for device, _ in told}) == 2
+    for (device, name), (other, then) in pairwise(told):
+        assert name == "end_turn" or then == "end_turn" or device != other
+        assert (then == "end_turn") <= (device == other), "in another one's turn"
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"optimizer_on": "device"}], ids=str)
