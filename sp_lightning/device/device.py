@@ -292,7 +292,7 @@ class Device:
         """Lets :meth:`peak_bytes` start again from what is allocated now."""
 
     def begin_turn(self, others: int | None = None) -> None:
-        """The trial that this object belongs to has its turn: :meth:`peak_bytes` is about its own memory, not all of the process's.
+        """The trial that this belongs to has its turn: :meth:`peak_bytes` is about its own memory, not all of the process's.
 
         Args:
             others: bytes that other trials have allocated; None for all but :attr:`held`.

@@ -52,21 +52,35 @@ class HostSource(BlockSource):
         self._watch = watch
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Whether the layer's update is done."""
+        """Whether the layer's update is done, and the host has what one on the device has made, or a fetch reads that there."""
         update = layer.owner.update
-        return update is None or update.done()
+        if update is None:
+            return True
+        return update.done() and (bool(layer.made) or self._device.has_happened(layer.owner.landed))
 
     def wait(self, layer: StreamedLayer) -> None:
-        """Waits for the layer's update. What one on the device has made may still be on its way to the host."""
-        self._updates.wait_until_issued(layer)
+        """Waits for the layer's update, so that a fetch may follow."""
+        self._landing(layer)
+
+    def _landing(self, layer: StreamedLayer) -> Any:
+        """Waits for the layer's update. If that has left on the device what a fetch reads, the host does not wait for its copies.
+
+        Otherwise it does: a transfer that waits on the stream holds up what the next layers' steps need, behind it.
+
+        Returns:
+            The event after which the host has them; None if it has.
+        """
+        landed = self._updates.wait_until_issued(layer)
+        if landed is None or (layer.made and self._fetches_as_updated(layer)):
+            return landed
+        self._updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
+        return None
 
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns the bytes of the layer's block, in which the casts are those of the present masters."""
-        landed = self._updates.wait_until_issued(layer)
+        landed = self._landing(layer)
         if landed is not None:
-            if self._fetches_as_updated(layer):
-                return layer.block.weights, landed  # the transfer waits in place of the host
-            self._updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
+            return layer.block.weights, landed
         for member in layer.family:
             self._adopt(member)
         outdated = not layer.casts.current
@@ -79,7 +93,7 @@ class HostSource(BlockSource):
         return layer.block.weights, None
 
     def _fetches_as_updated(self, layer: StreamedLayer) -> bool:
-        """Whether a transfer of all of a layer can follow its update, because the host has nothing to do in between."""
+        """Whether the host has nothing to do with a layer between its update and a transfer of all of it."""
         slot, blocks = layer.slot, [member.block for member in layer.family]
         return (
             type(layer.rows) is AllRows

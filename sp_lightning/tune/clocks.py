@@ -57,6 +57,9 @@ class ClockDevice(Device):
         self.intervals: list[Interval] = []
         self.copied = 0
         self._disk = 0.0  # since when the disk is idle
+        self._steps: list[
+            tuple[float, float]
+        ] = []  # of layers on the device that no kernels of the model were beside yet
 
     def empty(self, nbytes: int) -> Tensor:
         return super().empty(0)
@@ -101,11 +104,30 @@ class ClockDevice(Device):
     def spend(self, stream: Stream, seconds: float, kind: Kind, layer: int | None, nbytes: int = 0) -> None:
         """Issues work of so many seconds to a stream. It does not begin before the host has issued it."""
         begin = max(self.now[stream], self.host)
+        if stream is Stream.COMPUTE and self._steps:
+            seconds = self._beside_steps(begin, seconds)
         self.now[stream] = begin + seconds
         if seconds:
             self.intervals.append(Interval(kind, layer, begin, begin + seconds, nbytes))
         if self._rates.synchronous and stream is not Stream.UPDATE:
             self.host = self.now[Stream.COMPUTE] = self.now[stream]
+
+    def step(self, seconds: float, layer: int | None) -> None:
+        """Issues the kernels of a step to their stream. The model's kernels of that time take so much longer."""
+        self.spend(Stream.STEP, seconds, "update", layer)
+        end = self.now[Stream.STEP]
+        if self.now[Stream.COMPUTE] >= end:
+            self.now[Stream.COMPUTE] += seconds
+        else:
+            self._steps.append((end - seconds, end))
+
+    def _beside_steps(self, begin: float, seconds: float) -> float:
+        """The seconds that the model's kernels take from then on, beside steps that were issued before."""
+        for first, last in self._steps:
+            if first < begin + seconds:
+                seconds += max(0.0, last - max(first, begin))
+        self._steps = [step for step in self._steps if step[0] >= begin + seconds]
+        return seconds
 
     def record(self, stream: Stream) -> float:
         return max(self.now[stream], self.host)

@@ -349,16 +349,18 @@ class Walk:
             device.pass_disk(Stream.UPDATE, ["read", "write"], layer.index, on_disk, beside)
             device.wait(Stream.UPLOAD, device.now[Stream.UPDATE], Wait.BRING_AFTER_TAKE)
         device.transfer("bring", layer.index, came)
-        device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
-        device.spend(Stream.COMPUTE, seconds, "update", layer.index)
-        device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_STEP)
+        device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
+        if self._overlap == "backward":
+            device.wait(Stream.STEP, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
+        device.step(seconds, layer.index)
+        device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
         device.transfer("take", layer.index, left)
         done = self._source.updated[layer.index] = device.now[Stream.DOWNLOAD]
         self._left_slots.append(done)
         casts = sum(cast.nbytes for cast in layer.planned.casts)
         if self._overlap == "forward" and 0 < casts <= layer.planned.narrow_bytes:  # all of them are trained
             fresh = [each for each, until in self._source.fresh.items() if until == math.inf]
-            self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], device.now[Stream.COMPUTE])
+            self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], device.now[Stream.STEP])
         return done
 
     def _update(self, layer: StreamedLayer) -> float:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
+from tests.support import tables
 from tests.support.gpu_reference import EXTRA_SLOTS, NAMES, REFUSED, reference
-from tests.support.models import CASES, Transformer, llama
+from tests.support.models import CASES, Module, Transformer, llama
 from tests.support.runs import (
     LossRecorder,
     Recorder,
@@ -227,3 +228,22 @@ def test_a_timeline_has_every_kind_and_its_fetches_end_before_their_use(tmp_path
     for use in (each for each in events if each["cat"] in ("forward", "backward")):
         before = [f for f in events if f["cat"] == "fetch" and f["name"] == use["name"] and f["ts"] < use["ts"]]
         assert all(f["ts"] + f["dur"] <= use["ts"] + 50 for f in before)
+
+
+class NoSync(Module):
+    """A copy or an operator that makes the host wait for the device is an error in its backward."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    def on_after_backward(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_backward_of_looked_up_rows_does_not_make_the_host_wait() -> None:
+    """It copied the numbers of the rows from pageable memory."""
+    torch.use_deterministic_algorithms(False)  # index_put_ of an embedding's backward sorts in one of its forms
+    try:
+        trainer_for(superpipeline(k=1), accelerator="gpu").fit(NoSync(tables.Text()), loader(tables.numbers()))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

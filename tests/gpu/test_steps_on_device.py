@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.accelerator import Accelerator
+from sp_lightning.device.device import Stream, Wait
 from tests.support.gpu_reference import NAMES
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit
@@ -80,6 +83,38 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps_as_on_plain_lightning(name: str, mode: str) -> None:
     assert_plains(lambda: Stepped(OPTIMIZERS[name]), vectors(), mode, precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("mode", ["off", "forward", "backward"])
+def test_a_users_stream_waits_for_steps_as_the_default_one_does(mode: str) -> None:
+    """Casts that a step leaves on the device come from another stream than the forward's."""
+
+    class OnStream(Module):
+        def on_fit_start(self) -> None:
+            self.stream: Any = torch.cuda.stream(torch.cuda.Stream())
+            self.stream.__enter__()
+
+        def on_fit_end(self) -> None:
+            self.stream.__exit__(None, None, None)
+
+    wide = [batch.repeat(1, 32) for batch in vectors()]
+    assert_plains(lambda: OnStream(Stack(depth=12, width=512)), wide, mode, precision="bf16-mixed")
+
+
+def test_the_models_kernels_do_not_wait_for_uploads_of_steps() -> None:
+    """They were on one stream."""
+    waited = list[Stream]()
+    wait = Accelerator.wait
+
+    def noting(self: Accelerator, stream: Stream, event: Any, why: Wait) -> None:
+        if why is Wait.STEP_AFTER_BRING:
+            waited.append(stream)
+            assert torch.cuda.current_stream() != torch.cuda.default_stream()
+        wait(self, stream, event, why)
+
+    with mock.patch.object(Accelerator, "wait", noting):
+        assert_plains(lambda: Stepped(OPTIMIZERS["AdamW"]), vectors(), "forward", precision="bf16-mixed")
+    assert set(waited) == {Stream.STEP}
 
 
 def test_state_is_in_host_memory() -> None:
