@@ -64,7 +64,7 @@ class Clocked(ClockDevice):
         return "background" if threading.current_thread().name.startswith("superpipeline_") else "model"
 
     @property
-    def host(self) -> float:  # type: ignore[override]
+    def host(self) -> float:
         """The clock of this thread."""
         return self._clocks[self._who]
 
