@@ -306,6 +306,7 @@ class BackgroundUpdates:
             with awaiting_steps():
                 self._device.finish(layer.update, why)
             self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+            layer.landed = None  # the host has it
         then, self._under_way[layer] = self._under_way[layer], None
         if then is not None:
             with torch.DisableTorchFunctionSubclass():  # the layer's parameters may be refused to user code still

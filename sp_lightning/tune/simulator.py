@@ -68,17 +68,24 @@ class _Source(BlockSource):
         self._sliced, self._ranks = sliced, ranks
         self.shares = dict[int, float]()  # of each layer of stacked experts, what comes of it
         self.updated = defaultdict[int, float](float)  # when the last update of each layer is done, in seconds
+        self.stepped = dict[int, float]()  # when the kernels of the last step of each layer on the device are done
         self.fresh = dict[StreamedLayer, float]()  # until when the casts are there that a step has left on the device
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Whether the layer's update is done."""
         self.issue(None)
-        return layer not in self.waiting and self.updated[layer.index] <= self._device.host
+        return layer not in self.waiting and self._there(layer) <= self._device.host
+
+    def _there(self, layer: StreamedLayer) -> float:
+        """When a fetch may follow the update: once the host has it, or once it is computed if its casts are on the device."""
+        stepped = self.stepped.get(layer.index, 0.0)
+        on_device = max(stepped, self._device.host) <= self.fresh.get(layer, -1.0)
+        return stepped if on_device else self.updated[layer.index]
 
     def wait(self, layer: StreamedLayer) -> None:
         """Lets the host wait for the layer's update."""
         self.issue(layer)
-        self._device.synchronize(self.updated[layer.index], Wait.FETCH_AFTER_UPDATE)
+        self._device.synchronize(self._there(layer), Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns a stand-in for as many bytes as the layer's block has, or as come of it."""
@@ -342,7 +349,8 @@ class Walk:
         """As :meth:`_update`, for the device: what it needs comes to a slot, and leaves that again."""
         device, rates, nbytes = self.device, self._rates, layer.planned.gradient_bytes
         came, left = round(rates.come * nbytes), round(rates.leave * nbytes)
-        device.wait(Stream.UPLOAD, self._left_slots.popleft(), Wait.BRING_AFTER_TAKE)
+        left_before = self._left_slots.popleft()
+        device.wait(Stream.UPLOAD, left_before, Wait.BRING_AFTER_TAKE)
         if self._state:  # with a disk an update ends only when all has left the device
             device.wait(Stream.UPDATE, max(self._left_slots), Wait.READ_AFTER_TAKE)
             on_disk, beside = self._state.get(layer.index, 0), came / rates.upload + seconds + left / rates.download
@@ -353,6 +361,7 @@ class Walk:
         if self._overlap == "backward":
             device.wait(Stream.STEP, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         device.step(seconds, layer.index)
+        self._source.stepped[layer.index] = device.now[Stream.STEP]
         device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
         device.transfer("take", layer.index, left)
         done = self._source.updated[layer.index] = device.now[Stream.DOWNLOAD]
@@ -360,7 +369,10 @@ class Walk:
         casts = sum(cast.nbytes for cast in layer.planned.casts)
         if self._overlap == "forward" and 0 < casts <= layer.planned.narrow_bytes:  # all of them are trained
             fresh = [each for each, until in self._source.fresh.items() if until == math.inf]
-            self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], device.now[Stream.STEP])
+            until = max(
+                left_before, device.host
+            )  # the background drops casts of the layer before last when it has a slot
+            self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], until)
         return done
 
     def _update(self, layer: StreamedLayer) -> float:

@@ -307,7 +307,8 @@ def test_neither_the_host_nor_the_models_kernels_wait_for_steps(
     options: dict[str, Any] = {"recorded": "nothing", "precision": precision, "gradient_clip_val": 0.05}
     with simulated():
         ours = fit(make, vectors(), on_device(optimizer_overlap="forward"), **options)
-    assert Wait.READ_AFTER_TAKE not in blocked
+    if precision == "bf16-mixed":  # otherwise a fetch reads what the host has of the step, once it has that
+        assert Wait.READ_AFTER_TAKE not in blocked
     assert [stream for stream, why in kernels if why is Wait.STEP_AFTER_BRING] == [Stream.STEP]
     assert_same(ours, fit(Stepped, vectors(), "auto", **options))
 
