@@ -37,7 +37,7 @@ def add_run_options(
     if training:
         add(
             "--activations",
-            default=None if planned else "keep",
+            default=None if planned else "auto",
             choices=["keep", "recompute", "offload", "auto"],
             help=f"what becomes of what autograd saves in each layer ({default})",
         )
@@ -117,7 +117,7 @@ def make_trainer(
     **more: Any,
 ) -> tuple[pl.Trainer, SuperpipelineStrategy]:
     """A trainer as ever, but for ``strategy=``; ``bar`` allows a progress bar, ``more`` are further options of the strategy."""
-    activations: Activations = getattr(options, "activations", "keep")
+    activations: Activations = getattr(options, "activations", "auto")
     window: dict[str, Any] = {name: getattr(options, name) for name in ("k", "k_prime") if getattr(options, name)}
     strategy = SuperpipelineStrategy(**window, activations=activations, **more)
     bar = bar and sys.stdout.isatty()  # ConsoleLogger's lines can be read in a file, too

@@ -20,6 +20,7 @@ from sp_lightning.activations import offload
 from sp_lightning.activations.calls import Activations
 from sp_lightning.device.torch_private import ENGINE_CALL
 from sp_lightning.engine.streamer import Streamer
+from tests.support.crowded import crowded
 from tests.support.imported import imports_are_over
 
 COMMON: dict[str, Any] = {
@@ -78,6 +79,13 @@ def _nothing_left_behind() -> Iterator[None]:
 def everything_is_worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of offloaded activations, whose models are small."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+
+
+@pytest.fixture
+def nothing_fits() -> Iterator[None]:
+    """For tests of ``activations="auto"``, whose models are small."""
+    with crowded():
+        yield
 
 
 @pytest.fixture

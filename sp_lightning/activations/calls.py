@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.fingerprints import WeightAt
+from sp_lightning.activations.headroom import Headroom
 from sp_lightning.activations.offload import Offload, UnitCall
 from sp_lightning.activations.recompute import OutsideWatch, Recompute, Rerun, first_runs, is_checkpointed
 from sp_lightning.device.device import Device
@@ -53,6 +54,8 @@ class Activations:
         calls: the unit calls of the last step's forward. If it ran several, those of the one that saved the most bytes.
         offload: stores saved tensors on the host.
         recompute: runs forwards again in backward.
+        headroom: offloads kept activations before device memory ends; None in batches that are known to fit.
+        unrepeatable: the units that are never computed again in place of an offload for which the host has no room.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Activations:
         self.ring = ring
         self.offload = Offload(device, ring, stays, log)
         self.recompute = Recompute(rerun, outside, weight_at, device, pin=ring.pin)
+        self.headroom: Headroom | None = None
+        self.unrepeatable: Set[str] = frozenset()
         self.choose(modes)
         self.calls: tuple[Call, ...] = ()
         self._rows = rows
@@ -91,11 +96,14 @@ class Activations:
 
     def begin(self) -> None:
         """A training step begins."""
+        if self.headroom is not None:
+            self.headroom.begin()
+        if not self.idle or self.headroom is not None:
+            buffers = (each for each in self._module.buffers() if each.layout is torch.strided)
+            self.offload.buffers = {each.untyped_storage().data_ptr() for each in buffers}  # user code may exchange one
         if not self.idle:
             self._expected, self._counts = self._counts or self._expected, []
             self._forward, self._in_backward = [], False
-            buffers = (each for each in self._module.buffers() if each.layout is torch.strided)
-            self.offload.buffers = {each.untyped_storage().data_ptr() for each in buffers}  # user code may exchange one
             self.install()
 
     def install(self) -> None:
@@ -111,6 +119,8 @@ class Activations:
         if not self.idle:
             self._end_forward()
             self.recompute.backward_ended()
+            self.offload.flush()
+        elif self.headroom is not None:
             self.offload.flush()
 
     # ------------------------------------------------------------------ one call
@@ -167,7 +177,9 @@ class Activations:
         if mode == "offload" and not call.at_once:
             room = self.ring.free_bytes
             call.leaves = all(each.saved <= room for each in self.calls if each.unit == unit)
-            if not call.leaves:
+            if not call.leaves and unit in self.unrepeatable:
+                self.offload.warn(unit, "stay on the device")
+            elif not call.leaves:
                 self.offload.warn(unit, "are computed again in backward")
                 mode = "recompute"
         # A checkpoint of the user's around the unit computes it again by itself, and shows twice what the forward changes.

@@ -67,6 +67,11 @@ class OffloadedStorage:
     arrived: Any = None
 
     @property
+    def on_device(self) -> bool:
+        """Whether the device has it, still or again."""
+        return self.source is not None or self.returned is not None
+
+    @property
     def on_host(self) -> Tensor:
         """The whole storage on the host, ``uint8``."""
         return self.buffer.bytes[: self.nbytes]
@@ -150,7 +155,8 @@ class Offload:
         log: where warnings go; None for Lightning's log.
 
     Attributes:
-        active: whether any call was ever entered. Before that, nothing leaves.
+        lock: guards what is known of storages.
+        active: whether any call was ever entered. Before that, :meth:`store` lets everything stay.
         stored_bytes, returned_bytes: bytes copied to the host, and from it.
         buffers: the addresses of the module's buffers, which stay as well.
     """
@@ -160,13 +166,16 @@ class Offload:
         self._device = device
         self.ring = ring
         self._stays = stays
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._calls = threading.local()  # of each thread: the call under way
         # By the storage's number and version: what is on the way, or on the host.
         self._known: weakref.WeakValueDictionary[tuple[int, int], OffloadedStorage] = weakref.WeakValueDictionary()
         self._leaving: deque[list[OffloadedStorage]] = deque()  # one list for each call, the latest last
         self._latest: dict[int, OffloadedStorage] = {}  # of each storage that leaves, the version that left last
         self._returned: list[OffloadedStorage] = []  # the storages that are on the device again
+        self._returned_once: weakref.WeakSet[OffloadedStorage] = (
+            weakref.WeakSet()
+        )  # those until their graph lets go of them
         self._saved: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as saved
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
         self.active = False
@@ -194,7 +203,7 @@ class Offload:
         """
         outer = self.call
         self.active = True
-        with self._lock:
+        with self.lock:
             call.inputs = sum(count_once(each, self._given) for each in given if isinstance(each, Tensor))
             self._leaving.append([])
         self._calls.call = call
@@ -208,23 +217,38 @@ class Offload:
     def store(self, tensor: Tensor) -> SavedReference | None:
         """Has a saved tensor leave (1), and returns what the graph holds in its place; None if the tensor stays."""
         call = self.call
-        if call is None or not self._can_leave(tensor):
+        if call is None or not self.can_leave(tensor):
             return None
-        with self._lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
+        with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             call.saved += count_once(tensor, self._saved)
-            key = storage_id(tensor.untyped_storage()), tensor._version
-            storage = self._known.get(key)
-            if storage is None or not storage.counts_with(tensor):
-                storage = self._send(tensor, call) if call.leaves else None
-                if storage is None:
-                    return None
-                self._known[key] = storage
-            if call.leaves:
-                call.storages.append(weakref.ref(storage))
-            offset = int(tensor.storage_offset()) * tensor.element_size()
-            return SavedReference(storage, tensor._version, offset, tensor.dtype, tensor.shape, tensor.stride())
+            reference = self._refer(tensor, call, leaves=call.leaves)
+            if reference is not None and call.leaves:
+                call.storages.append(weakref.ref(reference.storage))
+            return reference
 
-    def _can_leave(self, tensor: Tensor) -> bool:
+    def evict(self, tensor: Tensor, call: UnitCall) -> SavedReference | None:
+        """Sends a tensor that was saved before, and kept. Returns what stands for it; None if the host has no room."""
+        with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
+            return self._refer(tensor, call, leaves=True)
+
+    def count(self, tensor: Tensor) -> int:
+        """Bytes of a saved tensor's storage; 0 if they were counted in this step."""
+        with self.lock:
+            return count_once(tensor, self._saved)
+
+    def _refer(self, tensor: Tensor, call: UnitCall, *, leaves: bool) -> SavedReference | None:
+        """What stands for a tensor whose storage has left, or leaves now; None if it stays."""
+        key = storage_id(tensor.untyped_storage()), tensor._version
+        storage = self._known.get(key)
+        if storage is None or not storage.counts_with(tensor):
+            storage = self._send(tensor, call) if leaves else None
+            if storage is None:
+                return None
+            self._known[key] = storage
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return SavedReference(storage, tensor._version, offset, tensor.dtype, tensor.shape, tensor.stride())
+
+    def can_leave(self, tensor: Tensor) -> bool:
         """Whether a tensor is a plain view of a large storage on the device that does not stay there in any case."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return False
@@ -275,7 +299,7 @@ class Offload:
 
     def retire(self, *, keep: int) -> None:
         """Frees the device memory of what all but the ``keep`` latest calls have stored. Compute waits for the copies."""
-        with self._lock:
+        with self.lock:
             while len(self._leaving) > keep:
                 for storage in self._leaving.popleft():
                     self._device.wait(Stream.COMPUTE, storage.stored, Wait.REUSE_AFTER_STORE)
@@ -289,7 +313,7 @@ class Offload:
 
     def pre_backward(self, call: UnitCall) -> None:
         """Backward has come to a call: what it saved is on the device, what the call before it saved is coming (2)."""
-        with self._lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
+        with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             self.retire(keep=0)
             now = call.needed()
             next_ = call.previous.needed() if call.previous is not None else []
@@ -302,7 +326,7 @@ class Offload:
 
     def load(self, reference: SavedReference) -> Tensor:
         """The saved tensor, for backward. Its storage comes on demand if it is not on the device."""
-        with self._lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
+        with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             storage = reference.storage
             memory = storage.source
             if memory is None:
@@ -313,11 +337,23 @@ class Offload:
                 self._device.access(memory, Stream.COMPUTE, write=False)
             return strided(memory, reference.offset, reference.dtype, reference.shape, reference.stride)
 
+    def load_once(self, reference: SavedReference) -> Tensor:
+        """As :meth:`load`. The storage leaves the device again as soon as the graph has let go of it."""
+        with self.lock:
+            tensor = self.load(reference)
+            if reference.storage in self._returned:
+                self._returned.remove(reference.storage)
+                self._returned_once.add(reference.storage)
+            return tensor
+
     def flush(self) -> None:
         """A step or a backward is over: afterwards nothing is on its way, and nothing is kept on the device."""
-        with self._lock:
+        with self.lock:
             self.retire(keep=0)
             self._drop(self._returned)
+            for storage in self._returned_once:  # of graphs that are kept; compute has waited for them
+                storage.returned = None
+            self._returned_once.clear()
             self._saved.clear()
             self._given.clear()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -53,7 +53,7 @@ OutsideWatch = Callable[[str], Callable[[], str | None]]
 _MODIFIED = "modified by an inplace operation"
 """Of torch's error about a saved tensor, as this package raises it, too."""
 _OF_ALL = (
-    'This is under activations="recompute". Keep or offload what all layers save: '
+    'This is under activations="recompute", which "auto" may choose. Keep or offload what all layers save: '
     'SuperpipelineStrategy(activations="offload").'
 )
 
@@ -140,9 +140,9 @@ class Recompute:
 
     # ------------------------------------------------------------------ the trial
 
-    def begin_trial(self) -> None:
-        """Looks at all forwards from now on."""
-        self.in_trial = True
+    def begin_trial(self, unfit: Mapping[str, str]) -> None:
+        """Looks at all forwards from now on, except those of units that are known to be unfit, each with the reason."""
+        self.in_trial, self._unfit = True, dict(unfit)
 
     def end_trial(self) -> dict[str, str]:
         """Looks at none from now on. Returns the units that could not be recomputed, and why."""
@@ -157,6 +157,8 @@ class Recompute:
         Returns:
             Its output, and what is to be called when its backward begins; None if the unit cannot be recomputed.
         """
+        if unit in self._unfit:
+            return forward(*args, **kwargs), None
         if current_graph_task() != -1:  # this is a second run already, of a unit or of a checkpoint around it
             return forward(*args, **kwargs), None
         try:
@@ -471,7 +473,7 @@ class FirstRun:
     @property
     def _remedy(self) -> str:
         return (
-            'This is under activations="recompute". Keep or offload what it saves: '
+            'This is under activations="recompute", which "auto" may choose. Keep or offload what it saves: '
             f'SuperpipelineStrategy(activations={{"{self.unit}": "offload", "**": "recompute"}}), or, for all layers, '
             'activations="offload".'
         )

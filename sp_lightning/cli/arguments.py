@@ -46,6 +46,7 @@ SEVERAL = ("model", "precision", "batch", "tokens", "activations", "scale")
 _OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # they count with --hours alone
 _GENERATE = "predict N tokens for each of --batch sequences, after prompts of --tokens; times are of the last token"
 _LOSS_TOKENS = "the loss is computed from so many tokens' logits at a time, by sp_lightning.chunk_loss(model, tokens=N)"
+_ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, else chooses for each layer (%(default)s)"
 _OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
 _STEP_SECONDS = "what the optimizer's step takes on the host, measured, if it is not fused (8-bit states, Shampoo)"
 _PCIE = "between host and each device, each way (%(default)s)"
@@ -169,7 +170,7 @@ class Question(argparse.Namespace):
     # The options of the strategy.
     activations: Annotated[
         Mode | Literal["auto"],
-        _option("of all layers (%(default)s)", choices=(*MODES, "auto"), default="keep", nargs="+"),
+        _option(_ACTIVATIONS, choices=(*MODES, "auto"), default="auto", nargs="+"),
     ]
     overlap: Annotated[Overlap, _option("optimizer_overlap (%(default)s)", choices=OVERLAPS, default="forward")]
     optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="host")]
@@ -252,9 +253,6 @@ def contradictions(question: Question) -> Iterator[str]:
         yield "--trials share what comes from the memory of the host to one device. Leave out --devices, --nodes and --disk."
     if question.disk is not None and question.predict and question.devices * question.nodes > 1:
         yield "--disk with --predict is for one device: with several, all weights are in memory. Leave out one."
-    if question.activations == "auto" and (question.gpu_memory is None or question.predict):
-        why = "nothing is trained here, so none are saved" if question.predict else "give that limit, too"
-        yield f"--activations auto: what becomes of activations is chosen within --gpu-memory; {why}."
 
 
 def separate(given: Question) -> list[Question]:

@@ -90,7 +90,7 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
     for precision in _PRECISIONS if "precision" not in asked.given else (asked.precision,):
         fastest = 0
         for batch in _BATCHES if "batch" not in asked.given and _takes_batches(asked) else (asked.batch,):
-            question = asked.but(precision=precision, batch=batch, **_activations(asked))
+            question = asked.but(precision=precision, batch=batch)
             say(f"runs a batch of {batch} in {precision}")
             try:
                 estimate = estimate_model(question)
@@ -98,8 +98,8 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
                 reasons.append(error)
                 continue
             fitting = _fitting(estimate)
-            if not fitting and question.activations != asked.activations:
-                # What "auto" needs in its first batches may be more than what computing all again takes.
+            if not fitting and question.activations == "auto" and "activations" not in asked.given:
+                # What "auto" needs in the batches in which it measures may be more than what computing all again takes.
                 fitting = _fitting(replace(estimate, question=question.but(activations="recompute")))
             found += fitting
             before, fastest = fastest, max((each.total for each in fitting), default=0)
@@ -161,11 +161,6 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
 def _takes_batches(asked: Question) -> bool:
     """Whether --batch says anything of this model: a factory's batch is its own."""
     return ":" not in asked.model
-
-
-def _activations(asked: Question) -> dict[str, Any]:
-    """What becomes of activations is chosen within the memory, if that is known and nobody has said it."""
-    return {} if "activations" in asked.given or asked.gpu_memory is None else {"activations": "auto"}
 
 
 def _ways(estimate: Estimate) -> Iterator[Answer]:
@@ -254,7 +249,7 @@ def trainer_call(best: Budget) -> str:
     seconds = max(1, round(best.seconds))
     time = f'max_time={{"seconds": {seconds}}}' if seconds % 3600 else f'max_time={{"hours": {seconds // 3600}}}'
     options = f'precision="{question.precision}"{accumulate}{devices}, {time}, max_epochs=-1'
-    return f"Trainer(strategy={strategy(question, best.answer.shown.plan)}, {options}){beside(question)}"
+    return f"Trainer(strategy={strategy(best.answer.estimate, best.answer.shown.plan)}, {options}){beside(question)}"
 
 
 def _epochs(best: Budget) -> str:
@@ -300,6 +295,6 @@ def fields(best: Budget) -> dict[str, Any]:
             "steps": best.steps, "seconds_per_step": best.step_seconds, f"total_{best.unit}": best.total, "epochs": best.epochs,
             "cost": best.cost,
         },
-        "strategy": strategy_options(question, best.answer.shown.plan),
+        "strategy": strategy_options(best.answer.estimate, best.answer.shown.plan),
         "trainer": trainer_call(best),
     }  # fmt: skip

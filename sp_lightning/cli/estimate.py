@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -121,19 +121,30 @@ class Estimate:
         """Device memory of weights, and in training of their gradients."""
         return plan.taken(training=not self.question.predict)[0]
 
+    @cached_property
+    def activations(self) -> Mode | Literal["auto"]:
+        """What the question says of activations; ``"keep"`` for ``"auto"``, if all fit with the smallest window, as in a run."""
+        asked = self.question
+        if asked.activations != "auto":
+            return asked.activations
+        smallest = self.plan(min(asked.k or (1,)), min(asked.k_prime or (1,)))
+        needed = self.weight_bytes(smallest) + self.work.alive("keep")
+        fits = asked.predict or asked.gpu_memory is None or needed <= asked.gpu_memory
+        return "keep" if fits else "auto"
+
     @property
     def activation_bytes(self) -> int:
         """Device memory beside weights and their gradients; the least with ``auto``."""
-        choice = self.question.activations
+        choice = self.activations
         return min(map(self.work.alive, FREEING)) if choice == "auto" else self.work.alive(choice)
 
     @cached_property
     def host(self) -> HostMemory:
-        """The host's memory. With ``auto``, all units are offloaded in the first batches, as far as there is room."""
-        asked, plan = self.question, self.plan(1, 1)
-        offloaded = self.work.offloaded if asked.activations in ("offload", "auto") else 0
+        """The host's memory. With ``auto``, all units are offloaded once, as far as there is room."""
+        asked, plan, choice = self.question, self.plan(1, 1), self.activations
+        offloaded = self.work.offloaded if choice in ("offload", "auto") else 0
         found = host_memory(asked, plan, self.step, offloaded)
-        if asked.activations == "auto" and asked.disk is None and found.limit is not None and not found.fits:
+        if choice == "auto" and asked.disk is None and found.limit is not None and not found.fits:
             # A run offloads as far as there is room, and computes other layers' activations again.
             room = all_but_an_eighth(found.limit - found.nbytes + found.parts["activations"])
             found = host_memory(asked, plan, self.step, room // asked.devices)
@@ -182,9 +193,10 @@ class Estimate:
 
     def modes(self, plan: Plan) -> Modes:
         """The mode of each unit with a window. ``auto`` is, as in a run, the fastest choice within the memory that it leaves."""
-        work, choice, limit = self.work, self.question.activations, self.question.gpu_memory
-        if choice != "auto" or limit is None:
-            return dict.fromkeys((call.unit for call in work.calls), "offload" if choice == "auto" else choice)
+        work, choice, limit = self.work, self.activations, self.question.gpu_memory
+        if choice != "auto":
+            return dict.fromkeys((call.unit for call in work.calls), choice)
+        assert limit is not None
         others = work.alive("offload") - peak_bytes(work.calls, dict.fromkeys((c.unit for c in work.calls), "offload"))
         choices = self._balance(plan, self.rates).candidates(max(0, limit - self.weight_bytes(plan) - others))
         return min(choices, key=lambda modes: self.predict(plan, modes).seconds)

@@ -163,7 +163,7 @@ def _device(estimate: Estimate, row: Row) -> str:
         )
     weights = estimate.weight_bytes(row.plan)
     what = "weights" if estimate.question.predict else "weights and gradients"
-    chosen = f" ({summary(row.modes)})" if estimate.question.activations == "auto" else ""
+    chosen = f" ({summary(row.modes)})" if estimate.activations == "auto" else ""
     return (
         f"device memory {in_gib(row.device_bytes)}: {what} {in_gib(weights)}, activations and intermediate results "
         f"{in_gib(row.device_bytes - weights)}{chosen}; {estimate.flops(row.plan, row.modes) / 1e12:.3g} TFLOP per "
@@ -366,7 +366,7 @@ def as_fields(answer: Answer) -> dict[str, object]:
         "parameters": estimate.parameters, "trained_parameters": estimate.trained,
         "tables": [{"name": table.name, "bytes": table.nbytes} for table in plan.tables],
         "layers": [{"name": layer.name, "bytes": layer.nbytes} for layer in plan.layers],
-        "activations": question.activations,
+        "activations": estimate.activations,
         "activation_bytes": estimate.activation_bytes if known else None,
         "saved_bytes": {mode: work.saved(mode) for mode in MODES} if known else None,
         "offloaded_bytes": work.offloaded if known else None,

@@ -6,6 +6,8 @@ import json
 
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import Question
+from sp_lightning.cli.estimate import Estimate
+from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib
@@ -25,7 +27,7 @@ def verdict(answer: Answer) -> str:
         needed = _of(estimate.checkpointed_bytes, limit)
         lines.append(f"{_CHECKPOINTED}: plain Lightning needs {needed} then.")
     if answer.best is not None:
-        return "\n".join([*lines, _recommended(answer, answer.best)])
+        return "\n".join([*lines, _recommended(answer, answer.best), *_modes(estimate, answer.best)])
     reasons = [_refused_by_host(answer)] if "host" in answer.lacking else []
     reasons += [_refused_by_device(answer)] if "device" in answer.lacking else []
     # The exit status is that of the first line.
@@ -90,10 +92,15 @@ def _recommended(answer: Answer, best: Row) -> str:
         fits = "With this strategy"
     plain = "" if limited else " Plain Lightning fits where --gpu-memory is " + in_gib(estimate.plain_bytes) + "."
     inside = f" in Trainer({options})" if (options := trainer_options(question)) else ""
-    chosen = f"{strategy(question, best.plan)}{inside}{beside(question)}"
+    chosen = f"{strategy(estimate, best.plan)}{inside}{beside(question)}"
     if estimate.why_guessed:
         return f"{fits}: {chosen}."
     return f"{fits}: {chosen}, {speed(answer)}; {waiting(answer)}.{plain}"
+
+
+def _modes(estimate: Estimate, best: Row) -> list[str]:
+    """A line on what becomes of activations if not all of them fit."""
+    return [f"Not all activations fit: {summary(best.modes)}."] if estimate.activations == "auto" else []
 
 
 def speed(answer: Answer) -> str:
@@ -128,12 +135,12 @@ def waiting(answer: Answer) -> str:
     return f"the device waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
 
 
-def strategy_options(question: Question, plan: Plan) -> dict[str, object]:
+def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
     """The options of the strategy that the answer depends on."""
-    options: dict[str, object] = {"k": plan.k, "k_prime": plan.k_prime}
-    if question.activations != "keep":
+    question, options = estimate.question, dict[str, object](k=plan.k, k_prime=plan.k_prime)
+    if question.activations != "auto" or estimate.activations == "auto":
         options["activations"] = question.activations
-    if question.activations == "auto":
+    if estimate.activations == "auto":
         options["memory_budget"] = exact_bytes(question.gpu_memory or 0)
     if question.overlap != "forward" and not question.predict:
         options["optimizer_overlap"] = question.overlap
@@ -148,9 +155,9 @@ def strategy_options(question: Question, plan: Plan) -> dict[str, object]:
     return options | {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
 
 
-def strategy(question: Question, plan: Plan) -> str:
+def strategy(estimate: Estimate, plan: Plan) -> str:
     """The strategy as it is to be written."""
-    options = strategy_options(question, plan)
+    options = strategy_options(estimate, plan)
     return f"SuperpipelineStrategy({', '.join(f'{name}={json.dumps(value)}' for name, value in options.items())})"
 
 

@@ -90,7 +90,11 @@ class Access(Part):
         self._refuse_transforms_and_traces(visits)
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
-        step = self._step
+        step, headroom = self._step, self.activations.headroom
+        if headroom is not None and visits and torch.is_grad_enabled():
+            planned = [layer.planned for layer in visits]
+            shapes = (span.shape for each in planned for span in (*each.spans, *each.casts))
+            headroom.before(visits[0].name, visits[0].index, shapes, inputs)
         with held(self.lock):
             helps = self.threads.began or not self.threads.own
             if helps:
@@ -109,7 +113,7 @@ class Access(Part):
                 if helps:
                     self.threads.end()
                 raise
-            packs_any = self._moves or "offload" in self.activations.modes.values()
+            packs_any = self._moves or headroom is not None or "offload" in self.activations.modes.values()
             self.calls.begin(self._saved_tensors.hooks if packs_any else None, helps=helps)
             for layer in entered:
                 layer.parameters.watch()

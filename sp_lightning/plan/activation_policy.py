@@ -49,9 +49,9 @@ def resolve(choice: Activations, module: nn.Module, units: Mapping[str, nn.Modul
     """The mode of each unit.
 
     Args:
-        choice: one mode for all (``"auto"`` begins with ``"offload"``, which takes least), or modes by patterns. A
-            pattern matches names of units, or of modules above them. The first pattern that matches decides, and a unit
-            that no pattern matches keeps what it saves.
+        choice: one mode for all (``"auto"`` begins with ``"keep"``), or modes by patterns. A pattern matches names of
+            units, or of modules above them. The first pattern that matches decides, and a unit that no pattern matches
+            keeps what it saves.
         module: the root.
         units: the units by name.
 
@@ -59,7 +59,7 @@ def resolve(choice: Activations, module: nn.Module, units: Mapping[str, nn.Modul
         ValueError: a pattern matches no unit, or only units that earlier patterns have matched.
     """
     if isinstance(choice, str):
-        return dict.fromkeys(units, "offload" if choice == "auto" else choice)
+        return dict.fromkeys(units, "keep" if choice == "auto" else choice)
     modes: dict[str, Mode] = {}
     named = dict(module.named_modules(remove_duplicate=False))  # a module may have several names
     for pattern, mode in choice.items():

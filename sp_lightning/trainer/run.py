@@ -115,14 +115,12 @@ class Run:
         self._log = log
         self._count, nodes = (1, 1) if ranks is None else (ranks.size, ranks.nodes)
         self._trial = current()
-        k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
+        k, budget = (options.k, options.k_prime), options.memory_budget
         if self._trial is not None:
             budget = self._trial.begin(self, options.memory_budget, device, on_disk=options.disk is not None)
             look_at_loaders(module.trainer, self._trial.take_loaders)
         there = options.optimizer_on
-        self._window = Window(
-            *k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there
-        )
+        self._window = Window(*k, budget, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there)
         self._threads = OwnThreads()
         self._parted: list[Parted] = []
         self._host_room: int | None = None
@@ -168,7 +166,7 @@ class Run:
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
         remarks, k, plan = [self.placement.remark] if self.placement.remark else [], self._options.k, self.engine.plan
-        if self.tuner is not None:
+        if self.tuner is not None and self.tuner.window_too:
             remarks.append("k and k' are chosen once two batches have been measured.")
         if isinstance(k, int) and k > plan.k and not plan.nothing:
             remarks.append(f"k={k} is capped at {plan.k}, the number of layers: all are on the device at once.")
@@ -203,6 +201,8 @@ class Run:
         streamer = self.engine
         if streamer.thawed():
             streamer.recount(self._window.again(streamer.plan, streamer.found))
+            if self.tuner is not None:
+                self.tuner.expect_more()
         if changed:
             self.steps.rearrange()
 
@@ -253,9 +253,20 @@ class Run:
         )
         self._parted += found.parted
         self.tuner = None
-        keeps_experts = self._window.room is not None and plan.stack_bytes > 0
-        if self._window.auto or self._balanced or keeps_experts:
-            self.tuner = Tuner(self._window, self.streamer, device, self._log, balanced=self._balanced)
+        window_too = self._window.auto or (
+            self._window.room is not None and plan.stack_bytes > 0
+        )  # or experts are kept
+        if window_too or self._chooses_modes:
+            self.tuner = Tuner(
+                self._window,
+                self.streamer,
+                device,
+                self._log,
+                window_too=window_too,
+                modes_too=self._chooses_modes,
+                unfit=with_experts(found),
+                alone=self._trial is None,
+            )
 
     def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
         """Makes the engine's parts that depend on where weights are."""
@@ -268,9 +279,9 @@ class Run:
         return place(found, plan, self._options, self._device, accumulate=accumulate)
 
     @property
-    def _balanced(self) -> bool:
-        """Whether what becomes of activations is chosen by measuring: something must limit the device's memory."""
-        return self._options.activations == "auto" and self._window.room is not None
+    def _chooses_modes(self) -> bool:
+        """Whether what becomes of activations is chosen if not all of them fit: something must limit the device's memory."""
+        return self._options.activations == "auto" and self.trains and self._window.room is not None
 
     def _lay_out(self, device: Device) -> tuple[Found, Plan, dict[str, Mode]]:
         """Finds the layers, makes the plan, and says what becomes of activations at first."""
@@ -279,14 +290,12 @@ class Run:
         find = find if self._trial is None else self._trial.finds(self.module, find)
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
-        unlimited = self._options.activations == "auto" and not self._balanced
-        choice = "keep" if unlimited else self._options.activations
-        modes = resolve(choice, self.module, found.units)
-        if found.experts and (self._balanced or "recompute" in modes.values()):
+        modes = resolve(self._options.activations, self.module, found.units)
+        if found.experts and "recompute" in modes.values():
             found = find(layers=layers, whole_blocks=True)
             plan = self._window.begin(found, device)
-        if choice != "keep":
-            self._log.debug("Superpipeline: activations: %s.", "measured first" if choice == "auto" else summary(modes))
+        if any(mode != "keep" for mode in modes.values()):
+            self._log.debug("Superpipeline: activations: %s.", summary(modes))
             if found.grouping_advice:
                 say_once(self._log, f"Superpipeline: {found.grouping_advice}")
         return found, plan, modes
@@ -387,6 +396,14 @@ class Run:
             self.engine.allow_writes()  # the code that catches the error may write weights
         except Exception:
             self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
+
+
+def with_experts(found: Found) -> dict[str, str]:
+    """The units that cannot be recomputed because experts inside them are layers of their own, with the reason."""
+    moving = {index for index in found.experts if not found.layers[index].rows}
+    experts = {module for module, used in found.visits.items() if moving.intersection(used)} if moving else set()
+    inside = [unit for unit, module in found.units.items() if experts.intersection(module.modules()) - {module}]
+    return dict.fromkeys(inside, "has experts that move by themselves")
 
 
 def _refuse_in_step(module: pl.LightningModule) -> None:

@@ -56,9 +56,10 @@ class StreamingStrategy(LoopStrategy):
             (``0.8``); None for all that is free but a margin of a sixteenth.
         activations: what happens to the tensors that autograd saves in a layer's forward. ``"keep"`` leaves them on the
             device; ``"recompute"`` computes them again in backward, from the layer's inputs; ``"offload"`` moves them to the
-            host and back; ``"auto"`` takes for each layer what is predicted to be fastest within the budget. A mapping
-            decides by patterns of the names of layers and of modules above them, the first match
-            (``{"encoder.**": "offload"}``). Results are the same. With ``"recompute"`` hooks on modules inside a layer,
+            host and back. ``"auto"`` keeps them if all fit within the budget, and otherwise takes for each layer what is
+            predicted to be fastest; on the CPU without ``memory_budget`` it is ``"keep"``. A mapping decides by patterns of
+            the names of layers and of modules above them, the first match (``{"encoder.**": "offload"}``). Results are the
+            same. With ``"recompute"`` hooks on modules inside a layer,
             prints and global variables see its forward twice.
         layers: what counts as a layer: None (they are found), names or glob patterns of modules, module classes, or a
             callable that takes the LightningModule and returns names or modules.
@@ -121,7 +122,7 @@ class StreamingStrategy(LoopStrategy):
         k: Count = "auto",
         k_prime: Count = "auto",
         memory_budget: int | float | str | None = None,
-        activations: Activations = "keep",
+        activations: Activations = "auto",
         layers: LayerChoice = None,
         resident: str | Sequence[str] = (),
         pin_memory: bool = True,

@@ -44,7 +44,6 @@ class Window:
         k, k_prime: numbers, or "auto".
         budget: bytes of device memory (int), or the share of what is free at set-up (float). None means all that is
             free, less a margin.
-        filled: whether something else fills the memory that k and k' leave, even if both are numbers: kept activations.
         ranks, nodes: how many devices of a node sum their gradients, and how many nodes do.
         training: whether batches are trained.
         optimizer_on: where layers are stepped then. With ``"auto"`` there is room for steps on the device, if the budget has it.
@@ -59,7 +58,6 @@ class Window:
         k_prime: Count,
         budget: int | float | None,
         *,
-        filled: bool = False,
         ranks: int = 1,
         nodes: int = 1,
         training: bool = True,
@@ -68,7 +66,7 @@ class Window:
         self._k = k
         self._k_prime = k_prime
         self._budget = budget
-        self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
+        self._margin = _MARGIN if "auto" in (k, k_prime) else 0
         self._training = training
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
         self.steps_on_device = optimizer_on != "host" and training and ranks * nodes == 1
@@ -76,6 +74,8 @@ class Window:
         self._found: Found
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
+        self.free: int | None = None
+        """Bytes of the device's memory that were free at set-up, less those that others have taken since; None on the CPU."""
         self.rest = 0
         """The most bytes that everything but weights takes, as far as is known; gradients on their way are included."""
         self.rest_gradients = 0
@@ -99,7 +99,7 @@ class Window:
                 own.
         """
         free, budget = device.free_bytes(), self._budget
-        self._found = found
+        self._found, self.free = found, free
         self.rest = self.rest_gradients = 0
         if isinstance(budget, int):
             self.room = budget if free is None else min(budget, free)
@@ -125,9 +125,22 @@ class Window:
         Args:
             there: bytes that torch has allocated or could allocate, which are then the most. None takes a sixteenth off.
         """
+        if there is not None and self.free is not None:
+            self.free = min(self.free, there)
         if self.room is not None:
             share = 1 - self._margin if self._budget is None else 1
             self.room = self.room - self.room // 16 if there is None else min(self.room, int(there * share))
+
+    @property
+    def filled_room(self) -> int | None:
+        """Bytes of the budget that something else may fill beside k and k', even if both are numbers: kept activations."""
+        whole = self.room is None or self._budget is not None or self._margin
+        return self.room if whole else int((self.room or 0) * (1 - _MARGIN))
+
+    def fill(self) -> None:
+        """From now on something else fills the memory that k and k' leave."""
+        self.room, self._margin = self.filled_room, self._margin or _MARGIN
+        self.rest = self.rest_gradients = 0
 
     def needs(self, plan: Plan) -> int:
         """Bytes of device memory that a plan takes, together with everything else that was measured."""

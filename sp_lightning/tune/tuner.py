@@ -1,19 +1,29 @@
-"""Measures the first batches, then chooses k, k' and modes of activations so that every batch keeps to the budget."""
+"""Measures the first batches, then chooses k, k' and modes of activations so that every batch keeps to the budget.
+
+Activations are kept as long as all of them fit. A batch that nobody has measured runs with *headroom*: it keeps them, too, and
+offloads the oldest ones before memory ends. If it had to, the three batches after it choose modes::
+
+    headroom ──fits──▶ keep ──a larger batch──▶ headroom
+        └──does not fit──▶ trial (all offloaded, each forward twice) ──▶ timed ──▶ chosen
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from sp_lightning.activations.headroom import Headroom
 from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, least_bytes, peak_bytes, scaled, summary
 from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan
@@ -32,33 +42,49 @@ class Tuner:
     Args:
         window: knows what the user asked for and what the budget has room for.
         streamer: the engine whose slots and modes of activations are changed between batches.
-        device: the streamer's device. Its count of the peak memory begins anew.
+        device: the streamer's device. Its count of the peak memory begins anew if the window is chosen.
         log: the logger that each choice is written to.
-        balanced: whether modes of activations are chosen, too. All units begin with ``"offload"``, which takes least.
+        window_too: whether the window is chosen.
+        modes_too: whether modes of activations are chosen if not all of them fit. All units begin with ``"keep"``.
+        unfit: the units that cannot be recomputed, as far as is known before the first batch, with the reason.
+        alone: whether nothing else in this process takes memory of the device.
     """
 
     def __init__(
-        self, window: Window, streamer: Streamer, device: Device, log: logging.Logger, *, balanced: bool = False
+        self,
+        window: Window,
+        streamer: Streamer,
+        device: Device,
+        log: logging.Logger,
+        *,
+        window_too: bool = True,
+        modes_too: bool = False,
+        unfit: Mapping[str, str] | None = None,
+        alone: bool = True,
     ) -> None:
         self._log = log
         self._window = window
         self._streamer = streamer
         self._device = device
-        self._balanced = balanced
+        self.window_too = window_too
+        self._modes_too = modes_too
+        self._alone = alone
         self._batches = 0
         self._timed: Balance | None = None  # what is known of the timed batch
-        self._calls: tuple[Call, ...] = ()  # the unit calls of the first batch
+        self._balanced = False  # whether modes are chosen, because not all activations fit
+        self._calls: tuple[Call, ...] = ()  # the unit calls of the batch in which all were offloaded
         self._first = 0  # the size of that batch, in elements of its tensors
-        self._unfit: dict[str, str] = {}  # units that cannot be recomputed, with the reason
+        self._unfit = dict(unfit or {})  # units that cannot be recomputed, with the reason
         self._timeline: Timeline | None = None
         self._overlap: Literal["off", "forward", "backward"] = "off"
         self._size = 0  # the size of the largest batch whose memory was measured
         self._next = 0  # the size of the batch that runs now
         self._said = ""  # the choice that was logged last
         self._again = False  # whether the window is to be chosen anew before the next batch
-        if balanced:
-            streamer.activations.recompute.begin_trial()
-        device.begin_peak()
+        self._anew = False  # whether what activations take is to be measured anew
+        self.expect_more()
+        if window_too:
+            device.begin_peak()
 
     def batch_starts(self, batch: Any, overlap: Overlap) -> None:
         """Reads what the batch before took, and changes the window or modes of activations if that is called for.
@@ -76,15 +102,71 @@ class Tuner:
         self._observe()
         if self._batches == 1 and (free := self._device.free_bytes()) is not None:
             # Only now are the kernels loaded that a batch takes, and libraries have what they take beside torch's allocator.
-            self._device.begin_peak()
+            if self.window_too:
+                self._device.begin_peak()
             self._window.lower_budget(free + (self._device.peak_bytes() or 0))
         self._size = max(self._size, self._next)
         self._next = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        headroom = self._streamer.activations.headroom
+        if self._anew or (headroom is not None and headroom.evicted_bytes):
+            self._begin_balancing()
+        elif headroom is not None and headroom.used:
+            self._streamer.activations.headroom = None
+        factor = max(1.0, self._next / self._size) if self._size else 1.0
         if self._timed is not None:
-            self._fit(max(1.0, self._next / self._size) if self._size else 1.0)
-        elif self._timeline is None and self._batches >= _TIMED and (self._calls or not self._balanced):
+            self._fit(factor)
+        elif (
+            self._timeline is None and self._batches >= _TIMED and (self._calls if self._balanced else self.window_too)
+        ):
             self._time()
+        more = math.ceil(self._window.rest * (factor - 1))
+        if more and not self._balanced and not self._window.fits(self._streamer.plan, more=more):
+            self.expect_more()
         self._batches += 1
+
+    def expect_more(self) -> None:
+        """Prepares for a batch that may take more memory than those before: it offloads what does not fit, or is measured."""
+        activations = self._streamer.activations
+        self._anew = self._balanced
+        if self._modes_too and not self._balanced and activations.headroom is None:
+            reserve = self._streamer.plan.gradient_bytes
+            activations.headroom = Headroom(activations.offload, self._left, reserve)
+
+    def _left(self, kept: Callable[[], int]) -> int:
+        """Bytes that are left of the budget and of the device's memory.
+
+        Args:
+            kept: counts the bytes that activations take.
+        """
+        window, free = self._window, self._device.free_bytes()
+        room = window.filled_room
+        assert room is not None
+        if free is None or window.free is None:
+            return room - self._streamer.weight_bytes - kept()
+        if self._alone:  # workspaces and all else count, too
+            return min(room - (window.free - free), free)
+        return min(room - self._streamer.weight_bytes - kept(), free)
+
+    def _begin_balancing(self) -> None:
+        """Not all activations fit: the next batch measures what they take at least, and finds units that cannot be recomputed."""
+        window, streamer, activations = self._window, self._streamer, self._streamer.activations
+        if not self._balanced:
+            self._log.info(
+                "Superpipeline: the activations of a batch do not fit into device memory. The next two batches measure them; "
+                'then each layer\'s are kept, recomputed or offloaded, with the same results (activations="auto").'
+            )
+            if streamer.found.grouping_advice:
+                say_once(self._log, f"Superpipeline: {streamer.found.grouping_advice}")
+        self.stop_timing()
+        self._timeline, self._timed, self._again, self._anew = None, None, False, False
+        self._balanced = True
+        self._calls, self._first, activations.calls, activations.headroom = (), 0, (), None
+        window.fill()
+        if (smallest := window.smallest()).slot_bytes < streamer.plan.slot_bytes:
+            self._resize(smallest)
+        activations.choose(self._all("offload"))
+        activations.recompute.begin_trial(self._unfit)
+        self._device.begin_peak()
 
     def stop_timing(self) -> None:
         """Ends the measurement of time: what follows (validation, or the next batch) is no part of the timed batch."""
@@ -92,16 +174,24 @@ class Tuner:
             self._device.timelines.remove(self._timeline)
 
     def shrink(self) -> None:
-        """Takes the smallest window, and modes that take least, after the device has run out of memory."""
+        """Takes the smallest window, and modes that take least, after the device has run out of memory.
+
+        The window alone is made smaller first, if all activations were kept and it is not the smallest.
+        """
         self._observe()
         activations, plan, smallest = self._streamer.activations, self._streamer.plan, self._window.smallest()
-        before = activations.modes
-        if smallest.slot_bytes < plan.slot_bytes:
+        before, smaller = activations.modes, smallest.slot_bytes < plan.slot_bytes
+        if smaller:
             self._resize(smallest)
         if self._balanced:
-            self._carry_out(min(map(self._all, FREEING), key=lambda modes: peak_bytes(self._sized(), modes)))
+            if self._calls:
+                self._carry_out(min(map(self._all, FREEING), key=lambda modes: peak_bytes(self._sized(), modes)))
             self._window.lower_budget()  # what was chosen did not fit, although the measurements said that it would
-        if self._timed is not None and (smallest.slot_bytes < plan.slot_bytes or activations.modes != before):
+        elif smaller:
+            self.expect_more()
+        elif self._modes_too:
+            self._begin_balancing()
+        if self._timed is not None and (smaller or activations.modes != before):
             self._again = True
 
     # ------------------------------------------------------------------ what is measured
@@ -135,8 +225,13 @@ class Tuner:
         if self._balanced and not self._calls and activations.calls:
             self._calls, self._first = activations.calls, self._next
             self._unfit = activations.recompute.end_trial()
+            activations.unrepeatable = self._unfit.keys()
+        headroom = activations.headroom
+        if headroom is not None and headroom.evicted_bytes:
+            return  # that peak is of no modes
         if peak is None:
-            window.rest = max(window.rest, least_bytes(self._sized()))
+            kept = 0 if headroom is None else headroom.most_kept
+            window.rest = max(window.rest, least_bytes(self._sized()) if self._balanced else kept)
         elif (rest := peak - self._streamer.weight_bytes - self._more(activations.modes)) > window.rest:
             window.rest, window.rest_gradients = rest, self._streamer.plan.gradient_bytes
 

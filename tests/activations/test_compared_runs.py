@@ -169,6 +169,7 @@ def test_offload_without_room_raises(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", first(list(AROUND), "hook", "submodule", why="each is as with recompute"))
+@pytest.mark.usefixtures("nothing_fits")
 def test_auto_recomputes_no_such_forward(kind: str) -> None:
     batches = [*vectors(), *vectors()]
     with simulated(capacity=26_000):

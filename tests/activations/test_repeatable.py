@@ -496,6 +496,7 @@ def _with_other_hooks(block: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "block", first([Normalized, old_spectral_norm], Normalized, why="a hook writes buffers as a forward does")
 )
+@pytest.mark.usefixtures("nothing_fits")
 def test_a_checkpoint_of_the_users_around_a_layer_shows_as_often_as_ever(
     block: Callable[[], nn.Module], how: str, options: dict[str, Any]
 ) -> None:

@@ -136,7 +136,7 @@ def test_torchscript_that_saves_nothing_is_recomputed() -> None:
 
 
 class Modes(Callback):
-    """Notes the modes of the blocks in each batch. In the second one, whose time is measured, all that can be are recomputed."""
+    """Notes the modes of the blocks in each batch. In the third one, whose time is measured, all that can be are recomputed."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -146,6 +146,7 @@ class Modes(Callback):
 
 
 @pytest.mark.parametrize(("block", "unfit"), [(WritesWeight, True), (ScriptedInTheMiddle, True), (ScriptedMask, False)])
+@pytest.mark.usefixtures("nothing_fits")
 def test_auto_offloads_what_cannot_be_recomputed(block: type[nn.Module], unfit: bool) -> None:
     batches, modes = [*vectors(), *vectors()], Modes()
     with simulated(capacity=60_000):
@@ -248,6 +249,7 @@ def test_writes_elsewhere_that_show_once_are_equal(make: Callable[[], Module]) -
     assert_same(fit(make, vectors(), superpipeline(k=1, activations="recompute")), fit(make, vectors()))
 
 
+@pytest.mark.usefixtures("nothing_fits")
 def test_auto_does_not_recompute_what_writes_elsewhere() -> None:
     batches, make = [torch.randn(256, 16) for _ in range(6)], writes_another(_multiply)
     strategy = superpipeline(k=1, k_prime=1, activations="auto", memory_budget=150_000)
@@ -280,6 +282,7 @@ def test_a_forward_that_gives_another_layer_gradients_is_refused(resident: Any) 
     assert_same(ours, fit(gives_another, vectors()))
 
 
+@pytest.mark.usefixtures("nothing_fits")
 def test_auto_does_not_recompute_what_gives_gradients_elsewhere() -> None:
     batches = [torch.randn(256, 16) for _ in range(6)]
     strategy = superpipeline(k=1, k_prime=1, activations="auto", memory_budget=150_000)
@@ -354,6 +357,7 @@ def test_an_unseen_write_between_two_backwards_is_refused() -> None:
     assert_same(ours, fit(WritesUnseenBetween, vectors()))
 
 
+@pytest.mark.usefixtures("nothing_fits")
 def test_auto_sees_what_is_written_between() -> None:
     batches = [*vectors(), *vectors()]
 
@@ -399,6 +403,7 @@ def test_an_input_that_is_written_after_the_layer_is_refused() -> None:
         assert_same(ours, fit(lambda: Module(AddsInPlace()), vectors()))
 
 
+@pytest.mark.usefixtures("nothing_fits")
 def test_auto_does_not_recompute_what_is_given_such_an_input() -> None:
     batches, modes = [*vectors(), *vectors()], Modes()
     with simulated(capacity=26_000):

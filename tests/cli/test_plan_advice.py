@@ -133,19 +133,18 @@ def test_activations_are_chosen_within_the_limit_as_a_run_chooses_them(capsys: p
     assert not window("auto", least - 2**20)["fits"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"), [((), "give that limit, too"), (("--gpu-memory", "8GiB", "--predict"), "nothing is trained")]
-)
-def test_activations_are_chosen_within_a_limit_in_training(
-    arguments: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("arguments", [(), ("--gpu-memory", "8GiB", "--predict"), ("--gpu-memory", "8GiB")])
+def test_all_activations_are_kept_by_default_if_they_fit(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", "resnet18", "--activations", "auto", *arguments])
-    assert stop.value.code == 2
-    assert (
-        f"--activations auto: what becomes of activations is chosen within --gpu-memory; {why}"
-        in capsys.readouterr().err
+    """The answer is that of ``keep``, which is written only if it was asked for."""
+    asked = ["resnet18", "--k", "1", "--k-prime", "1", *arguments]
+    by_default, kept, auto = (
+        plan(capsys, *asked, *more) for more in ((), ("--activations", "keep"), ("--activations", "auto"))
     )
+    assert by_default == auto
+    assert by_default.pop("verdict") == kept.pop("verdict").replace(', activations="keep"', "")
+    assert by_default == kept
 
 
 @pytest.mark.long("a model of real size is counted twice")

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from sp_lightning import SuperpipelineStrategy
 from tests.equality.cases import Case
 from tests.equality.variants import Variant
+from tests.support.crowded import crowded
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.on_disk import everything_below
 from tests.support.poison import poisoned, poisoned_ring
@@ -89,7 +90,10 @@ def _memory(variant: Variant) -> Iterator[None]:
             stack.enter_context(simulated())
         if variant.strategy.get("optimizer_overlap") == "auto":  # as on an accelerator
             stack.enter_context(mock.patch("sp_lightning.trainer.user_hooks._computes_on_host", return_value=False))
-        if variant.strategy.get("activations") == "offload":
+        if variant.memory == "crowded":
+            stack.enter_context(simulated(capacity=2**40))
+            stack.enter_context(crowded())
+        if variant.strategy.get("activations") == "offload" or variant.memory == "crowded":
             stack.enter_context(poisoned_ring())
         callers = stack.enter_context(backward_elsewhere()) if variant.elsewhere else None
         yield

@@ -24,7 +24,7 @@ QUICK = frozenset(name for name, case in CASES.items() if case.quick)
 ONE_OF_EACH_KIND = frozenset({"stack", "llama-dropout", "rows/looked-up", "experts/mixture", "quantised/int8"})
 NONE: frozenset[str] = frozenset()
 
-Memory = Literal["plain", "poisoned", "simulated"]
+Memory = Literal["plain", "poisoned", "simulated", "crowded"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Variant:
         covers: what would fail here and in no other variant.
         strategy: options of the strategy.
         trainer: options of the trainer; those that plain Lightning refuses with a module are left out for it.
-        memory: plain, with NaN wherever nobody may read, or on the simulated asynchronous device, where nothing may race.
+        memory: plain, with NaN wherever nobody may read, or on the simulated asynchronous device, where nothing may race; crowded
+            is such a device on which activations do not fit into memory that was not measured.
         seen: what a callback notes; with a hook on gradients the engine keeps no copies and fetches nothing early.
         cases: those that it is for.
         quick: those of them that are in the first tier.
@@ -174,6 +175,24 @@ def activations() -> Iterator[Variant]:
             cases=frozenset({"llama-dropout", "lora-checkpoint", "gradient-penalty", "frozen"}),
             quick=frozenset({"frozen"}),
         )  # fmt: skip
+
+
+def automatic() -> Iterator[Variant]:
+    """The default where activations do not fit: each batch has them treated in another way."""
+    quick = frozenset({"stack", "reused", "gan", "clamped-in-forward", "experts/mixture", "rows/looked-up"})
+    for precision in ("32-true", "bf16-mixed"):
+        yield Variant(
+            f"crowded, {precision}",
+            "all are offloaded after they were kept, then in time while forwards run twice, then recomputed, then kept",
+            {"k": 1}, {"precision": precision, "max_epochs": 2}, memory="crowded",
+            cases=BASIC | {"rows/looked-up", "experts/mixture", "quantised/int8"},
+            quick=quick if precision == "32-true" else frozenset({"llama-dropout"}),
+        )  # fmt: skip
+    yield Variant(
+        "crowded, updated under backward, elsewhere", "the same with backward in a thread of its own, and updates in it",
+        {"k": 1, "optimizer_overlap": "backward"}, {"max_epochs": 2}, "crowded", "losses",
+        frozenset({"llama-dropout", "stack", "reused"}), frozenset({"stack"}), elsewhere=True,
+    )  # fmt: skip
 
 
 EARLY: dict[str, str] = {"gan": "manual", "parameter-hooks": "post-accumulate"}
@@ -380,7 +399,7 @@ def elsewhere() -> Iterator[Variant]:
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for family in (
-        windows(), precisions(), accumulation(), asynchronous(), activations(), updates(), early_updates(),
+        windows(), precisions(), accumulation(), asynchronous(), activations(), automatic(), updates(), early_updates(),
         updates_by_default(), updates_in_every_precision(), one_pass(), below_memory(), on_device(),
         elsewhere(),
     )

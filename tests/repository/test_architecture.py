@@ -342,7 +342,7 @@ def test_the_options_are_frozen() -> None:
         "k": "auto",
         "k_prime": "auto",
         "memory_budget": None,
-        "activations": "keep",
+        "activations": "auto",
         "layers": None,
         "resident": (),
         "pin_memory": True,

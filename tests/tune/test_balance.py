@@ -183,13 +183,14 @@ def test_a_larger_batch_frees_more_in_advance(seen: list[Activations], monkeypat
     assert chosen[3] != {"keep"}
 
 
+@pytest.mark.usefixtures("nothing_fits")
 def test_an_error_teaches_that_there_is_less_room() -> None:
     """Else the next batch would choose what has just failed."""
 
     class RunsOut(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             run = trainer.strategy._run
-            if batch_idx == 3:
+            if batch_idx == 4:
                 before = run._window.room
                 run.tuner.shrink()
                 assert run._window.room == before - before // 16

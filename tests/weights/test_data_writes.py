@@ -76,6 +76,7 @@ def test_on_a_device_of_its_own(write: Callable[[Any], None], activations: Any, 
             assert_same(fit(make, vectors(), strategy, precision=precision), plain)
 
 
+@pytest.mark.usefixtures("nothing_fits")
 def test_auto_offloads_what_is_written_in_between() -> None:
     def make() -> Module:
         return Writes(Linears, rebind)

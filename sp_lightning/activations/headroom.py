@@ -1,0 +1,202 @@
+"""Keeps activations on the device while memory is left, and offloads the oldest ones before it ends.
+
+For batches whose memory use was not measured. If such a batch fits, nothing is copied and nothing runs twice. If it does not,
+what was saved first is offloaded first, because backward needs it last.
+
+torch's allocator gives no notice before memory ends. So free memory is compared with what comes next at three places:
+
+- before a layer's forward, with the most that a layer has saved so far, and with results as large as its widest weight makes of
+  its input: the logits of a head, for example, and what a loss makes of them;
+- when autograd saves a tensor, and when it needs one again, with such results of an average layer.
+
+If memory ends nevertheless, between two of these places, the error is torch's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.activations.offload import Offload, SavedReference, UnitCall
+from sp_lightning.device.torch_private import tree_leaves
+
+_COPIES = 4
+"""So many float32 tensors of a layer's widest result may be alive at once. A loss has four: logits, their log-softmax, and both
+gradients. A layer's backward has fewer, of several widths."""
+
+_LOOK = 4
+"""Memory is counted again after a quarter of what was left over has been saved: other tensors are allocated meanwhile."""
+
+
+class Kept:
+    """What a graph holds in place of a saved tensor that may be offloaded later.
+
+    Attributes:
+        tensor: the tensor, as a graph would hold it without this object; None once it was offloaded.
+        version: its version when it was saved.
+        call: the layer whose forward saved it.
+        reference: where it is once it was offloaded.
+    """
+
+    __slots__ = ("__weakref__", "_headroom", "call", "reference", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, call: UnitCall, headroom: Headroom) -> None:
+        self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
+        self.call = call
+        self.reference: SavedReference | None = None
+        self._headroom = headroom
+
+    def load(self) -> tuple[Tensor, int, int]:
+        """Returns the tensor on the device, its version when it was saved, and its version now."""
+        return self._headroom.load(self)
+
+
+class Headroom:
+    """Offloads the oldest activations when little device memory is left.
+
+    Args:
+        offload: stores tensors on the host.
+        left: counts the bytes of device memory that are left. It can ask how many bytes of activations are kept.
+        reserve: bytes that gradients of weights take in backward.
+
+    Attributes:
+        used: whether autograd has saved anything since.
+        evicted_bytes: bytes that were offloaded.
+        most_kept: the most bytes that one step has saved.
+    """
+
+    def __init__(self, offload: Offload, left: Callable[[Callable[[], int]], int], reserve: int) -> None:
+        self._offload = offload
+        self._left = left
+        self._reserve = reserve
+        self._kept: deque[weakref.ref[Kept]] = deque()  # the oldest first
+        self._call = UnitCall("the first layer", 0)
+        self._transients: list[int] = []  # of each layer so far: bytes that its computation takes, beside what it saves
+        self._credit = 0  # bytes that may be saved before memory is counted again
+        self._step_bytes = 0
+        self._before_layer = 0  # how many of them had been saved before the present layer
+        self._most_of_layer = 0  # the most bytes that one layer has saved
+        self.used = False
+        self.evicted_bytes = 0
+        self.most_kept = 0
+
+    # ------------------------------------------------------------------ forward
+
+    def begin(self) -> None:
+        """A training step begins."""
+        self._kept.clear()
+        self._credit = self._step_bytes = self._before_layer = 0
+
+    def before(self, name: str, row: int, shapes: Iterable[Sequence[int]], inputs: Any) -> None:
+        """Makes room for a layer's forward.
+
+        Args:
+            name: the layer's name.
+            row: its row in the timeline.
+            shapes: the shapes of its weights.
+            inputs: what its module is called with.
+        """
+        self._call = UnitCall(name, row)
+        transient = _COPIES * torch.float32.itemsize * _widest(shapes, inputs)
+        if transient:
+            self._transients.append(transient)
+        self._most_of_layer = max(self._most_of_layer, self._step_bytes - self._before_layer)
+        self._before_layer = self._step_bytes
+        self._make_room(self._reserve + self._most_of_layer + max(transient, self._usual))
+
+    def keep(self, tensor: Tensor) -> Kept | None:
+        """Returns what a graph is to hold in place of a saved tensor; None for a tensor that is never offloaded."""
+        self.used = True
+        if not self._offload.can_leave(tensor):
+            return None
+        kept = Kept(tensor, self._call, self)
+        self._kept.append(weakref.ref(kept))
+        self._step_bytes += self._offload.count(tensor)
+        self.most_kept = max(self.most_kept, self._step_bytes)
+        self._spend(tensor.untyped_storage().nbytes(), self._reserve + self._usual)
+        return kept
+
+    # ------------------------------------------------------------------ backward
+
+    def load(self, kept: Kept) -> tuple[Tensor, int, int]:
+        """Returns a saved tensor on the device, its version when it was saved, and its version now."""
+        with self._offload.lock:
+            tensor, reference = kept.tensor, kept.reference
+            if tensor is not None:
+                self._spend(tensor.untyped_storage().nbytes(), self._reserve + self._usual)
+                return tensor, kept.version, tensor._version
+            assert reference is not None
+            storage = reference.storage
+            if not storage.on_device:
+                self._make_room(storage.nbytes + self._reserve + self._usual)
+            return self._offload.load_once(reference), kept.version, storage.version
+
+    # ------------------------------------------------------------------ memory
+
+    @property
+    def _usual(self) -> int:
+        """Bytes that a layer's computation takes beside what it saves, on average."""
+        return sum(self._transients) // max(len(self._transients), 1)
+
+    def _spend(self, nbytes: int, needed: int) -> None:
+        self._credit -= nbytes
+        if self._credit < 0:
+            self._make_room(needed)
+
+    def _make_room(self, needed: int) -> None:
+        """Offloads the oldest activations until so many bytes are left, or none is kept any more."""
+        with self._offload.lock:
+            left = self._left(self._count_kept)
+            while left < needed and self._kept:
+                if not self._evict(needed - left):
+                    break
+                left = self._left(self._count_kept)
+            self._credit = max(0, left - needed) // _LOOK
+
+    def _evict(self, nbytes: int) -> bool:
+        """Offloads the oldest activations, of at least so many bytes. Returns False if the host has no room for more."""
+        moved, room = 0, True
+        while self._kept and moved < nbytes and room:
+            kept = self._kept.popleft()()
+            if kept is None or kept.tensor is None or not self._offload.can_leave(kept.tensor):
+                continue  # user code may have given a leaf other memory
+            before = self._offload.stored_bytes
+            kept.reference = self._offload.evict(kept.tensor, kept.call)
+            if kept.reference is None:
+                room = False
+            else:
+                kept.tensor = None
+                moved += self._offload.stored_bytes - before
+        self._offload.retire(keep=0)
+        self.evicted_bytes += moved
+        return room
+
+    def _count_kept(self) -> int:
+        """Bytes of the storages that are kept now."""
+        storages = {}
+        for each in self._kept:
+            if (kept := each()) is not None and kept.tensor is not None:
+                storage = kept.tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+
+def _widest(shapes: Iterable[Sequence[int]], inputs: Any) -> int:
+    """The number of elements of the largest result that a layer's weights can make of its first input."""
+    given = (
+        each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.is_floating_point() and each.ndim
+    )
+    x = next(given, None)
+    if x is None or not x.numel():
+        return 0
+    channels = {x.shape[-1], *x.shape[1:2]}  # the last dimension of sequences, the second one of images
+    wide = [
+        max(shape) * (x.numel() // size) for shape in shapes if len(shape) > 1 for size in channels.intersection(shape)
+    ]
+    return max(wide, default=x.numel())
