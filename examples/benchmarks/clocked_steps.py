@@ -85,7 +85,7 @@ class Clocked(ClockDevice):
             if not self._turn.wait_for(self._is_first, LATE):
                 raise RuntimeError(f"The {self._who} has waited for {LATE:g} s.")
 
-    def later(self, work: Callable[[], None]) -> Future[None]:
+    def later(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
         asked = self.host
 
         def run() -> None:
