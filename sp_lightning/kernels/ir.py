@@ -115,13 +115,27 @@ class Elements:
     def _bits(self, number: int) -> Value:
         return ir.Constant(self._int, number if self._last else [number] * self._width)
 
-    def _load(self, name: str, kind: Value = _F32) -> Value:
-        place = self._kernel.at(self._kernel.given[name], self._index, kind)
-        return self._kernel.load(place, align=_BYTES[kind], typ=self._of(kind))
+    def _load(self, name: str, dtype: torch.dtype) -> Value:
+        """Reads elements in a dtype, as float32."""
+        kernel, kind = self._kernel, _MEMORY[dtype]
+        value = kernel.load(kernel.at(kernel.given[name], self._index, kind), align=_BYTES[kind], typ=self._of(kind))
+        if kind is _F16:
+            return kernel.fpext(value, self._float)
+        if kind is _I16:
+            return kernel.bitcast(kernel.shl(kernel.zext(value, self._int), self._bits(16)), self._float)
+        return value
 
-    def store(self, name: str, value: Value, kind: Value = _F32) -> None:
-        """Writes elements."""
+    def _store(self, name: str, value: Value, dtype: torch.dtype) -> None:
+        """Writes float32 elements in a dtype."""
+        value = value if dtype is torch.float32 else self._rounded(value, dtype)
+        kind = _F32 if dtype is torch.float32 else _I16
         self._kernel.store(value, self._kernel.at(self._kernel.given[name], self._index, kind), align=_BYTES[kind])
+
+    def _state(self, number: int) -> Value:
+        return self._load(f"s{number}", self._variant.weight)
+
+    def _keep(self, number: int, value: Value) -> None:
+        self._store(f"s{number}", value, self._variant.weight)
 
     def _call(self, name: str, *values: Value) -> Value:
         lanes = "f32" if self._last else f"v{self._width}f32"
@@ -151,26 +165,31 @@ class Elements:
 
     def gradient(self) -> Value:
         """The gradient in float32."""
-        kernel, kind = self._kernel, _MEMORY[self._variant.gradient]
-        came = self._load("gradient", kind)
-        if kind is not _I16:
-            return kernel.fpext(came, self._float)
-        return kernel.bitcast(kernel.shl(kernel.zext(came, self._int), self._bits(16)), self._float)
+        return self._load("gradient", self._variant.gradient)
 
     def cast(self, weight: Value) -> Value:
         """A new weight's cast, as 16 bits."""
+        return self._rounded(weight, self._variant.cast)
+
+    def store_cast(self, weight: Value) -> None:
+        """Writes a new weight's cast."""
+        self._store("cast", weight, self._variant.cast)
+
+    def _rounded(self, value: Value, dtype: torch.dtype) -> Value:
+        """float32 rounded to the nearest of 16 bits, to the even one of two."""
         kernel = self._kernel
-        if self._variant.cast is torch.float16:
-            return kernel.bitcast(kernel.fptrunc(weight, self._of(_F16)), self._short)
-        bits = kernel.bitcast(weight, self._int)
+        if dtype is torch.float16:
+            return kernel.bitcast(kernel.fptrunc(value, self._of(_F16)), self._short)
+        bits = kernel.bitcast(value, self._int)
         odd = kernel.and_(kernel.lshr(bits, self._bits(16)), self._bits(1))
         rounded = kernel.lshr(kernel.add(kernel.add(odd, self._bits(0x7FFF)), bits), self._bits(16))
-        nan = kernel.fcmp_unordered("uno", weight, weight)
+        nan = kernel.fcmp_unordered("uno", value, value)
         return kernel.trunc(kernel.select(nan, self._bits(0xFFFF), rounded), self._short)
 
     def update(self) -> Value:
         """Writes the whole update. Returns the new weight."""
-        variant, kernel, weight, gradient = self._variant, self._kernel, self._load("weight"), self.gradient()
+        variant, kernel = self._variant, self._kernel
+        weight, gradient = self._load("weight", variant.weight), self.gradient()
         for number in range(variant.factors):
             gradient = kernel.fmul(gradient, self._number(f"factor{number}"))
         if variant.maximize:
@@ -182,22 +201,22 @@ class Elements:
             gradient = add(weight, self._number("decay"), gradient)
         step = {"adam": self._adam, "adamw": self._adam, "sgd": self._sgd, "adagrad": self._adagrad}[variant.kind]
         weight = step(weight, gradient)
-        self.store("weight", weight)
+        self._store("weight", weight, variant.weight)
         return weight
 
     def _adam(self, weight: Value, gradient: Value) -> Value:
-        kernel, average, squares = self._kernel, self._load("s0"), self._load("s1")
+        kernel, average, squares = self._kernel, self._state(0), self._state(1)
         way = kernel.fsub(gradient, average)
         if self._variant.near:
             average = self.fma(way, self._number("rate1"), average)
         else:
             average = self.fma(way, self._number("beyond1"), gradient)
         squares = self._mixed_squares(squares, self._number("beta2"), gradient, self._number("rate2"))
-        self.store("s0", average)
-        self.store("s1", squares)
+        self._keep(0, average)
+        self._keep(1, squares)
         if self._variant.amsgrad:
-            squares = self._larger(self._load("s2"), squares)
-            self.store("s2", squares)
+            squares = self._larger(self._state(2), squares)
+            self._keep(2, squares)
         below = kernel.fadd(kernel.fdiv(self._call("sqrt", squares), self._number("bias2")), self._number("eps"))
         return kernel.fadd(weight, kernel.fdiv(kernel.fmul(average, self._number("step")), below))
 
@@ -214,15 +233,15 @@ class Elements:
         if self._variant.momentum:
             momentum = gradient
             if not self._variant.first:
-                before = self._load("s0")
+                before = self._state(0)
                 momentum = self._mixed(before, self._number("momentum"), gradient, self._number("damping"))
-            self.store("s0", momentum)
+            self._keep(0, momentum)
             gradient = self.fma(momentum, self._number("momentum"), gradient) if self._variant.nesterov else momentum
         return self._plus(gradient, self._number("step"), weight)
 
     def _adagrad(self, weight: Value, gradient: Value) -> Value:
-        kernel, squares = self._kernel, self._plus(gradient, gradient, self._load("s0"))
-        self.store("s0", squares)
+        kernel, squares = self._kernel, self._plus(gradient, gradient, self._state(0))
+        self._keep(0, squares)
         below = kernel.fadd(self._call("sqrt", squares), self._number("eps"))
         return kernel.fadd(weight, kernel.fdiv(kernel.fmul(gradient, self._number("step")), below))
 
@@ -257,7 +276,7 @@ def _update(variant: Variant, recipe: Recipe) -> str:
         elements = Elements(kernel, variant, recipe, width, index)
         weight = elements.update()
         if variant.cast:
-            elements.store("cast", elements.cast(weight), _I16)
+            elements.store_cast(weight)
 
     index = kernel.loop(begin, kernel.whole(begin, end, BLOCK), BLOCK, block)
     if variant.cast:

@@ -70,12 +70,14 @@ class Variant:
 
     Attributes:
         kind: the optimizer.
-        gradient: the dtype in which the gradient came; the weight and the state are float32.
+        gradient: the dtype in which the gradient came.
         cast: the dtype that new weights are cast to; None if they are not.
         factors: how many numbers the gradient is multiplied by first: to unscale it, and to clip it.
         maximize, decays, amsgrad, momentum, nesterov: as the optimizer has them.
         near: of Adam: whether its average moves to the gradient by less than half of the way, which torch writes otherwise.
         first: of SGD: whether there is no momentum yet.
+        weight: the dtype of the weight and of its state: float32, or 16 bits like the gradient's. Of 16 bits each is read as
+            float32, and rounded once when it is stored.
     """
 
     kind: Kind
@@ -89,6 +91,7 @@ class Variant:
     momentum: bool = False
     first: bool = False
     nesterov: bool = False
+    weight: torch.dtype = torch.float32
 
     @property
     def moments(self) -> int:

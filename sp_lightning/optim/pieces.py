@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning.device.torch_private import FUSED_STEPS, second_level_cache
-from sp_lightning.kernels.update import Operands, update_in_one_pass
+from sp_lightning.kernels.update import HALVES, Operands, update_in_one_pass
 from sp_lightning.weights.narrow_gradient import Change, Factor, NarrowGradient, made_of
 
 
@@ -59,10 +59,10 @@ class InPieces(TorchFunctionMode):
             if id(weight) in self._clips:
                 changes = (*changes, self._clips[id(weight)])
             update = _Update(weight.detach(), came, self._casts.get(id(weight)), state, changes)
-            if update.several_walks and update.contiguous:
+            if (update.several_walks or weight.dtype in HALVES) and update.contiguous:
                 if self._in_one_pass(func, kwargs or {}, update):
                     continue
-                if weight.numel() > self._elements:
+                if update.several_walks and weight.numel() > self._elements:
                     self._step_in_pieces(step, update)
                     continue
             together.append(update)
@@ -76,6 +76,10 @@ class InPieces(TorchFunctionMode):
 
     def _in_one_pass(self, operator: Callable[..., Any], settings: Mapping[str, Any], update: _Update) -> bool:
         """Has a kernel of our own do it, if there is one. Returns whether it has."""
+        if update.weight.dtype in HALVES:  # torch rounds a changed gradient to 16 bits, too, so it is changed in place
+            for change in update.changes:
+                change(update.gradient)
+            update.changes = ()
         changes = update.changes
         factors = [change.number for change in changes if isinstance(change, Factor)]
         # A gradient that is wide already is changed in place, for user code to see.
