@@ -91,12 +91,16 @@ def _transfer_rates(there: Tensor, back: Tensor, device: torch.device, seconds: 
 
 
 def adamw_rates(seconds: float) -> dict[str, float]:
-    """AdamW on the CPU with fp32 state: fused, in bytes/s (28 per parameter); fused and default, in seconds per parameter."""
-    count = _buffer_bytes(seconds) // 4
-    fused, default = (adamw_seconds(count, seconds / 2, fused=way) for way in (True, None))
+    """AdamW of torch's on the CPU: fused, in bytes/s (28 per parameter in float32), and in seconds per parameter, by dtype."""
+    count, share = _buffer_bytes(seconds) // 4, seconds / 4
+    fused, default = (adamw_seconds(count, share, fused=way) for way in (True, None))
+    halves = (torch.bfloat16, torch.float16)
+    bf16, fp16 = (adamw_seconds(count, share, fused=True, dtype=dtype) for dtype in halves)
     return {
         "adamw_bytes": ADAMW_BYTES / fused,
         "adamw_seconds_per_parameter": fused,
+        "bf16_adamw_seconds_per_parameter": bf16,
+        "fp16_adamw_seconds_per_parameter": fp16,
         "default_adamw_seconds_per_parameter": default,
     }
 

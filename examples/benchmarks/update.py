@@ -38,8 +38,14 @@ FUSED: dict[str, Any] = {
     "amsgrad": False, "lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8, "maximize": False
 }  # fmt: skip
 adamw: Callable[..., None] = torch._fused_adamw_
-CASES = {"bf16-mixed": (True, False), "bf16-mixed, clipped by norm": (True, True), "32-true": (False, False)}
-"""Whether gradients and weights travel in bfloat16, and whether gradients are clipped."""
+CASES = {
+    "bf16-mixed": (torch.float32, True, False),
+    "bf16-mixed, clipped by norm": (torch.float32, True, True),
+    "32-true": (torch.float32, False, False),
+    "bf16-true": (torch.bfloat16, False, False),
+    "16-true": (torch.float16, False, False),
+}
+"""The dtype of weights and state, whether gradients and weights travel in bfloat16, and whether gradients are clipped."""
 
 
 class Layers:
@@ -47,15 +53,16 @@ class Layers:
 
     Args:
         parameters: how many numbers the weights are together.
+        dtype: theirs, and that of their state.
     """
 
-    def __init__(self, parameters: int) -> None:
+    def __init__(self, parameters: int, dtype: torch.dtype) -> None:
         each = max(parameters // LAYERS // 4096, 1) * 4096
         torch.manual_seed(0)
-        self.weights = [nn.Parameter(torch.randn(each)) for _ in range(LAYERS)]
+        self.weights = [nn.Parameter(torch.randn(each).to(dtype)) for _ in range(LAYERS)]
         self.came = [torch.randn(each).bfloat16() for _ in range(LAYERS)]
         self.casts = [torch.empty_like(came) for came in self.came]
-        self.wide = [came.float() for came in self.came]
+        self.wide = [came.to(dtype) for came in self.came]
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4, fused=True)
         self.parameters = each * LAYERS
 
@@ -122,15 +129,19 @@ def measure(parameters: int, rounds: int) -> rows.Row:
         parameters: how many numbers the weights are.
         rounds: how often each way is measured; one more is left out.
     """
-    layers = Layers(parameters)
     before = torch.get_num_threads()
-    found: dict[str, Any] = {}
+    counts = dict.fromkeys((1, before))
+    found: dict[str, Any] = {
+        str(threads): {"elements_of_a_piece": piece_size(threads), "cases": {}} for threads in counts
+    }
     try:
-        for threads in dict.fromkeys((1, before)):
-            torch.set_num_threads(threads)
-            pieces = piece_size(threads)
-            cases = {name: _compare(layers, rounds, half=half, clips=clips) for name, (half, clips) in CASES.items()}
-            found[str(threads)] = {"elements_of_a_piece": pieces, "cases": cases}
+        for dtype in dict.fromkeys(dtype for dtype, *_ in CASES.values()):
+            layers = Layers(parameters, dtype)
+            for threads in counts:
+                torch.set_num_threads(threads)
+                for name, (its, half, clips) in CASES.items():
+                    if its is dtype:
+                        found[str(threads)]["cases"][name] = _compare(layers, rounds, half=half, clips=clips)
     finally:
         torch.set_num_threads(before)
     return {"kind": "update", "status": "ok", "parameters": layers.parameters, "threads": found}

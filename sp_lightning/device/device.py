@@ -24,6 +24,11 @@ from sp_lightning.device.timeline import Kind, Timeline
 from sp_lightning.device.torch_private import copy_each
 
 
+KERNEL_THREADS = 2
+"""The cores that background work leaves free if there are more: one for Python, which launches kernels in forward, and one for
+autograd's thread, which launches those of backward. Where they share a core with it, kernels come late and step times scatter."""
+
+
 class Stream(enum.Enum):
     """The order in which an operation takes its place."""
 
@@ -96,9 +101,8 @@ class Device:
 
     Attributes:
         timelines: the timelines to which :meth:`note` adds intervals.
-
-        background_threads: how many threads an operator takes in the background. None: all that this process has, but one
-            where that gives an accelerator its work.
+        background_threads: how many threads an operator takes in the background. None: all that this process has, but
+            :data:`KERNEL_THREADS` where that gives an accelerator its work.
         steps: whether work in the background steps layers on the device.
         held: bytes that a trial had allocated at the end of its last turn.
 
@@ -235,7 +239,7 @@ class Device:
         """
         if self._background is None:
             threads = torch.get_num_threads()
-            own = threads if self.computes_on_host else max(1, threads - 1)
+            own = threads if self.computes_on_host else max(1, threads - KERNEL_THREADS)
             self._background = BackgroundThread(self.background_threads or own, self.make_current)
         return self._background.submit(work, urgency)
 

@@ -160,9 +160,10 @@ class StepHooks:
             raise RuntimeError(f'optimizer_on="device": {what}. Leave optimizer_on out: then the host steps.')
 
     def _prepare(self, optimizer: Optimizer) -> None:
-        if any(_is_device_s(p) for group in optimizer.param_groups for p in group["params"]):
+        parameters = _parameters(optimizer)
+        if any(issubclass(kind, DeviceParameter) for kind in {*map(type, parameters)}):  # a call for each kind, not each weight
             _hold_hosts(optimizer)
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
+            parameters = _parameters(optimizer)
         self._run.engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)
         self._begun = perf_counter()
 
@@ -253,6 +254,10 @@ class _OfProcess:
 
 
 _of_process = _OfProcess()
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _hold_hosts(optimizer: Optimizer) -> None:

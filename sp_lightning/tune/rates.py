@@ -17,12 +17,12 @@ from sp_lightning.store.direct_file import DirectFile
 from sp_lightning.tune.machine import measure_host_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes in which a device multiplies, by the names that files of rates have for them."""
+"""The dtypes in which a device multiplies and weights are updated, by the names that files of rates have for them."""
 OF_DEVICE = ("tflops", "device_bandwidth", "pcie")
 """What is measured of the device, by the names of ``plan``'s options."""
 ADAMW_BYTES = 28
 """What a step of AdamW with float32 state reads and writes for each parameter: 4 tensors in, 3 out."""
-_SHARES = 8  # what is measured for seconds, each as long
+_SHARES = 10  # what is measured for seconds, each as long
 _SAID = ("The drive cannot be read", "The drive cannot be written", "The file", ": name another folder with --disk")
 
 
@@ -37,12 +37,14 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
     Returns:
         By the names of ``plan``'s options: ``tflops``, a dict by :data:`DTYPES`; ``host_tflops``, in bfloat16; in bytes per
         second ``pcie`` (each way while both are busy), ``device_bandwidth``, ``dram`` (what AdamW reads and writes), ``disk``.
+        ``adamw``: seconds per parameter of torch's fused step, a dict by :data:`DTYPES`.
         And ``python``: seconds for each visit and for each weight, by "training" and "inference"; ``synchronous``, whether
         everything else stands still during a copy.
     """
     share = seconds / _SHARES
     nbytes = min(2**29, max(2**26, int(share * 2**30)))  # beyond the caches where there is time for it
     host = Device(torch.device("cpu"))
+    adamw = {name: adamw_seconds(nbytes // 4, share, fused=True, dtype=dtype) for name, dtype in DTYPES.items()}
     found: dict[str, Any] = {}
     if device is not None:
         found = {
@@ -52,7 +54,8 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
         }
     return found | {
         "host_tflops": matrix_flops(torch.bfloat16, host, share) / 1e12,
-        "dram": ADAMW_BYTES / adamw_seconds(nbytes // 4, share, fused=True),
+        "dram": ADAMW_BYTES / adamw["fp32"],
+        "adamw": adamw,
         **({} if disk is None else {"disk": disk_bytes(disk, nbytes)}),
         "python": {
             "training": measure_host_seconds(training=True),
@@ -102,10 +105,10 @@ def link_bytes(device: Device, nbytes: int, seconds: float) -> float:
             device.unpin(memory)
 
 
-def adamw_seconds(count: int, seconds: float, *, fused: bool | None) -> float:
-    """Seconds per parameter of AdamW on the host, with so many float32 parameters."""
-    weight = nn.Parameter(torch.randn(count))
-    weight.grad = torch.randn(count)
+def adamw_seconds(count: int, seconds: float, *, fused: bool | None, dtype: torch.dtype = torch.float32) -> float:
+    """Seconds per parameter of AdamW on the host, with so many parameters, and state, of a dtype."""
+    weight = nn.Parameter(torch.randn(count).to(dtype))
+    weight.grad = torch.randn(count).to(dtype)
     step = torch.optim.AdamW([weight], fused=fused).step
     return median_seconds(step, seconds, Device(torch.device("cpu"))) / count
 

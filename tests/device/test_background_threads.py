@@ -1,4 +1,4 @@
-"""The threads of what runs in the background: of one accelerator all but one, of several those of all processes."""
+"""The threads of what runs in the background: of one accelerator all but two, of several those of all processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device() -> Iterator[Device]:
 
 @pytest.mark.parametrize(
     ("own", "on_host", "given", "expected"),
-    [(4, True, None, 4), (4, False, None, 3), (1, False, None, 1), (1, True, 3, 3)],
+    [(4, True, None, 4), (4, False, None, 2), (3, False, None, 1), (1, False, None, 1), (1, True, 3, 3)],
 )
 def test_operators_in_the_background_take_so_many(
     device: Device, own: int, on_host: bool, given: int | None, expected: int

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.torch_private import FUSED_STEPS
+from sp_lightning.device.background_thread import BackgroundThread
 from sp_lightning.kernels import jit, update
 from sp_lightning.kernels.norms import norms_of
 from sp_lightning.kernels.update import Operands, update_in_one_pass
@@ -222,6 +223,26 @@ def test_runs_are_plains(overlap: str, options: Callable[[], dict[str, Any]], ca
         ours = run(superpipeline(k=1, optimizer_overlap=overlap), **options())
     assert len(calls) >= 8
     assert_same(ours, run("auto", **options()))
+
+
+class Large(Module):
+    """Its weights are more than one thread's part of an update."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Linear(301, 301) for _ in range(2))))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_bits_do_not_depend_on_the_threads_of_the_background(
+    precision: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = BackgroundThread.__init__
+    monkeypatch.setattr(BackgroundThread, "__init__", lambda self, _, begin: init(self, threads, begin))
+    options: Any = {"precision": precision, "recorded": "nothing"}
+    batches = [torch.linspace(-1, 1, 602).view(2, 301).roll(step, 1) for step in range(3)]
+    ours = fit(fused(Large), batches, superpipeline(k=1, optimizer_overlap="forward"), **options)
+    assert_same(ours, fit(fused(Large), batches, **options))
 
 
 # ---------------------------------------------------------------------- where there is none
