@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from sp_lightning.cli.arguments import Overlap, Place, Question, changed, contradictions
 from sp_lightning.cli.estimate import Estimate
@@ -133,7 +133,7 @@ class Answer:
         return count / (self.shown.prediction.seconds or 1e-9), what
 
 
-def stepped(estimate: Estimate, overlap: Overlap, place: Place) -> Estimate | None:
+def stepped(estimate: Estimate, overlap: Overlap | Literal["auto"], place: Place) -> Estimate | None:
     """The same if the optimizer steps at another time, or in another place; None where that cannot be, or nothing is trained."""
     question, step = estimate.question.but(overlap=overlap, optimizer_on=place), estimate.step
     if step is None or any(True for _ in contradictions(question)):
@@ -141,7 +141,7 @@ def stepped(estimate: Estimate, overlap: Overlap, place: Place) -> Estimate | No
     if place == "device":
         step = on_device(step, question)
     elif step.overlap != "off" or any(map(compiles, step.optimizers)):
-        step = replace(step, overlap=beside(step.optimizers, overlap))
+        step = replace(step, overlap=beside(step.optimizers, question.mode))
     elif overlap != estimate.question.overlap:
         return None  # it cannot run in the background
     return replace(estimate, question=question, step=step)
@@ -150,9 +150,9 @@ def stepped(estimate: Estimate, overlap: Overlap, place: Place) -> Estimate | No
 def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, int]]:
     """Ways to step that may be faster, by their options: seconds of a batch, and bytes of device memory more."""
     asked, found = estimate.question, dict[str, tuple[float, int]]()
-    ways: list[tuple[Overlap, Place]] = []
+    ways: list[tuple[Overlap | Literal["auto"], Place]] = []
     if estimate.step is not None and estimate.step.overlap == "forward":
-        ways.append(("backward", asked.optimizer_on))
+        ways.append(("auto" if asked.but(overlap="auto").mode == "backward" else "backward", asked.optimizer_on))
     if asked.optimizer_on == "host":
         ways.append((asked.overlap, "device"))
     for other in (stepped(estimate, *way) for way in ways):

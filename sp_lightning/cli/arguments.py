@@ -172,7 +172,10 @@ class Question(argparse.Namespace):
         Mode | Literal["auto"],
         _option(_ACTIVATIONS, choices=(*MODES, "auto"), default="auto", nargs="+"),
     ]
-    overlap: Annotated[Overlap, _option("optimizer_overlap (%(default)s)", choices=OVERLAPS, default="forward")]
+    overlap: Annotated[
+        Overlap | Literal["auto"],
+        _option("optimizer_overlap (%(default)s)", choices=("auto", *OVERLAPS), default="auto"),
+    ]
     optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="host")]
     optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd", "muon"))]
     step_seconds: Annotated[float | None, _option(_STEP_SECONDS, type=positive_number, metavar="S")]
@@ -214,6 +217,22 @@ class Question(argparse.Namespace):
     measured = Measured()
     """What ``--rates`` and ``--from`` say beside the arguments."""
 
+    @property
+    def mode(self) -> Overlap:
+        """When updates run: as asked; for ``auto`` as a run chooses whose module and callbacks have no hook before the step."""
+        if self.overlap != "auto":
+            return self.overlap
+        waits = self.clip == "norm" or self.precision == "16-mixed"  # for all gradients
+        waits |= self.devices * self.nodes > 1 or self.disk is not None
+        if self.optimizer_on == "device":
+            waits |= self.clip is not None or PRECISIONS[self.precision][0].itemsize == 2
+        return "forward" if waits else "backward"
+
+    @property
+    def frees(self) -> bool:
+        """Whether gradients are freed as soon as their layer is updated."""
+        return self.mode == "backward" and (self.overlap == "backward" or self.optimizer_on == "device")
+
     def but(self, **changes: Any) -> Question:
         """The question with other values of some arguments. How fast the device multiplies depends on the precision."""
         asked = Question(**{**vars(self), **changes})
@@ -242,8 +261,8 @@ def contradictions(question: Question) -> Iterator[str]:
         yield "--hours is for training, of one model at a time. Leave out --predict, --generate and --trials."
     if question.keep_logits and question.loss_tokens is None:
         yield "--keep-logits says what becomes of logits with --loss-tokens N; give that, too."
-    if question.clip and question.overlap == "backward":
-        yield "--overlap backward updates layers before all gradients are there, and --clip needs them. Leave one out."
+    if question.clip == "norm" and question.overlap == "backward":
+        yield "--overlap backward updates layers before all gradients are there, and --clip norm needs them. Leave one out."
     if question.optimizer_on == "device" and question.devices * question.nodes > 1:
         yield "--optimizer-on device is for one device. Leave it out, or --devices and --nodes."
     of_half, precision = PRECISIONS[question.precision][0].itemsize == 2, question.precision

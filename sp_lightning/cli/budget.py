@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from sp_lightning.cli.answer import Answer, answer, stepped
 from sp_lightning.cli.arguments import PLACES, Overlap, Question, command
@@ -16,7 +16,7 @@ from sp_lightning.plan.units import in_gib, number
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ACCUMULATED = (4, 16)
-_OVERLAPS: tuple[Overlap, ...] = ("forward", "backward")
+_OVERLAPS: tuple[Overlap | Literal["auto"], ...] = ("auto", "backward")
 _PRECISIONS = ("bf16-mixed", "bf16-true")
 _SHOWN = 5  # ways
 _WINDOWS = 4  # that are tried with accumulation, too

@@ -85,8 +85,8 @@ class Estimate:
         if any(getattr(question, name) != getattr(self.question, name) for name in _DRY_RUN):
             return None
         step = self.step
-        if step is not None and step.overlap == self.question.overlap:
-            step = replace(step, overlap=question.overlap)
+        if step is not None and step.overlap == self.question.mode:
+            step = replace(step, overlap=question.mode)
         return replace(self, question=question, step=step)
 
     @cached_property
@@ -225,11 +225,11 @@ class Estimate:
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
         """One batch, with an update or without, and with what that reads and writes on the disk or without."""
         update, each = self._traffic
-        overlap = self.question.overlap if self.step is None else self.step.overlap
+        overlap = self.question.mode if self.step is None else self.step.overlap
         on_disk = self.host.moved(plan, self.question.accumulate) if moves else {}
         with_updates = rates if updates else replace(rates, update=math.inf, come=0.0, leave=0.0)
         visits = self._balance(plan, rates).visited(modes)
-        walk = Walk(plan, visits, with_updates, overlap=overlap, frees=overlap == "backward", on_disk=on_disk)
+        walk = Walk(plan, visits, with_updates, overlap=overlap, frees=self.question.frees, on_disk=on_disk)
         return walk.predict(host_traffic=each + update * updates)
 
 

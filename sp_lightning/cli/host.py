@@ -69,7 +69,7 @@ def on_device(step: HostStep, question: Question) -> HostStep:
     if seconds is None and step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
     # In the background what an optimizer makes would get the model's dtype.
-    overlap = "off" if PRECISIONS[question.precision][0].itemsize == 2 else beside(step.optimizers, question.overlap)
+    overlap = "off" if PRECISIONS[question.precision][0].itemsize == 2 else beside(step.optimizers, question.mode)
     return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
 
 
@@ -116,7 +116,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
     own, source = _configured(module) if question.optimizer is None and seconds is None else (), "--optimizer"
     name = " and ".join(sorted({type(each).__name__ for each in own}))
     if own and all(map(has_known_state, own)):
-        overlap = question.overlap if all(map(has_fused_step, own)) else "off"
+        overlap = question.mode if all(map(has_fused_step, own)) else "off"
         flops = sum(muon_flops(g["params"]) for o in own if type(o) is torch.optim.Muon for g in o.param_groups)
         seconds, why = _on_host(question, flops)
         return HostStep(name, own, overlap, seconds, why, source="configure_optimizers", flops=flops)
@@ -142,12 +142,12 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
             seconds = EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
             why = f"{seconds:.3g} s, {1e9 * EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
         few_bits = (AdamW8bit(trained),)
-        return HostStep("AdamW8bit", few_bits, beside(few_bits, question.overlap), seconds, why)
+        return HostStep("AdamW8bit", few_bits, beside(few_bits, question.mode), seconds, why)
     sgd = question.optimizer == "sgd"
     fused = torch.optim.SGD(trained, momentum=0.9) if sgd else torch.optim.AdamW(trained)
     name = "SGD with momentum" if sgd else "AdamW"
     if seconds is None:
-        return HostStep(name, (fused,), question.overlap, source=source)
+        return HostStep(name, (fused,), question.mode, source=source)
     return HostStep(f"an optimizer with the state of {name}", (fused,), "off", seconds, why)
 
 
@@ -269,7 +269,7 @@ def _place(sizes: Mapping[str, int], others: int, limit: int | None) -> StatePla
 
 def _early(question: Question, step: HostStep) -> bool:
     """Whether each layer is updated in backward, after which its gradients are freed."""
-    return question.accumulate == 1 and step.overlap == "backward"
+    return question.accumulate == 1 and step.overlap == "backward" and question.frees
 
 
 def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = True) -> Ledger:

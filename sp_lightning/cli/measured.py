@@ -157,8 +157,10 @@ def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
         asked["precision"] = found["precision"]
     known = {"activations": MODES, "overlap": OVERLAPS, "optimizer_on": PLACES}
     asked |= {name: found[name] for name, choices in known.items() if found[name] in choices}
-    if question.clip and asked.get("overlap") == "backward":
+    if question.clip == "norm" and asked.get("overlap") == "backward":
         asked["clip"] = None  # the run did not
+    if asked.get("overlap") == question.but(**asked | {"overlap": "auto"}).mode:
+        asked["overlap"] = "auto"
     shape = found["shape"]
     if ":" not in question.model and shape:
         asked["batch"] = shape[0]

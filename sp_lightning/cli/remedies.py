@@ -131,7 +131,7 @@ def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
                 yield {"activations": mode}, _DEVICE, 1
     if asked.batch > 1 and (count := _fitting_batch(refused)):
         yield {"batch": count}, _DEVICE, 3
-    if step is not None and step.overlap == "forward":
+    if step is not None and step.overlap != "off" and not asked.frees:
         yield {"overlap": "backward"}, _HOST, 1
     if asked.disk is None and asked.host_memory is not None:
         yield {"disk": asked.measured.drive}, _HOST, 2

@@ -142,7 +142,7 @@ def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
         options["activations"] = question.activations
     if estimate.activations == "auto":
         options["memory_budget"] = exact_bytes(question.gpu_memory or 0)
-    if question.overlap != "forward" and not question.predict:
+    if question.overlap != "auto" and not question.predict:
         options["optimizer_overlap"] = question.overlap
     if question.optimizer_on != "host" and not question.predict:
         options["optimizer_on"] = question.optimizer_on

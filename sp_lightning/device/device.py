@@ -23,7 +23,6 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Kind, Timeline
 from sp_lightning.device.torch_private import copy_each
 
-
 KERNEL_THREADS = 2
 """The cores that background work leaves free if there are more: one for Python, which launches kernels in forward, and one for
 autograd's thread, which launches those of backward. Where they share a core with it, kernels come late and step times scatter."""

@@ -169,10 +169,12 @@ class Elements:
 
     def cast(self, weight: Value) -> Value:
         """A new weight's cast, as 16 bits."""
+        assert self._variant.cast is not None
         return self._rounded(weight, self._variant.cast)
 
     def store_cast(self, weight: Value) -> None:
         """Writes a new weight's cast."""
+        assert self._variant.cast is not None
         self._store("cast", weight, self._variant.cast)
 
     def _rounded(self, value: Value, dtype: torch.dtype) -> Value:

@@ -123,15 +123,15 @@ def _suits(settings: Settings, operands: Operands, factors: Sequence[float]) -> 
 
 
 def _variant(kind: Any, settings: Settings, operands: Operands, factors: int) -> Variant:
-    own: dict[str, bool] = {}
+    own: dict[str, Any] = {}
     if kind in ("adam", "adamw"):
         own = {"amsgrad": settings["amsgrad"], "near": abs(_float(1 - settings["beta1"])) < 0.5}
     elif kind == "sgd":
         momentum = settings["momentum"] != 0
         own = {"momentum": momentum, "first": settings["is_first_step"], "nesterov": settings["nesterov"]}
     cast, decays = None if operands.cast is None else operands.cast.dtype, float(settings["weight_decay"]) != 0
-    dtypes = {"gradient": operands.gradient.dtype, "cast": cast, "weight": operands.weight.dtype}
-    return Variant(kind, **dtypes, factors=factors, maximize=settings["maximize"], decays=decays, **own)
+    own |= {"weight": operands.weight.dtype}
+    return Variant(kind, operands.gradient.dtype, cast, factors, settings["maximize"], decays, **own)
 
 
 def _numbers(

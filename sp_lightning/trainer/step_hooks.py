@@ -161,7 +161,9 @@ class StepHooks:
 
     def _prepare(self, optimizer: Optimizer) -> None:
         parameters = _parameters(optimizer)
-        if any(issubclass(kind, DeviceParameter) for kind in {*map(type, parameters)}):  # a call for each kind, not each weight
+        if any(
+            issubclass(kind, DeviceParameter) for kind in {*map(type, parameters)}
+        ):  # a call for each kind, not each weight
             _hold_hosts(optimizer)
             parameters = _parameters(optimizer)
         self._run.engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)

@@ -171,7 +171,7 @@ def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) 
     given = ("--batch", "3", "--accumulate", "2", "--precision", "32-true", "--overlap", "forward")
     found = plan(capsys, config, "--hours", "1", "--optimizer-on", "host", *given)
     assert (found["budget"]["batch"], found["budget"]["accumulate"], found["precision"]) == (3, 2, "32-true")
-    assert "optimizer_overlap" not in found["strategy"]
+    assert found["strategy"]["optimizer_overlap"] == "forward"
 
 
 @pytest.mark.rest("seconds of planning; tests/cli/test_plan_measured.py has the parts of it")

@@ -51,7 +51,7 @@ def answered(*options: str) -> Answer:
 def test_updates_that_cannot_run_in_the_background_do_so_in_no_way() -> None:
     ways = _ways(answered("--optimizer", "muon", "--accumulate", "1").estimate)
     found = {(each.question.overlap, each.question.optimizer_on) for each in ways}
-    assert found == {("forward", "host"), ("forward", "device"), ("backward", "device")}
+    assert found == {("auto", "host"), ("auto", "device"), ("backward", "device")}
 
 
 def test_what_is_given_and_what_does_not_fit_are_not_accumulated() -> None:

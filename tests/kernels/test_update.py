@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.torch_private import FUSED_STEPS
 from sp_lightning.device.background_thread import BackgroundThread
+from sp_lightning.device.torch_private import FUSED_STEPS
 from sp_lightning.kernels import jit, update
 from sp_lightning.kernels.norms import norms_of
 from sp_lightning.kernels.update import Operands, update_in_one_pass
