@@ -308,7 +308,8 @@ def _faster(answer: Answer) -> str:
         if now - seconds >= LEAST_WAITING * now:
             needs, limit = row.device_bytes + more, answer.question.gpu_memory
             over = f", {in_gib(needs - limit)} more than there are" if limit is not None and needs > limit else ""
-            why += f" {options[0].upper()}{options[1:]} takes {seconds:.3g} s{f', and {in_gib(needs)} of device memory{over}' * bool(more)}."
+            memory = f", and {in_gib(needs)} of device memory{over}" * bool(more)
+            why += f" {options[0].upper()}{options[1:]} takes {seconds:.3g} s{memory}."
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
 
