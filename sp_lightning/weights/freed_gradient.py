@@ -6,7 +6,9 @@ look at them before they are set to None. Code that reads one all the same gets 
 
 from __future__ import annotations
 
+import inspect
 import sys
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from sp_lightning.weights.roles import Role, leave, take
 
 _tensor_grad: Any = Tensor.grad
 
-_SET_TO_NONE = (nn.Module.zero_grad.__code__, Optimizer.zero_grad.__code__)
+_SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_grad, Optimizer.zero_grad))
 """What reads ``param.grad`` only to set it to None, or to zeros if there is one."""
 
 
@@ -33,7 +35,7 @@ class _HasFreedGradient(Role):
         Raises:
             RuntimeError: user code asks.
         """
-        if subclasses_are_asked() and sys._getframe(1).f_code not in _SET_TO_NONE:
+        if subclasses_are_asked() and _is_users(sys._getframe(1)):
             raise RuntimeError(
                 f"param.grad was read of a parameter of shape {tuple(self.shape)} after the optimizer's step. "
                 'optimizer_overlap="backward" has freed it, because no hook of the module or of a callback runs there. Read it '
@@ -51,9 +53,13 @@ class _HasFreedGradient(Role):
         leave(self, _HasFreedGradient)
 
 
-def is_freed(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's gradient was freed."""
-    return issubclass(type(parameter), _HasFreedGradient)
+def _is_users(frame: FrameType) -> bool:
+    """Whether code that reads a gradient is not this package's, and does more than set gradients to None."""
+    while (
+        frame.f_code.co_name == "grad" and frame.f_back is not None
+    ):  # that of another class of the parameter asks for it
+        frame = frame.f_back
+    return frame.f_code not in _SET_TO_NONE and not frame.f_globals.get("__name__", "").startswith("sp_lightning.")
 
 
 def free(parameter: nn.Parameter) -> None:

@@ -18,7 +18,6 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import OwnView, commit_or_drop
 from sp_lightning.store.block_memory import Staging
-from sp_lightning.weights.freed_gradient import is_freed
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 Place = tuple[StreamedLayer, int]
@@ -274,9 +273,8 @@ def _alike(gradient: Tensor, place: Tensor) -> bool:
 
 
 def gradient_of(place: Place) -> Tensor | None:
-    """A parameter's ``grad``; None if it was freed."""
-    parameter = place[0].block.parameters[place[1]]
-    return None if is_freed(parameter) else parameter.grad
+    """A parameter's ``grad``."""
+    return place[0].block.parameters[place[1]].grad
 
 
 def present(family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
