@@ -22,6 +22,7 @@ from sp_lightning.device.torch_private import ENGINE_CALL
 from sp_lightning.engine.streamer import Streamer
 from tests.support.crowded import crowded
 from tests.support.imported import imports_are_over
+from tests.support.seconds import move_down
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -42,12 +43,19 @@ for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "ligh
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test that leaves the first tier without a word why, and have those of several ranks run first.
+@pytest.hookimpl(tryfirst=True)  # before tests are taken by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have tests that take long run a tier later, and those of several ranks first.
 
     They are then tests of one worker, whose server of processes imports everything but once.
     """
+    refuse_without_reason(items)
+    move_down(items, whole=not any("::" in argument for argument in config.args))
     items.sort(key=lambda item: "/test_rank" not in item.nodeid and "/test_nodes" not in item.nodeid)
+
+
+def refuse_without_reason(items: list[pytest.Item]) -> None:
+    """Refuse a test that leaves the first tier without a word why."""
     for item in items:
         for mark in (mark for tier in ("rest", "long") for mark in item.iter_markers(tier)):
             if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and len(mark.args[0].split()) > 1):

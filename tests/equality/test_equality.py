@@ -26,7 +26,7 @@ from tests.support.tiers import first
 TIERS: dict[int, Any] = {
     1: (),
     2: pytest.mark.rest("the registry of variants has other cases for the first tier"),
-    3: pytest.mark.long("the second tier has each case with every thirteenth variant"),
+    3: pytest.mark.long("the second tier has each case with every 23rd variant"),
 }
 PAIRS = [pytest.param(case, variant, id=f"{case} | {variant}", marks=TIERS[tier]) for case, variant, tier in pairs()]
 pytestmark = [

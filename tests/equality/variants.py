@@ -418,12 +418,12 @@ LIKE_OTHERS = frozenset(name for name in CASES if name.startswith("stacked/")) -
 def pairs() -> Iterator[tuple[str, str, int]]:
     """Case, variant, and the tier that they are in.
 
-    The second tier has each case with every thirteenth variant (a number that no family of variants has as a period), and each
+    The second tier has each case with every 23rd variant (a number that no family of variants has as a period), and each
     variant with one case at least.
     """
     for number, variant in enumerate(VARIANTS.values()):
         small = [name for name in CASES if name in variant.cases and name not in SLOW and name not in LIKE_OTHERS]
-        second = {name for index, name in enumerate(CASES) if name in small and (number + index) % 13 == 0}
+        second = {name for index, name in enumerate(CASES) if name in small and (number + index) % 23 == 0}
         if not second and not variant.quick:
             second = set(small[:1])
         for name in CASES:

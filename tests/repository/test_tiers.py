@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.conftest import pytest_collection_modifyitems
+from tests.conftest import refuse_without_reason
+from tests.support import seconds
 from tests.support.tiers import first, some
 
 ROOT = Path(__file__).parents[2]
@@ -28,11 +30,11 @@ def marked(*marks: pytest.MarkDecorator) -> pytest.Item:
 )
 def test_a_test_that_leaves_the_first_tier_says_why(mark: pytest.MarkDecorator) -> None:
     with pytest.raises(pytest.UsageError, match="test_x: say why"):
-        pytest_collection_modifyitems([marked(mark)])
+        refuse_without_reason([marked(mark)])
 
 
 def test_a_reason_is_enough() -> None:
-    pytest_collection_modifyitems([marked(), marked(pytest.mark.rest("a larger model")), marked(pytest.mark.skip)])
+    refuse_without_reason([marked(), marked(pytest.mark.rest("a larger model")), marked(pytest.mark.skip)])
 
 
 def test_all_but_a_few_parameters_are_in_the_second_tier() -> None:
@@ -53,6 +55,44 @@ def test_most_parameters_may_be_in_the_third_tier() -> None:
     for wrong in (lambda: first([1, 2], 1, second=[3], why=""), lambda: some([1, 2], 3, why="")):
         with pytest.raises(AssertionError, match="are not all of"):
             wrong()
+
+
+class Item:
+    """A test with marks, which may get more."""
+
+    def __init__(self, name: str, *marks: str) -> None:
+        self.nodeid, self.marks = name, list(marks)
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name in self.marks
+
+    def add_marker(self, mark: Any) -> None:
+        self.marks.append(mark.name)
+
+
+def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = (
+        "1.00s call     t/a.py::x[1, 2]\n0.60s setup    t/a.py::y\n0.30s call     t/a.py::y\n0.10s call     t/a.py::z\n"
+    )
+    log += "1.00s call     t/b.py::x\n2.00s call     t/b.py::y\n9.00s call     t/c.py::x\n"
+    tiers = {
+        "t/a.py::x[1, 2]": "",
+        "t/a.py::y": "",
+        "t/a.py::z": "",
+        "t/b.py::x": "rest",
+        "t/b.py::y": "rest",
+        "t/c.py::x": "long",
+    }
+    found = seconds.read([log], tiers)
+    assert found == {"t/a.py::x[1, 2]": 1.0, "t/a.py::y": pytest.approx(0.9), "t/b.py::y": 2.0}
+    monkeypatch.setattr(seconds, "FILE", tmp_path / "seconds.txt")
+    seconds.FILE.write_text("# Seconds\n1.00 t/a.py::x[1, 2]\n2.00 t/b.py::y\n")
+    quick, slow, other = Item("t/a.py::z"), Item("t/a.py::x[1, 2]"), Item("t/b.py::y", "rest")
+    seconds.move_down([quick, slow, other], whole=True)  # type: ignore[list-item]
+    assert [quick.marks, slow.marks, other.marks] == [[], ["rest"], ["rest", "long"]]
+    seconds.move_down([quick], whole=False)  # type: ignore[list-item]
+    with pytest.raises(pytest.UsageError, match=r"names tests that are no more; take them out: t/a\.py::x"):
+        seconds.move_down([quick], whole=True)  # type: ignore[list-item]
 
 
 def test_the_gate_begins_with_the_command_of_the_readme_and_goes_on_with_the_rest() -> None:

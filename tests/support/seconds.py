@@ -1,0 +1,93 @@
+"""Tests that take long run a tier later. Which do is in ``tests/seconds.txt``; after a run with ``--durations=0`` make it anew::
+
+python -m pytest -m "not long" --durations=0 > log.txt; python -m tests.support.seconds log.txt
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "seconds.txt"
+LATER = {"": (0.7, "rest"), "rest": (1.5, "long")}
+"""By the tier of a test (its mark), from how many seconds on it runs in the next one, and that one's mark."""
+STAY = ("test_gpu_script.py::test_what_has_run", "test_gpu_script.py::test_tests_on_the_list")
+"""A dry run of what a GPU will run stays in the second tier."""
+_HEAD = "# Seconds of tests that run a tier later than their marks say: tests/support/seconds.py\n"
+
+
+def measured() -> dict[str, float]:
+    """The seconds of the tests in the file, by their ids."""
+    lines = FILE.read_text(encoding="utf-8").splitlines()
+    pairs = (line.split(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name: float(seconds) for seconds, name in pairs}
+
+
+def move_down(items: Sequence[pytest.Item], *, whole: bool) -> None:
+    """Marks tests that take long.
+
+    Args:
+        items: those that were collected.
+        whole: whether these are all of their files.
+
+    Raises:
+        pytest.UsageError: a test that the file names is no more.
+    """
+    seconds, seen = measured(), set[str]()
+    for item in items:
+        if (took := seconds.get(item.nodeid)) is not None:
+            seen.add(item.nodeid)
+            tier = "long" if item.get_closest_marker("long") else "rest" if item.get_closest_marker("rest") else ""
+            if tier in LATER and took >= LATER[tier][0]:
+                item.add_marker(getattr(pytest.mark, LATER[tier][1])(f"takes {took:g} seconds"))
+    files = {item.nodeid.split("::")[0] for item in items}
+    gone = sorted(name for name in seconds.keys() - seen if whole and name.split("::")[0] in files)
+    if gone:
+        raise pytest.UsageError(f"tests/seconds.txt names tests that are no more; take them out: {', '.join(gone[:5])}")
+
+
+def read(logs: Iterable[str], tiers: Mapping[str, str]) -> dict[str, float]:
+    """The tests in the logs of runs that take so long that they move, with their seconds.
+
+    Args:
+        logs: what pytest has printed with ``--durations=0``.
+        tiers: the tests' tiers by their own marks.
+    """
+    found = defaultdict[str, float](float)
+    for log in logs:
+        for seconds, name in re.findall(r"^([\d.]+)s (?:call|setup|teardown) +(\S.*)$", log, re.MULTILINE):
+            found[name] += float(seconds)
+
+    def moves(name: str) -> bool:
+        least, _ = LATER.get(tiers.get(name, "long"), (float("inf"), ""))
+        return found[name] >= least and not any(stays in name for stays in STAY)
+
+    return {name: found[name] for name in sorted(found) if moves(name)}
+
+
+def main(logs: Sequence[str]) -> None:
+    """Writes the file."""
+    tiers: dict[str, str] = {}
+
+    class Collected:
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            for item in session.items:
+                own = [mark.name for mark in item.iter_markers() if mark.name in ("rest", "long")]
+                moved = [
+                    mark.args[0].startswith("takes ") for mark in item.iter_markers() if mark.name in ("rest", "long")
+                ]
+                kept = [name for name, later in zip(own, moved, strict=True) if not later]
+                tiers[item.nodeid] = "long" if "long" in kept else "rest" if "rest" in kept else ""
+
+    pytest.main(["--collect-only", "-q", "-q", "-n", "0", "-m", ""], plugins=[Collected()])
+    found = read([Path(log).read_text(encoding="utf-8") for log in logs], tiers)
+    FILE.write_text(_HEAD + "".join(f"{seconds:.2f} {name}\n" for name, seconds in found.items()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
