@@ -66,6 +66,7 @@ class LayerwiseStep:
         begun: the layers whose updates of this step have begun during backward.
         tried: whether a step has tried to do without layers whose gradients are complete.
         needed: what has needed them all the same.
+        clip_value: what early updates clip each element to.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LayerwiseStep:
         self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
         self._frees = frees
-        self._clip_value = clip_value if early else None
+        self.clip_value = clip_value if early else None
         # Where layers are updated on the device, on a disk or on several ranks, their order is that in which they were submitted.
         self._in_order = engine.several or state is not None or on_device is not None
         self._urgency: dict[StreamedLayer, int] = {}
@@ -233,6 +234,22 @@ class LayerwiseStep:
             self._updates.finish()
         return self._optimizer.param_groups is self._none
 
+    def refuse_other_clipping(self, clip_value: float | None) -> None:
+        """Refuses clipping that the updates in this step's backward did not know of.
+
+        Args:
+            clip_value: what each element is to be clipped to; None for a norm.
+
+        Raises:
+            RuntimeError: layers are updated already.
+        """
+        if self.begun and clip_value != self.clip_value:
+            raise RuntimeError(
+                "How gradients are clipped was changed between the start of a training step and its clipping, and with "
+                'optimizer_overlap="backward" layers are updated by then. Change trainer.gradient_clip_val between two '
+                'batches (on_train_batch_end), or use SuperpipelineStrategy(optimizer_overlap="forward").'
+            )
+
     def _refuse(self, undivided: _UndividedError) -> None:
         """Raises an error where only layers can be updated."""
         what, instead = undivided.args
@@ -320,8 +337,8 @@ class LayerwiseStep:
         vars(part).update(vars(self._optimizer), param_groups=groups)
         vars(part).pop("zero_grad", None)  # which is that of the whole optimizer, in a step
         clip, engine, context = self.clipping.pending, self._engine, self._context
-        if clip is None and self._clip_value is not None:  # the precision plugin has not come to it
-            clip = by_value(self._clip_value)
+        if clip is None and self.clip_value is not None:  # the precision plugin has not come to it
+            clip = by_value(self.clip_value)
         # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 

@@ -27,6 +27,7 @@ from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.trainer.user_hooks import (
     CLIPPING,
+    against_early_updates,
     are_gradients_unread,
     are_gradients_unread_before_step,
     choose_overlap,
@@ -152,7 +153,7 @@ class OptimizerSteps:
                 early=early,
                 tries=tries,
                 frees=self._frees,
-                clip_value=trainer.gradient_clip_val if self._clips() == "value" else None,
+                clip_value=self._clip_value,
                 measure=measure and (bool(on_disk.gradients) or not waits) and not self._run.steps_on_device,
                 narrow=self._narrow(),
                 state=state,
@@ -170,6 +171,26 @@ class OptimizerSteps:
         if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
+
+    def look_again(self) -> None:
+        """A batch begins: since the mode was chosen, user code may have added hooks, or changed how gradients are clipped.
+
+        Raises:
+            ValueError: ``"backward"`` was asked for by name, and is not possible any more.
+        """
+        if self.overlap != "backward" or not self._layerwise:
+            return
+        against = against_early_updates(self._trainer, self._real_optimizers, on_device=self._run.steps_on_device)
+        if against or any(each.clip_value != self._clip_value for each in self._layerwise.values()):
+            self._run.finish_updates()
+            self.arrange()
+            if when := self._when():
+                self._log.info("Superpipeline: %s", when)
+
+    @property
+    def _clip_value(self) -> float | None:
+        """What the trainer clips each element of a gradient to; None if it does not."""
+        return self._trainer.gradient_clip_val if self._clips() == "value" else None
 
     def _against_early(self) -> str | None:
         """Why ``"auto"`` does not let updates begin in backward; empty if they may, None if a step has to try that first."""
@@ -427,4 +448,13 @@ class OptimizerSteps:
         clipping = layerwise.clipping
         # Not in the updates: user code that reads gradients is to find them clipped, and the device's updates clip none.
         clipping.at_once = seen or self._run.steps_on_device
-        return dict(zip(CLIPPING, (clipping.by_norm, clipping.by_value), strict=True))
+
+        def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            layerwise.refuse_other_clipping(None)
+            clipping.by_norm(optimizer, clip_val)
+
+        def by_value(optimizer: Optimizer, clip_val: float) -> None:
+            layerwise.refuse_other_clipping(clip_val)
+            clipping.by_value(optimizer, clip_val)
+
+        return dict(zip(CLIPPING, (by_norm, by_value), strict=True))

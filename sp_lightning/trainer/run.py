@@ -205,6 +205,8 @@ class Run:
                 self.tuner.expect_more()
         if changed:
             self.steps.rearrange()
+        else:
+            self.steps.look_again()
 
     def close(self) -> None:
         """Ends the run: the module has ordinary parameters on the host again, and optimizers are as they were configured."""

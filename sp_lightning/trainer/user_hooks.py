@@ -201,9 +201,9 @@ def choose_overlap(
         why = _against_background(trainer) or never or beside
         if why:
             return "off", why
-        why = _against_early_updates(trainer, optimizers, on_device=on_device)
+        why = against_early_updates(trainer, optimizers, on_device=on_device)
         return ("forward" if why else "backward"), why
-    why = never or (_against_early_updates(trainer, optimizers, on_device=on_device) if asked == "backward" else beside)
+    why = never or (against_early_updates(trainer, optimizers, on_device=on_device) if asked == "backward" else beside)
     there = 'optimizer_on="device", ' if on_device else ""
     if why:
         raise ValueError(
@@ -317,7 +317,7 @@ def against_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> st
     )
 
 
-def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer], *, on_device: bool) -> str:
+def against_early_updates(trainer: Any, optimizers: Sequence[Optimizer], *, on_device: bool) -> str:
     """Returns why a layer's gradients cannot be used before all gradients are there; an empty string if they can."""
     module, clip = trainer.lightning_module, trainer.gradient_clip_val
     hook = next(iter(hooks_of_users(trainer, "gradients", "step")), None)

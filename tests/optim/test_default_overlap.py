@@ -240,6 +240,85 @@ def test_gradients_are_kept_where_a_hook_could_look(accumulated: int) -> None:
     both(lambda: Module(Stack()), HOOKS["gradients"][0], strategy=strategy, accumulate_grad_batches=accumulated)
 
 
+# ---------------------------------------------------------------------- what changes in mid-run
+
+
+def _clips(value: float | None, algorithm: str) -> Callable[[Any, Any], None]:
+    def change(trainer: Any, module: Any) -> None:
+        trainer.gradient_clip_val, trainer.gradient_clip_algorithm = value, algorithm
+
+    return change
+
+
+def _adds_a_callback(trainer: Any, module: Any) -> None:
+    trainer.callbacks.append(Hooked("on_before_optimizer_step", _halved))
+
+
+def _adds_a_hook(trainer: Any, module: Any) -> None:
+    module.on_after_backward = lambda: _halved(module)
+
+
+def _halved(module: Any) -> None:
+    for p in module.parameters():
+        p.grad.mul_(0.5)
+
+
+class Changes(Callback):
+    """Changes something in the third step, at one hook."""
+
+    def __init__(self, hook: str, change: Callable[[Any, Any], None]) -> None:
+        setattr(self, hook, lambda trainer, module, *_: change(trainer, module) if trainer.global_step == 2 else None)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None], str]] = {
+    "another value": (
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        _clips(1e-4, "value"),
+        "backward",
+    ),
+    "no value": ({"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}, _clips(None, "value"), "backward"),
+    "by value from now on": ({}, _clips(1e-4, "value"), "backward"),
+    "by norm from now on": ({}, _clips(1e-3, "norm"), "forward"),
+    "a callback": ({}, _adds_a_callback, "forward"),
+    "a hook": ({}, _adds_a_hook, "forward"),
+}
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_in_mid_run_is_heeded_from_the_next_batch_on(what: str, hook: str) -> None:
+    """Clipping by another value was ignored without a word, and a new hook got an error about a layer's weights."""
+    options, change, mode = CHANGES[what]
+    _, watches = both(lambda: Module(Stack()), lambda: [Changes(hook, change)], **options)
+    assert (watches.modes[1], watches.modes[-1]) == ("backward", mode)
+
+
+def test_clipping_that_changes_within_a_step_is_refused() -> None:
+    def change(trainer: Any, module: Any) -> None:
+        trainer.gradient_clip_val, trainer.gradient_clip_algorithm = 1e-4, "value"
+
+    class Changing(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                change(self.trainer, self)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(
+        RuntimeError, match="How gradients are clipped was changed between the start of a training step"
+    ):
+        fit(fused(lambda: Changing(Stack())), vectors() * 2, SuperpipelineStrategy(k=1), recorded="losses")
+
+
+@pytest.mark.parametrize("what", ["by norm from now on", "a callback"])
+def test_a_mode_that_was_asked_for_is_refused_by_name_from_then_on(what: str) -> None:
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
+    callbacks: list[Any] = [Changes("on_train_batch_end", CHANGES[what][1])]
+    with pytest.raises(
+        ValueError, match=r'optimizer_overlap="backward" cannot be used: .*(clip_val=|on_before_optimizer)'
+    ):
+        fit(fused(lambda: Module(Stack())), vectors() * 2, strategy, recorded="losses", callbacks=callbacks)
+
+
 # ---------------------------------------------------------------------- the order of updates
 
 
