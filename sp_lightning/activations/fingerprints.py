@@ -51,12 +51,14 @@ class Fingerprint(NamedTuple):
     """What stays of a saved tensor.
 
     Attributes:
-        kind: its class, dtype, shape and strides. Of a weight, which may be written in no run, its place as well.
+        kind: its class, dtype, shape and strides.
         sums: sums over its memory, or a copy of it if it is small; each flat, ``uint8``. None of a weight.
+        place: where a weight lies, which may be written in no run; empty if it is none.
     """
 
     kind: tuple[Any, ...]
     sums: tuple[Tensor, ...] = ()
+    place: tuple[Any, ...] = ()
 
 
 class SavedRun:
@@ -118,17 +120,17 @@ class SavedRun:
         weight: Any = tensor if hasattr(tensor, "_of") else base_of(tensor)
         if hasattr(weight, "_of"):
             before = 0 if weight is tensor else _begin(tensor) - _begin(weight)
-            return Fingerprint((*kind, tensor.stride(), weight._of.layer.index, weight._index, before))
+            return Fingerprint((*kind, tensor.stride()), place=(weight._of.layer.index, weight._index, before))
         plain = _plain_parts(tensor)
         if plain is None:
             return Fingerprint((type(tensor), *kind))
         if len(plain) != 1 or plain[0] is not tensor:
             inner = [self._fingerprint(each) for each in plain]
-            kinds, sums = [each.kind for each in inner], [each.sums for each in inner]
+            kinds, sums = [(each.kind, each.place) for each in inner], [each.sums for each in inner]
             return Fingerprint((type(tensor), *kind, *kinds), tuple(chain(*sums)))
         kind, storage = (*kind, tensor.stride()), tensor.untyped_storage()
         if (place := self._weight_at(storage.data_ptr(), _begin(tensor))) is not None:
-            return Fingerprint((*kind, *place))
+            return Fingerprint(kind, place=place)
         if may_be_unwritten(tensor):
             return Fingerprint(kind)
         if tensor.nbytes <= _SMALL:
@@ -202,8 +204,13 @@ def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
     return lanes.sum(0).view(torch.uint8), rest.clone().view(torch.uint8)
 
 
-def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
+def differences(first: SavedRun, second: SavedRun, *, weights_may_be_copies: bool = False) -> list[Tensor]:
     """Compares two runs as far as the second one has come, with one kernel for each device.
+
+    Args:
+        first, second: the runs.
+        weights_may_be_copies: whether a weight in one of them and a tensor of its form in the other one may have the same bits:
+            of a weight that is no cast on the device any more, autocast makes one.
 
     Returns:
         Of each device a tensor of shape ``(1,)``, ``uint8``: 1 if the runs differ there, else 0.
@@ -211,7 +218,9 @@ def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
     found: list[Tensor] = []
     pairs: dict[torch.device, dict[tuple[int, int], tuple[Tensor, Tensor]]] = {}
     for one, other in zip(first.found, second.found, strict=False):
-        if one.kind != other.kind or len(one.sums) != len(other.sums):
+        if one.kind == other.kind and bool(one.place) != bool(other.place) and weights_may_be_copies:
+            continue
+        if (one.kind, one.place) != (other.kind, other.place) or len(one.sums) != len(other.sums):
             return [torch.ones(1, dtype=torch.uint8)]
         for before, now in zip(one.sums, other.sums, strict=True):
             pairs.setdefault(now.device, {})[id(before), id(now)] = before, now

@@ -205,7 +205,8 @@ class Recompute:
             second = again()
             if _differ(first.saved, second):
                 self._unfit[first.unit] = str(first.differs())
-                moves = _differ(second, again())  # otherwise something was around the first run alone
+                # Otherwise something was around the first run alone.
+                moves = _differ(second, again(), weights_may_be_copies=True)
         except torch.OutOfMemoryError:  # in a step that recomputes it, less of other units is on the device
             pass
         except Exception as error:  # a forward may raise anything that it does not raise in its first run
@@ -231,9 +232,10 @@ def is_checkpointed() -> bool:
     return checkpoint_hook() is not None  # within ours, a SavedRun's hooks are before it
 
 
-def _differ(one: SavedRun, other: SavedRun) -> bool:
+def _differ(one: SavedRun, other: SavedRun, *, weights_may_be_copies: bool = False) -> bool:
     """Whether two runs that have ended have saved other values."""
-    return len(one.found) != len(other.found) or any(each.item() for each in differences(one, other))
+    found = differences(one, other, weights_may_be_copies=weights_may_be_copies)
+    return len(one.found) != len(other.found) or any(each.item() for each in found)
 
 
 def _unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:

@@ -19,10 +19,11 @@ from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Recompute
 from sp_lightning.device.host_memory import HostRing
 from sp_lightning.tune.tuner import Tuner
+from tests.support.crowded import crowded
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.experts import CASES as EXPERTS
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.runs import Outcome, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.runs import Outcome, assert_same, fit, fused, loader, superpipeline, trainer_for
 from tests.support.saving import Saves, rows, saving
 from tests.support.simdevice import SimDevice, simulated
 
@@ -436,3 +437,35 @@ def test_what_is_kept_is_freed_as_backward_goes_on(monkeypatch: pytest.MonkeyPat
     train(ROOM_FOR_ALL, lambda: Module(Stack()), vectors()[:1])
     assert alive[0] > 10
     assert alive[-1] <= 3
+
+
+class Island(nn.Module):
+    """It leaves autocast for a part of its forward, which reads a float32 weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        with torch.autocast("cpu", enabled=False):
+            return x + self.b(h.float())  # type: ignore[no-any-return]
+
+
+class WithIslands(Module):
+    """One of them is called twice: its second forward finds no cast on the device, of which autocast makes one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(Island() for _ in range(4))))
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        return net(net[0](batch)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_copy_of_a_weight_is_no_value_that_each_run_has_anew() -> None:
+    """The trial raised an error, as for a forward that advances an iterator."""
+    options: Any = {"precision": "bf16-mixed", "recorded": "losses"}
+    plain = fit(fused(WithIslands), vectors() * 2, **options)
+    with simulated(capacity=ROOM_FOR_ALL), crowded():
+        assert_same(fit(fused(WithIslands), vectors() * 2, superpipeline(k=1), **options), plain)
