@@ -180,7 +180,8 @@ class OptimizerSteps:
         """
         if self.overlap != "backward" or not self._layerwise:
             return
-        against = against_early_updates(self._trainer, self._real_optimizers, on_device=self._run.steps_on_device)
+        on_device = self._run.steps_on_device
+        against = against_early_updates(self._trainer, self._real_optimizers, on_device=on_device, later=True)
         if against or any(each.clip_value != self._clip_value for each in self._layerwise.values()):
             self._run.finish_updates()
             self.arrange()

@@ -317,8 +317,16 @@ def against_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> st
     )
 
 
-def against_early_updates(trainer: Any, optimizers: Sequence[Optimizer], *, on_device: bool) -> str:
-    """Returns why a layer's gradients cannot be used before all gradients are there; an empty string if they can."""
+def against_early_updates(
+    trainer: Any, optimizers: Sequence[Optimizer], *, on_device: bool, later: bool = False
+) -> str:
+    """Returns why a layer's gradients cannot be used before all gradients are there; an empty string if they can.
+
+    Args:
+        trainer, optimizers, on_device: as for :func:`choose_overlap`.
+        later: whether the mode was chosen before. Layers whose parameters have got post-accumulate hooks since then are updated
+            after backward.
+    """
     module, clip = trainer.lightning_module, trainer.gradient_clip_val
     hook = next(iter(hooks_of_users(trainer, "gradients", "step")), None)
     clips_each = trainer.gradient_clip_algorithm == "value" and clips_as_lightning(trainer.precision_plugin)
@@ -334,7 +342,7 @@ def against_early_updates(trainer: Any, optimizers: Sequence[Optimizer], *, on_d
             "StochasticWeightAveraging steps without a backward to adapt BatchNorm",
         ),
         (
-            any(accumulation_hooks(p) for p in module.parameters()),
+            not later and any(accumulation_hooks(p) for p in module.parameters()),
             "parameters have post-accumulate hooks, which may write other gradients than their own",
         ),
         (_step_hooks(optimizers), "the optimizer has step hooks, which run after backward"),
