@@ -325,7 +325,7 @@ def against_early_updates(
     Args:
         trainer, optimizers, on_device: as for :func:`choose_overlap`.
         later: whether the mode was chosen before. Layers whose parameters have got post-accumulate hooks since then are updated
-            after backward.
+            after backward. Step hooks run before the closure, whose ``zero_grad`` undoes what they do to gradients, or after it.
     """
     module, clip = trainer.lightning_module, trainer.gradient_clip_val
     hook = next(iter(hooks_of_users(trainer, "gradients", "step")), None)
@@ -345,7 +345,7 @@ def against_early_updates(
             not later and any(accumulation_hooks(p) for p in module.parameters()),
             "parameters have post-accumulate hooks, which may write other gradients than their own",
         ),
-        (_step_hooks(optimizers), "the optimizer has step hooks, which run after backward"),
+        (not later and _step_hooks(optimizers), "the optimizer has step hooks, which run after backward"),
         (hook, f"{hook} may look at gradients or weights before the step"),
     )
 
