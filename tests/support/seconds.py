@@ -16,8 +16,8 @@ import pytest
 FILE = Path(__file__).parents[1] / "seconds.txt"
 LATER = {"": (0.7, "rest"), "rest": (1.5, "long")}
 """By the tier of a test (its mark), from how many seconds on it runs in the next one, and that one's mark."""
-STAY = ("test_gpu_script.py::test_what_has_run", "test_gpu_script.py::test_tests_on_the_list")
-"""A dry run of what a GPU will run stays in the second tier."""
+STAY = ("test_gpu_script.py::test_what_has_run", "test_gpu_script.py::test_tests_on_the_list", "test_fuzz.py::")
+"""A dry run of what a GPU will run stays in the second tier, and the fuzz, which the gate runs again, in the first."""
 _HEAD = "# Seconds of tests that run a tier later than their marks say: tests/support/seconds.py\n"
 
 
