@@ -1,4 +1,4 @@
-"""Whether a step with ``optimizer_on="device"`` takes as long as was predicted: the real engine, and a device of clocks.
+"""Compares the predicted time of a step with ``optimizer_on="device"`` with the real engine's on a simulated clock device.
 
 A training runs as ever, on the CPU; its copies, layers and steps move clocks on by the seconds that a machine would need. The
 thread that runs the model and the background have a clock each, and who is earlier goes on first. The same rates are given to
@@ -171,7 +171,7 @@ class Clocked(ClockDevice):
 
 
 class Trained(pl.LightningModule):
-    """Some layers of the same size, and an optimizer that comes to state at once.
+    """A stack of equal linear layers, trained with AdamW.
 
     Args:
         device: whose clock of compute is noted when a batch begins.
@@ -223,7 +223,7 @@ def measure(overlap: Any, precision: Any, ratio: float) -> Row:
         overlap, precision, ratio: as in :class:`Row`.
     """
     bytes_of_layer = 4 * WIDTH * WIDTH
-    # To the device: twice the weights, gradients, and what a step needs.
+    # Uploads of a step: the weights twice (forward and backward), and gradients, weights and state for the optimizer.
     rate = 6 * bytes_of_layer / (2 * ratio)
     rates = Rates(rate, rate, math.inf, math.inf, visit_seconds=0.0)
     device = Clocked(rates, 1.0, 0.05)

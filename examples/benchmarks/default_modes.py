@@ -1,8 +1,8 @@
 """What the defaults do with ordinary programs: the mode of updates, and the seconds of a step beside those of other modes.
 
-The mode is what a run chooses: each program trains a small model here, and counts as on an accelerator. The seconds are
-predicted by the package's own simulation, for machines whose times are given; all layers stay on the device, so that nothing
-but updates and gradients is waited for. From the root of the repository::
+The mode is the one that a real run chooses: each program trains a small model here, with the CPU treated as an accelerator.
+The seconds are predicted by the package's own simulation, for machines whose times are given. All layers stay on the device, so
+only updates and gradients cause waits. From the root of the repository::
 
     python -m examples.benchmarks.default_modes
 """
@@ -118,7 +118,15 @@ class _Read(Walk):
 
 
 def seconds(plan: Plan, machine: Machine, mode: Mode, batches: int, *, reads: bool) -> float:
-    """The last of some steps, each of so many batches."""
+    """Returns the predicted seconds of one step, once steps take equally long.
+
+    Args:
+        plan: the layers.
+        machine: its times.
+        mode: when updates run.
+        batches: the accumulated batches of a step.
+        reads: whether all weights are read after each step.
+    """
     visits = [Visit((layer,), machine.forward / LAYERS) for layer in plan.order]
     visits += [Visit((layer,), machine.backward / LAYERS, True, (layer,)) for layer in reversed(plan.order)]
     rate = plan.layers[0].gradient_bytes * LAYERS / machine.updates

@@ -6,7 +6,7 @@ what was saved first is offloaded first, because backward needs it last.
 torch's allocator gives no notice before memory ends. So free memory is compared with what comes next at three places:
 
 - before a layer's forward, with the most that a layer has saved so far, and with results as large as its widest weight makes of
-  its input: the logits of a head, for example, and what a loss makes of them;
+  its input, for example a head's logits and the loss's intermediate results;
 - when autograd saves a tensor, and when it needs one again, with such results of an average layer.
 
 If memory ends nevertheless, between two of these places, the error is torch's.
@@ -77,7 +77,7 @@ class Headroom:
         self._reserve = reserve
         self._kept: deque[weakref.ref[Kept]] = deque()  # the oldest first
         self._call = UnitCall("the first layer", 0)
-        self._transients: list[int] = []  # of each layer so far: bytes that its computation takes, beside what it saves
+        self._transients: list[int] = []  # of each layer so far: bytes of temporary results
         self._credit = 0  # bytes that may be saved before memory is counted again
         self._step_bytes = 0
         self._before_layer = 0  # how many of them had been saved before the present layer
@@ -141,7 +141,7 @@ class Headroom:
 
     @property
     def _usual(self) -> int:
-        """Bytes that a layer's computation takes beside what it saves, on average."""
+        """The average bytes of a layer's temporary results."""
         return sum(self._transients) // max(len(self._transients), 1)
 
     def _spend(self, nbytes: int, needed: int) -> None:
@@ -150,7 +150,7 @@ class Headroom:
             self._make_room(needed)
 
     def _make_room(self, needed: int) -> None:
-        """Offloads the oldest activations until so many bytes are left, or none is kept any more."""
+        """Offloads the oldest activations until ``needed`` bytes are free, or all are offloaded."""
         with self._offload.lock:
             left = self._left(self._count_kept)
             while left < needed and self._kept:
@@ -160,7 +160,7 @@ class Headroom:
             self._credit = max(0, left - needed) // _LOOK
 
     def _evict(self, nbytes: int) -> bool:
-        """Offloads the oldest activations, of at least so many bytes. Returns False if the host has no room for more."""
+        """Offloads the oldest activations, at least ``nbytes``. Returns False if the host's memory is full."""
         moved, room = 0, True
         while self._kept and moved < nbytes and room:
             kept = self._kept.popleft()()

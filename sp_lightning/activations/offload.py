@@ -68,7 +68,7 @@ class OffloadedStorage:
 
     @property
     def on_device(self) -> bool:
-        """Whether the device has it, still or again."""
+        """Whether the storage is in device memory: not offloaded yet, or copied back."""
         return self.source is not None or self.returned is not None
 
     @property
@@ -155,7 +155,7 @@ class Offload:
         log: where warnings go; None for Lightning's log.
 
     Attributes:
-        lock: guards what is known of storages.
+        lock: guards the tables of storages.
         active: whether any call was ever entered. Before that, :meth:`store` lets everything stay.
         stored_bytes, returned_bytes: bytes copied to the host, and from it.
         buffers: the addresses of the module's buffers, which stay as well.
@@ -173,9 +173,8 @@ class Offload:
         self._leaving: deque[list[OffloadedStorage]] = deque()  # one list for each call, the latest last
         self._latest: dict[int, OffloadedStorage] = {}  # of each storage that leaves, the version that left last
         self._returned: list[OffloadedStorage] = []  # the storages that are on the device again
-        self._returned_once: weakref.WeakSet[OffloadedStorage] = (
-            weakref.WeakSet()
-        )  # those until their graph lets go of them
+        # Those of them that stay until their graph releases them.
+        self._returned_once: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._saved: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as saved
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
         self.active = False

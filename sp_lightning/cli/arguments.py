@@ -230,7 +230,7 @@ class Question(argparse.Namespace):
 
     @property
     def frees(self) -> bool:
-        """Whether gradients are freed as soon as their layer is updated."""
+        """True if a layer's gradients are freed right after its update."""
         return self.mode == "backward" and (self.overlap == "backward" or self.optimizer_on == "device")
 
     def but(self, **changes: Any) -> Question:

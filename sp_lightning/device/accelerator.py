@@ -41,7 +41,7 @@ class Accelerator(Device):
         super().__init__(device)
         self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE)}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
-        # torch counts for the process. Of trials, which compute in turns: what others have, and the peak of turns before.
+        # torch counts memory per process. For a trial: bytes of the other trials, and the peak of its earlier turns.
         self._others = self._earlier = 0
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
@@ -226,7 +226,7 @@ class Accelerator(Device):
 
 @functools.cache
 def _step_stream(device: torch.device) -> torch.Stream:
-    """One for all runs: a stream keeps what torch's allocator has given it, and that of steps gets gigabytes."""
+    """All runs share it: torch's allocator keeps a stream's freed memory for that stream, and steps use gigabytes."""
     return torch.Stream(device)
 
 

@@ -40,14 +40,14 @@ class Pieces:
         return piece.done
 
     def take(self) -> Piece:
-        """Takes out what is to be done next."""
+        """Removes and returns the next piece of work."""
         with self._lock:
             piece = min(self._pieces, key=_rank)  # of several the first
             self._pieces.remove(piece)
             return piece
 
     def urge(self, wanted: Future[None]) -> None:
-        """Has a piece of work done before all others that have an urgency, because somebody waits for it."""
+        """Moves a piece of work before all others that have an urgency, because a thread waits for it."""
         with self._lock:
             for piece in self._pieces:
                 if piece.done is wanted and piece.urgency is not None:

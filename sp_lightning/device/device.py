@@ -38,7 +38,7 @@ class Stream(enum.Enum):
     REDUCE = "between devices"
     """The stream on which ranks sum their gradients."""
     STEP = "steps on the device"
-    """The stream of optimizers' kernels: what they wait for, the model's do not. Memory that is allocated there stays with it."""
+    """The stream of optimizer kernels: the model's kernels need not wait for their uploads. Its memory is reused only on it."""
     UPDATE = "host, in the background"
     """The order of the background thread, which updates weights while the host goes on. The device has no such stream."""
 
@@ -302,7 +302,7 @@ class Device:
         """
 
     def end_turn(self) -> None:
-        """Other trials have their turns, and what they allocate is not this one's."""
+        """This trial's turn is over: other trials allocate memory from now on."""
 
     def begin_peak(self) -> None:
         """As :meth:`reset_peak`, which sets back the user's ``torch.cuda.max_memory_allocated()`` too: what it was is kept."""

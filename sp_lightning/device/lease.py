@@ -156,7 +156,7 @@ def shared(tensor: Tensor) -> bool:
 
 
 def held_elsewhere(named: Iterable[Mapping[Any, Any]]) -> bool:
-    """Whether anybody beside these dictionaries refers to a tensor in one of them, or holds its memory."""
+    """Returns True if a tensor in these dictionaries, or its memory, has another reference."""
     for values in named:
         for value in values.values():
             if not isinstance(value, Tensor):

@@ -52,7 +52,9 @@ class HostSource(BlockSource):
         self._watch = watch
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Whether the layer's update is done, and the host has what one on the device has made, or a fetch reads that there."""
+        """Returns True if a fetch need not wait: the update is done, and its results are on the host, or the fetch copies them on
+        the device.
+        """
         update = layer.owner.update
         if update is None:
             return True
@@ -63,9 +65,9 @@ class HostSource(BlockSource):
         self._landing(layer)
 
     def _landing(self, layer: StreamedLayer) -> Any:
-        """Waits for the layer's update. If that has left on the device what a fetch reads, the host does not wait for its copies.
+        """Waits for the layer's update. If a fetch can copy its results on the device, the host does not wait for their download.
 
-        Otherwise it does: a transfer that waits on the stream holds up what the next layers' steps need, behind it.
+        Otherwise it does: a fetch that waits on the upload stream would delay the uploads of the next layers' steps behind it.
 
         Returns:
             The event after which the host has them; None if it has.
@@ -93,7 +95,7 @@ class HostSource(BlockSource):
         return layer.block.weights, None
 
     def _fetches_as_updated(self, layer: StreamedLayer) -> bool:
-        """Whether the host has nothing to do with a layer between its update and a transfer of all of it."""
+        """Returns True if a fetch of the whole layer can follow its update without work on the host."""
         slot, blocks = layer.slot, [member.block for member in layer.family]
         return (
             type(layer.rows) is AllRows

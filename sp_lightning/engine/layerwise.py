@@ -8,6 +8,7 @@ backward has left no time are updated during the next forward. If gradients are 
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,20 @@ _OF_EACH = ("params", "param_names")
 """What of a group is a list with one entry for each parameter."""
 
 
+class Early(enum.Enum):
+    """When layers are updated (``optimizer_overlap``)."""
+
+    NO = "after backward"
+    TRIED = "after backward, which shows whether they could be in it"
+    KEEPS = "in backward or later; gradients stay until zero_grad"
+    FREES = "in backward, after which gradients are freed, because memory is short and no hook looks at them"
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether updates may begin before all gradients are complete."""
+        return self in (Early.KEEPS, Early.FREES)
+
+
 class LayerwiseStep:
     """Runs the steps of one optimizer layer by layer: a fused one, or one that is separable.
 
@@ -49,10 +64,8 @@ class LayerwiseStep:
         optimizer: the user's optimizer, which keeps its groups and its state.
         engine: the engine whose layers are updated.
         fuse: whether groups run fused of which the user has left that open.
-        early: whether layers are updated while backward goes on (``optimizer_overlap="backward"``).
-        tries: whether a step that is not early notes what would not allow it to be.
-        frees: whether the gradients of a layer that was updated then are freed, because memory is short and nobody looks at them.
-        clip_value: what early updates clip each element of a gradient to; None if they clip nothing.
+        early: whether layers are updated while backward goes on.
+        clip_value: what each element of a gradient is clipped to then; None if it is not.
         measure: whether norms of gradients are computed while backward goes on. This is right only if no code writes
             gradients between backward and clipping.
         narrow: whether gradients keep the dtype in which they come. This saves memory only if no code reads them.
@@ -64,9 +77,9 @@ class LayerwiseStep:
     Attributes:
         clipping: clips the gradients.
         begun: the layers whose updates of this step have begun during backward.
-        tried: whether a step has tried to do without layers whose gradients are complete.
-        needed: what has needed them all the same.
-        clip_value: what early updates clip each element to.
+        tried: True if a step has tested which layers backward uses after their gradients are complete.
+        needed: these uses, in words.
+        clip_value: as the argument; None if no layer is updated in backward.
     """
 
     def __init__(
@@ -75,9 +88,7 @@ class LayerwiseStep:
         engine: Updating,
         *,
         fuse: bool,
-        early: bool,
-        tries: bool,
-        frees: bool,
+        early: Early,
         clip_value: float | None,
         measure: bool,
         narrow: bool,
@@ -94,24 +105,22 @@ class LayerwiseStep:
         self._lands = lands
         self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
-        self._frees = frees
-        self.clip_value = clip_value if early else None
-        # Where layers are updated on the device, on a disk or on several ranks, their order is that in which they were submitted.
-        self._in_order = engine.several or state is not None or on_device is not None
-        self._urgency: dict[StreamedLayer, int] = {}
+        self.clip_value = clip_value if early.in_backward else None
         self._separable = waits or on_device is not None or is_separable(optimizer)
         self._closure: Callable[[], Any] | None = None
         if on_device is not None:
-            on_device.arrange(loose=state is not None, ahead=not (early or waits))
+            on_device.arrange(loose=state is not None, ahead=not (early.in_backward or waits))
         self._constants = constants_of(optimizer)
         self._declared = on_device is not None and is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
         self._narrow = narrow and not self._declared and (on_device is not None or not self._separable)
         self.clipping = Clipping(optimizer, engine)
-        self._tries = tries
-        self._on_complete = (
-            self._update_early if early else self._do_without if tries else self.clipping.measure if measure else None
-        )
+        # What is done with a layer whose gradients are complete, and, asked before, whether all of them have to be complete.
+        self._on_complete, self._wanted = self.clipping.measure if measure else None, None
+        if early.in_backward:
+            self._on_complete, self._wanted = self._update_early, lambda layer: layer in self._early_groups()
+        elif early is Early.TRIED:
+            self._on_complete, self._wanted = self._do_without, lambda layer: False
         self.tried = False
         self.needed: list[str] = []
         self._armed: dict[StreamedLayer, Groups] | None = None
@@ -128,12 +137,10 @@ class LayerwiseStep:
     def deferring(self) -> Iterator[None]:
         """A context for a step of the optimizer whose updates :meth:`submit` submits."""
         # The last step's gradients are there still: where one was sparse, no layer is updated before all gradients are known.
-        self._armed = None if not self._early or all(map(self._cuts, self._optimizer.param_groups)) else {}
+        self._armed = None if not self._early.in_backward or all(map(self._cuts, self._optimizer.param_groups)) else {}
         self._context = self._context_here()
         self._engine.backward.on_complete = self._on_complete
-        self._engine.backward.wanted = (lambda layer: layer in self._early_groups()) if self._early else None
-        if self._tries:
-            self._engine.backward.wanted = lambda layer: False
+        self._engine.backward.wanted = self._wanted
         self._engine.gradients.keep_narrow = self._narrow
         try:
             zero_grad = partial(_zero_grad, self._optimizer, self._optimizer.zero_grad)
@@ -154,10 +161,13 @@ class LayerwiseStep:
 
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed."""
-        groups = self._early_groups().get(layer)
-        if groups is None or (not self._frees and self._is_held(layer, _parameters(groups))):
+        armed = self._early_groups()
+        if layer not in armed:
+            return
+        held = self._is_held(layer, _parameters(armed[layer]))
+        if held and self._early is Early.KEEPS:
             return  # what holds it may be read or written in this backward
-        del self._early_groups()[layer]
+        groups = armed.pop(layer)
         if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
             self._armed = {}  # where no layer is updated yet, all are at once
             self._refuse(_sparse(layer))
@@ -167,20 +177,24 @@ class LayerwiseStep:
         self._updates.torn = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
         self.begun.add(layer)
         self._engine.before_early_update(layer)
-        self._submit(layer, groups)
-        if self._frees:
+        self._submit(layer, groups, held=held)
+        if self._early is Early.FREES:
             self._updates.bound(1)  # this bounds the memory of gradients that wait, too
 
     def _do_without(self, layer: StreamedLayer) -> None:
-        """Tries whether backward needs a layer no more whose gradients it has completed."""
+        """Tests, after a layer's gradients are complete, if backward still uses the layer."""
         self.tried = True
         self._engine.notice_uses(layer)
         self._updates.do_without(layer, self.needed.append)
 
     def _order(self) -> list[StreamedLayer]:
-        """All layers in the order in which the next forward needs them, which is how urgent their updates are."""
+        """All layers in the order in which the next forward needs them, which is how urgent their updates are.
+
+        On the device, on a disk and on several ranks updates are done in the order in which they are submitted.
+        """
         order = list(self._engine.order())
-        self._urgency = {layer: at for at, layer in enumerate(order)}
+        in_order = self._engine.several or self._state is not None or self._on_device is not None
+        self._updates.urgency = {} if in_order else {layer: at for at, layer in enumerate(order)}
         return order
 
     def _early_groups(self) -> dict[StreamedLayer, Groups]:
@@ -213,7 +227,7 @@ class LayerwiseStep:
             by_layer = self._groups_by_layer()
         except _UndividedError as undivided:
             self._refuse(undivided)
-            if self._tries:
+            if self._early is Early.TRIED:
                 self.needed.append(undivided.args[0])
             self.clipping.finish()
             by_layer = {}
@@ -223,7 +237,8 @@ class LayerwiseStep:
             self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._order():
                 if layer in by_layer:
-                    self._submit(layer, by_layer[layer])
+                    held = not self._waits and self._is_held(layer, _parameters(by_layer[layer]))
+                    self._submit(layer, by_layer[layer], held=held)
             self.clipping.pending = None
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self.begun.clear()
@@ -303,7 +318,12 @@ class LayerwiseStep:
             if self._on_device is None and (self.begun or runs_fused(self._optimizer, group, fuse=self._fuse)):
                 settings["fused"] = True
             trained = [p for p in group["params"] if p.requires_grad]
-            if self._early and not self.begun and self._on_device is None and lacks_buffers(group, state, trained):
+            if (
+                self._early.in_backward
+                and not self.begun
+                and self._on_device is None
+                and lacks_buffers(group, state, trained)
+            ):
                 what = "some parameters of a group have momentum and others have none yet"
                 raise _UndividedError(what, "Pass optimizer_overlap='forward'")
             parts = defaultdict(list)
@@ -321,7 +341,8 @@ class LayerwiseStep:
                 by_layer[layer].append({**settings, **named, "params": parameters})
         return by_layer
 
-    def _submit(self, layer: StreamedLayer, groups: Groups) -> None:
+    def _submit(self, layer: StreamedLayer, groups: Groups, *, held: bool) -> None:
+        """Gives the update of a layer to the background. If user code holds tensors that it writes (``held``), waits for it."""
         parameters = _parameters(groups)
         if not self._ordered:
             self._ordered, state = True, state_of(self._optimizer)
@@ -337,7 +358,7 @@ class LayerwiseStep:
         vars(part).update(vars(self._optimizer), param_groups=groups)
         vars(part).pop("zero_grad", None)  # which is that of the whole optimizer, in a step
         clip, engine, context = self.clipping.pending, self._engine, self._context
-        if clip is None and self.clip_value is not None:  # the precision plugin has not come to it
+        if clip is None and self.clip_value is not None:  # the precision plugin clips after backward
             clip = by_value(self.clip_value)
         # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
@@ -360,16 +381,16 @@ class LayerwiseStep:
             if self._state is not None:
                 self._state.store((layer, self._optimizer), part)
 
-        at_once = self._compiles or self._makes_state(parameters) or self._is_held(layer, parameters)
-        release = partial(engine.release_gradients, layer, parameters) if self._frees else None
-        self._updates.submit(layer, update, release, None if self._in_order else self._urgency.get(layer, 0))
+        at_once = self._compiles or self._makes_state(parameters) or held
+        release = partial(engine.release_gradients, layer, parameters) if self._early is Early.FREES else None
+        self._updates.submit(layer, update, release)
         if at_once and not self._waits:
             self._updates.complete(layer)
 
     def _is_held(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether other tensors hold what the update writes: a kept ``state_dict()``, a view, a gradient that is clipped.
+        """Returns True if user code holds tensors that the update writes: a kept ``state_dict()``, a view, optimizer state.
 
-        They are no parameters, so that nothing tells when user code reads or writes them.
+        Such a tensor is not a parameter, so the strategy is not told when user code reads or writes it.
         """
         if self._engine.is_viewed(layer):
             return True

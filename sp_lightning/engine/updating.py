@@ -110,7 +110,7 @@ class Updating(Part):
                 group.replaced = {}
 
     def notice_uses(self, layer: StreamedLayer) -> None:
-        """Has whatever user code does with the weights of a layer and its masters noticed from now on."""
+        """From now on each use of the weights of a layer, or its masters, by user code is noticed."""
         for group in [member.parameters for member in layer.family]:
             if group.attached:
                 group.ask(before_use=True)
@@ -131,7 +131,7 @@ class Updating(Part):
                 self._turns.cast()
 
     def is_viewed(self, layer: StreamedLayer) -> bool:
-        """Whether user code holds memory of a weight of the layer or its masters, on the host or on the device."""
+        """Returns True if user code holds memory of a weight of the layer or its masters, on the host or the device."""
         return any(
             member.block.is_viewed or (member.slot is not None and member.slot.digests is not None) or _viewed(member)
             for member in layer.family

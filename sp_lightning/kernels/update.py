@@ -30,7 +30,7 @@ _CAST_ALIGNMENT = 32  # bytes, of stores past the caches
 _LEAST_BETA = 1e-6  # below it the sign of a zero in Adam's average is another one
 HALVES = (torch.bfloat16, torch.float16)
 _PAIR = 16
-"""Elements of two vectors. torch takes so many 16-bit weights at a time, and what is left of a tensor one by one.
+"""Elements of two vectors. torch updates this many 16-bit weights at a time, and the rest of a tensor one by one.
 
 That end is left to torch's operator: how its compiler rounds there shows in too few results to be compared."""
 Settings = Mapping[str, Any]

@@ -10,7 +10,7 @@ import copy
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -42,6 +42,7 @@ class BackgroundUpdates:
 
     Attributes:
         torn: the reason if only some layers have the weights of the last step; None if all have them.
+        urgency: of layers whose updates need not be in the order in which they were submitted: the lower, the sooner.
         threads: the threads that belong to the run. Others may wait for an update's work, and do not what follows it.
     """
 
@@ -56,6 +57,7 @@ class BackgroundUpdates:
         self._afterwards: list[Callable[[], None]] = []
         self._role = type("BeingUpdated", (_BeingUpdated,), {"_updates": self})
         self.torn: str | None = None
+        self.urgency: Mapping[StreamedLayer, int] = {}
         self._updated: list[str] = []  # the layers that the present step has updated, by name
         self.threads = OwnThreads()
         _all.add(self)
@@ -72,21 +74,14 @@ class BackgroundUpdates:
         """A step begins: layers that are updated from now on are updated by it."""
         self._updated = []
 
-    def submit(
-        self,
-        layer: StreamedLayer,
-        work: Callable[[], None],
-        then: Callable[[], None] | None = None,
-        urgency: int | None = None,
-    ) -> None:
-        """Has the background thread update a layer.
+    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        """Gives the update of a layer to the background thread.
 
         Args:
             layer: the layer. Its parameters have a waiting class until the update is done.
             work: the update. It must not set ``param.grad``, because torch reads that in another thread without holding
                 a reference to it.
             then: called once the work is done, in the thread that has waited for it.
-            urgency: the lower, the sooner it is updated. None: after all layers that were submitted before.
         """
         blocks, updated = [member.block for member in layer.family], self._updated
 
@@ -116,7 +111,7 @@ class BackgroundUpdates:
             self._wait_in(layer)
             # First, because an interrupt may come between the two: what is not noted here is not waited for.
             self._under_way[layer] = then
-            layer.update = self._device.later(update, urgency)
+            layer.update = self._device.later(update, self.urgency.get(layer))
 
     def afterwards(self, then: Callable[[], None]) -> None:
         """Has ``then`` called once all updates were waited for, whether they succeeded or not."""
@@ -414,13 +409,7 @@ class SharedUpdates(BackgroundUpdates):
         self._done = ranks.share(8 * len(layers), "updates").words("q")
         self._landed = ranks.share(8 * len(layers) * ranks.size, "landings").words("q")
 
-    def submit(
-        self,
-        layer: StreamedLayer,
-        work: Callable[[], None],
-        then: Callable[[], None] | None = None,
-        urgency: int | None = None,
-    ) -> None:
+    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         common = ExitStack()
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)
@@ -437,7 +426,7 @@ class SharedUpdates(BackgroundUpdates):
                 if then is not None:
                     then()
 
-            super().submit(layer, update, after)  # all ranks in one order
+            super().submit(layer, update, after)
 
     def _update(
         self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None, work: Callable[[], None]

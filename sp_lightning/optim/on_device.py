@@ -38,7 +38,7 @@ FRESH = 2
 """Layers whose casts are there until the second one after them is stepped: then the host has them, too."""
 
 _HALF = 128 * 2**20
-"""Bytes of one of the two halves of the memory to which gradients come for their norms, at most."""
+"""The maximum bytes of each half of the buffer to which gradients are uploaded for their norms."""
 
 Key = tuple[StreamedLayer, Optimizer]
 """Whose state it is: a layer's in one optimizer."""
@@ -331,8 +331,8 @@ class StepsOnDevice:
     def norms(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The norms of gradients as the device computes them: tensors without dimensions there. See :meth:`read`.
 
-        Gradients come to two halves of some memory in turn, as many at once as a half has room for, so that some come while
-        norms of others are computed. One that is larger than a half has all of it.
+        Gradients are uploaded in groups, alternately to the two halves of a buffer, so that uploads overlap with the computation
+        of norms. A gradient that is larger than a half uses the whole buffer.
         """
         device, made = self._device, list(map(made_of, gradients))
         sizes = [aligned(came.nbytes) for came, _ in made]

@@ -105,7 +105,7 @@ class TrialMemory(BlockMemory):
         self.pinned = shared.pinned  # nearly all comes from there
 
     def lock(self) -> None:
-        """Page-locks what the trial trains, and casts, once they are there: a copy of other memory blocks the host in its turn.
+        """Page-locks trained weights and casts, once they have their values: copies from pageable memory block the host.
 
         Pages of frozen weights are not locked: that would make them the trial's own. Those of its own among them, which user
         code has written, are copied as they are.
@@ -228,7 +228,7 @@ class Common:
             there = None
         if there is None:
             there = _OnDevice(device.upload_target(max(each.bytes.nbytes for each in self._host.values())), device)
-        # A trial that has failed may have brought a layer that nobody copied: then only ``filled`` says when that copy is over.
+        # If a trial has failed, no event in ``read`` may follow its upload: then only ``filled`` says when that is done.
         for event in (there.filled, *there.read):
             device.wait(Stream.UPLOAD, event, Wait.BRING_AFTER_SHARE)
         device.copy([there.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)

@@ -66,7 +66,7 @@ class Away(Tensor):
 
 
 def _moves_to_host(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether a call is ``tensor.cpu()`` or ``tensor.to("cpu")``, which return a tensor of the host as it is."""
+    """Returns True for ``tensor.cpu()`` and ``tensor.to("cpu")``, which return a CPU tensor unchanged."""
     if func is Tensor.to and len(args) == 2 and isinstance(args[1], str | torch.device):
         return torch.device(args[1]).type == "cpu"
     return func is Tensor.cpu and len(args) == 1

@@ -166,7 +166,7 @@ class HostBlock:
 
     @property
     def is_viewed(self) -> bool:
-        """Whether anything but its parameter holds the memory of a weight."""
+        """True if a tensor other than its parameter holds the memory of a weight."""
         return any(map(self._is_viewed, range(len(self.parameters))))
 
     def _is_viewed(self, index: int) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.patched import in_place_of
-from sp_lightning.engine.layerwise import LayerwiseStep
+from sp_lightning.engine.layerwise import Early, LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
 from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
@@ -65,13 +65,12 @@ class OptimizerSteps:
         self.disk: DiskTier | None = None
         self._logged: str | None = None  # None until :meth:`arrange`: there are no optimizers yet
         self.overlap: Overlap = "off"
-        self._why = ""  # it is none that waits less
-        self._frees = False  # whether gradients are freed once a layer is updated
+        self._why = ""  # what prevents a faster mode
+        self._early = Early.NO
         self._place = StepPlace(run, options, self._count_as)
         self._step_hooks = StepHooks(run, self._is_fused)
-        self._needed: str | None = (
-            None  # what needs a layer after its gradients are complete; None until a step has tried
-        )
+        self._tried = False  # whether a step has shown what backward needs
+        self._needed = ""  # its use of a layer whose gradients were complete
         self._steps = 0  # how many steps are running: an optimizer may step inside another one's closure
         self._updates = False  # whether the innermost of them has come to the optimizer's own code
         self._backward = False  # whether one has begun in it that updates layers
@@ -128,14 +127,11 @@ class OptimizerSteps:
         self.overlap, why = choose_overlap(
             asked, trainer, trainer.optimizers, fuse=self._fuse, on_device=self._run.steps_on_device
         )
-        early, tries = self.overlap == "backward", False
-        if early and asked == "auto" and (against := self._against_early()) != "":
-            self.overlap, why = "forward", against or ""
-            early, tries = False, against is None
-        short = (
-            self._run.steps_on_device or self._ranks is not None
-        )  # of memory for gradients of layers that are updated
-        self._frees = early and (short or (asked == "backward" and not may_look_after_step(trainer)))
+        self._early = Early.NO
+        if self.overlap == "backward":
+            self._early, why = self._choose_early()
+            if not self._early.in_backward:
+                self.overlap = "forward"
         measure = self._clips() == "norm" and are_gradients_unread_before_step(trainer)
         state = None if self.disk is None else self.disk.state
         waits, on_disk = self.overlap == "off", self._run.placement.on_disk
@@ -150,9 +146,7 @@ class OptimizerSteps:
                 optimizer,
                 streamer.updating,
                 fuse=self._fuse,
-                early=early,
-                tries=tries,
-                frees=self._frees,
+                early=self._early,
                 clip_value=self._clip_value,
                 measure=measure and (bool(on_disk.gradients) or not waits) and not self._run.steps_on_device,
                 narrow=self._narrow(),
@@ -181,7 +175,7 @@ class OptimizerSteps:
         if self.overlap != "backward" or not self._layerwise:
             return
         on_device = self._run.steps_on_device
-        against = against_early_updates(self._trainer, self._real_optimizers, on_device=on_device, later=True)
+        against = against_early_updates(self._trainer, on_device=on_device)
         if against or any(each.clip_value != self._clip_value for each in self._layerwise.values()):
             self._run.finish_updates()
             self.arrange()
@@ -193,13 +187,23 @@ class OptimizerSteps:
         """What the trainer clips each element of a gradient to; None if it does not."""
         return self._trainer.gradient_clip_val if self._clips() == "value" else None
 
-    def _against_early(self) -> str | None:
-        """Why ``"auto"`` does not let updates begin in backward; empty if they may, None if a step has to try that first."""
+    def _choose_early(self) -> tuple[Early, str]:
+        """When layers are updated, where hooks and optimizers allow ``"backward"``, and for ``"auto"`` why not in backward."""
+        asked = self._options.optimizer_overlap
+        if asked == "auto":
+            if against := self._against_early():
+                return Early.NO, against
+            if not self._tried:
+                return Early.TRIED, ""
+        if self._run.steps_on_device or self._ranks is not None:
+            return Early.FREES, ""
+        return Early.FREES if asked == "backward" and not may_look_after_step(self._trainer) else Early.KEEPS, ""
+
+    def _against_early(self) -> str:
+        """Why ``"auto"`` does not let updates begin in backward; empty if nothing is known against it."""
         if self._options.check_writes:
             return "check_writes=True compares weights over a backward"
-        if (
-            self._ranks is not None or self._options.disk is not None
-        ):  # gradients would be freed, and user code may look at them
+        if self._ranks is not None or self._options.disk is not None:  # and user code may look at them
             return 'with several devices, or a disk, optimizer_overlap="backward" frees gradients'
         if self._run.steps_on_device and may_look_after_step(self._trainer):
             return "on the device, gradients are freed as soon as they are used, and a hook may look at them"
@@ -211,7 +215,7 @@ class OptimizerSteps:
         Args:
             needed: what needed layers whose gradients were complete, or why no step can be divided.
         """
-        self._needed = f"in the first step, {needed[0]}" if needed else ""
+        self._tried, self._needed = True, f"in the first step, {needed[0]}" if needed else ""
         self._run.finish_updates()  # until then optimizers have a class that waits
         self.arrange()
         if needed:
@@ -307,7 +311,7 @@ class OptimizerSteps:
         trainer = self._trainer
         pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
-            early=overlap == "backward" and (self._frees or on_device),
+            early=overlap == "backward" and (self._early is Early.FREES or on_device),
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
@@ -370,7 +374,7 @@ class OptimizerSteps:
 
     def forget_freed(self) -> None:
         """The training step is over. What comes next sets gradients to None, and has to find that freed ones are."""
-        if self._frees:
+        if self._early is Early.FREES:
             self._run.engine.updating.forget_freed()
 
     def none_runs(self) -> None:
@@ -416,7 +420,7 @@ class OptimizerSteps:
             self._step_hooks.deferring, self._updates = outer
             self._backward = False
             self._steps -= 1
-        if layerwise is not None and layerwise.tried and self._needed is None:
+        if layerwise is not None and layerwise.tried and not self._tried:
             self._end_trial(layerwise.needed)
         return result
 

@@ -255,9 +255,8 @@ class Run:
         )
         self._parted += found.parted
         self.tuner = None
-        window_too = self._window.auto or (
-            self._window.room is not None and plan.stack_bytes > 0
-        )  # or experts are kept
+        keeps_experts = self._window.room is not None and plan.stack_bytes > 0
+        window_too = self._window.auto or keeps_experts
         if window_too or self._chooses_modes:
             self.tuner = Tuner(
                 self._window,
@@ -282,7 +281,7 @@ class Run:
 
     @property
     def _chooses_modes(self) -> bool:
-        """Whether what becomes of activations is chosen if not all of them fit: something must limit the device's memory."""
+        """True if the strategy chooses modes of activations once they do not fit. Something must limit device memory."""
         return self._options.activations == "auto" and self.trains and self._window.room is not None
 
     def _lay_out(self, device: Device) -> tuple[Found, Plan, dict[str, Mode]]:

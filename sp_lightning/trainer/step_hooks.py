@@ -161,9 +161,8 @@ class StepHooks:
 
     def _prepare(self, optimizer: Optimizer) -> None:
         parameters = _parameters(optimizer)
-        if any(
-            issubclass(kind, DeviceParameter) for kind in {*map(type, parameters)}
-        ):  # a call for each kind, not each weight
+        kinds = {*map(type, parameters)}  # few: a call for each weight would take longer
+        if any(issubclass(kind, DeviceParameter) for kind in kinds):
             _hold_hosts(optimizer)
             parameters = _parameters(optimizer)
         self._run.engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)

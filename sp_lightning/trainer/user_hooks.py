@@ -175,9 +175,9 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
 def choose_overlap(
     asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer], *, fuse: bool, on_device: bool
 ) -> tuple[Overlap, str]:
-    """Returns the mode in which updates run, and, for ``"auto"``, why it is none that waits less (else an empty string).
+    """Returns the mode in which updates run, and, for ``"auto"``, what prevents a faster mode (else an empty string).
 
-    What ``"backward"`` needs of a module beside that is found out in its first step.
+    The first step shows if the module's backward allows ``"backward"``.
 
     Args:
         asked: the option ``optimizer_overlap``.
@@ -201,9 +201,9 @@ def choose_overlap(
         why = _against_background(trainer) or never or beside
         if why:
             return "off", why
-        why = against_early_updates(trainer, optimizers, on_device=on_device)
+        why = _against_backward(trainer, optimizers, on_device=on_device)
         return ("forward" if why else "backward"), why
-    why = never or (against_early_updates(trainer, optimizers, on_device=on_device) if asked == "backward" else beside)
+    why = never or (_against_backward(trainer, optimizers, on_device=on_device) if asked == "backward" else beside)
     there = 'optimizer_on="device", ' if on_device else ""
     if why:
         raise ValueError(
@@ -317,15 +317,22 @@ def against_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> st
     )
 
 
-def against_early_updates(
-    trainer: Any, optimizers: Sequence[Optimizer], *, on_device: bool, later: bool = False
-) -> str:
+def _against_backward(trainer: Any, optimizers: Sequence[Optimizer], *, on_device: bool) -> str:
+    """Returns why updates cannot begin in backward; an empty string if they can."""
+    return against_early_updates(trainer, on_device=on_device) or _first(
+        (
+            any(accumulation_hooks(p) for p in trainer.lightning_module.parameters()),
+            "parameters have post-accumulate hooks, which may write other gradients than their own",
+        ),
+        (_step_hooks(optimizers), "the optimizer has step hooks, which run after backward"),
+    )
+
+
+def against_early_updates(trainer: Any, *, on_device: bool) -> str:
     """Returns why a layer's gradients cannot be used before all gradients are there; an empty string if they can.
 
-    Args:
-        trainer, optimizers, on_device: as for :func:`choose_overlap`.
-        later: whether the mode was chosen before. Layers whose parameters have got post-accumulate hooks since then are updated
-            after backward. Step hooks run before the closure, whose ``zero_grad`` undoes what they do to gradients, or after it.
+    This may change between two batches. Two things that may, too, need no other mode then: a layer whose parameters have got
+    post-accumulate hooks is updated after backward, and the closure's ``zero_grad`` undoes what a step hook does to gradients.
     """
     module, clip = trainer.lightning_module, trainer.gradient_clip_val
     hook = next(iter(hooks_of_users(trainer, "gradients", "step")), None)
@@ -341,11 +348,6 @@ def against_early_updates(
             any(is_a(callback, StochasticWeightAveraging) for callback in trainer.callbacks),
             "StochasticWeightAveraging steps without a backward to adapt BatchNorm",
         ),
-        (
-            not later and any(accumulation_hooks(p) for p in module.parameters()),
-            "parameters have post-accumulate hooks, which may write other gradients than their own",
-        ),
-        (not later and _step_hooks(optimizers), "the optimizer has step hooks, which run after backward"),
         (hook, f"{hook} may look at gradients or weights before the step"),
     )
 
@@ -355,7 +357,7 @@ CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 
 
 def clips_as_lightning(plugin: Any) -> bool:
-    """Whether a precision plugin's methods that clip are Lightning's."""
+    """Returns True if a precision plugin clips by Lightning's own methods."""
     base, kind = base_of(plugin, Precision), type(plugin)
     own = any(getattr(kind, name) is not getattr(base, name) for name in CLIPPING)
     return not own and not any(name in vars(plugin) for name in CLIPPING)
@@ -371,7 +373,7 @@ def _against_background(trainer: Any) -> str:
 
 
 def may_look_after_step(trainer: Any) -> bool:
-    """Whether user code may look at gradients after the optimizer's step, before they are set to None or the run is over."""
+    """Returns True if user code has hooks between the optimizer's step and ``zero_grad``, or after the last step."""
     return bool(hooks_of_users(trainer, "train", "optimizer", "end"))
 
 

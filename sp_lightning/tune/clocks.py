@@ -57,9 +57,8 @@ class ClockDevice(Device):
         self.intervals: list[Interval] = []
         self.copied = 0
         self._disk = 0.0  # since when the disk is idle
-        self._steps: list[
-            tuple[float, float]
-        ] = []  # of layers on the device that no kernels of the model were beside yet
+        # Begin and end of steps on the device that no kernels of the model have overlapped yet.
+        self._steps: list[tuple[float, float]] = []
 
     def empty(self, nbytes: int) -> Tensor:
         return super().empty(0)

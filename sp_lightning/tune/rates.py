@@ -106,7 +106,14 @@ def link_bytes(device: Device, nbytes: int, seconds: float) -> float:
 
 
 def adamw_seconds(count: int, seconds: float, *, fused: bool | None, dtype: torch.dtype = torch.float32) -> float:
-    """Seconds per parameter of AdamW on the host, with so many parameters, and state, of a dtype."""
+    """Returns the seconds per parameter of AdamW on the host.
+
+    Args:
+        count: the parameters.
+        seconds: how long to measure, about.
+        fused: as torch's ``AdamW(fused=…)``.
+        dtype: of weights, gradients and state.
+    """
     weight = nn.Parameter(torch.randn(count).to(dtype))
     weight.grad = torch.randn(count).to(dtype)
     step = torch.optim.AdamW([weight], fused=fused).step

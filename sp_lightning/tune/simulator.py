@@ -369,9 +369,8 @@ class Walk:
         casts = sum(cast.nbytes for cast in layer.planned.casts)
         if self._overlap == "forward" and 0 < casts <= layer.planned.narrow_bytes:  # all of them are trained
             fresh = [each for each, until in self._source.fresh.items() if until == math.inf]
-            until = max(
-                left_before, device.host
-            )  # the background drops casts of the layer before last when it has a slot
+            # The background drops casts of the layer before last when it has a slot.
+            until = max(left_before, device.host)
             self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], until)
         return done
 

@@ -1,6 +1,6 @@
 """Measures the first batches, then chooses k, k' and modes of activations so that every batch keeps to the budget.
 
-Activations are kept as long as all of them fit. A batch that nobody has measured runs with *headroom*: it keeps them, too, and
+Activations are kept as long as all of them fit. An unmeasured batch runs with *headroom*: it keeps them, too, and
 offloads the oldest ones before memory ends. If it had to, the three batches after it choose modes::
 
     headroom ──fits──▶ keep ──a larger batch──▶ headroom
@@ -81,7 +81,7 @@ class Tuner:
         self._next = 0  # the size of the batch that runs now
         self._said = ""  # the choice that was logged last
         self._again = False  # whether the window is to be chosen anew before the next batch
-        self._anew = False  # whether what activations take is to be measured anew
+        self._anew = False  # True if the memory of activations has to be measured again
         self.expect_more()
         if window_too:
             device.begin_peak()
@@ -148,7 +148,7 @@ class Tuner:
         return min(room - self._streamer.weight_bytes - kept(), free)
 
     def _begin_balancing(self) -> None:
-        """Not all activations fit: the next batch measures what they take at least, and finds units that cannot be recomputed."""
+        """Not all activations fit: the next batch measures their minimum memory, and finds units that cannot be recomputed."""
         window, streamer, activations = self._window, self._streamer, self._streamer.activations
         if not self._balanced:
             self._log.info(

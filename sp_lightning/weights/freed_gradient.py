@@ -20,7 +20,7 @@ from sp_lightning.weights.roles import Role, leave, take
 _tensor_grad: Any = Tensor.grad
 
 _SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_grad, Optimizer.zero_grad))
-"""What reads ``param.grad`` only to set it to None, or to zeros if there is one."""
+"""They read ``param.grad`` only to reset it."""
 
 
 class _HasFreedGradient(Role):
@@ -54,7 +54,7 @@ class _HasFreedGradient(Role):
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether code that reads a gradient is not this package's, and does more than set gradients to None."""
+    """Returns True if a gradient is read by user code: not by this package, and not by torch's ``zero_grad``."""
     while (
         frame.f_code.co_name == "grad" and frame.f_back is not None
     ):  # that of another class of the parameter asks for it

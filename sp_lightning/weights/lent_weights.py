@@ -78,7 +78,7 @@ class LentWeights(Tenants):
         watch: is told which weights the engine itself has written, if ``check_writes`` looks for writes; otherwise None.
 
     Attributes:
-        await_update: waits until the host has what an update of a layer has made, and parameters have their own classes.
+        await_update: waits until a layer's update is done and its results are on the host.
         write_backs: how often the host has waited to take back a weight.
         refuses: whether a weight that host and device have written is refused. Otherwise the host's write counts, because
             there is an error already.
@@ -328,7 +328,7 @@ class LentWeights(Tenants):
         self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
 
     def _settle_update(self, layer: StreamedLayer) -> None:
-        """Called before the host's weights are read or written: a fetch goes on before the host has what a step made."""
+        """Called before the host's weights are read or written: a fetch does not wait until they are updated there."""
         if layer.owner.update is not None:
             self.await_update(layer)
 

@@ -176,7 +176,7 @@ class Slots:
             # moment. An event that is recorded now comes after that.
             idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
             self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
-            if made and type(layer.rows) is AllRows:  # what the host gets later of the step is not read
+            if made and type(layer.rows) is AllRows:  # copied on the device, so the download is not waited for
                 staged = layer.owner.stepped
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
@@ -198,7 +198,7 @@ class Slots:
             self.fetched_bytes += nbytes
 
     def _let_go(self, slot: Slot) -> None:
-        """Lets go of what the transfer into a slot has read. Steps, which may use that memory next, wait for the transfer.
+        """Releases the tensors that the transfer into a slot has read. Steps, which may reuse that memory, wait for the transfer.
 
         They wait for that to the host, too, which reads the same casts.
         """

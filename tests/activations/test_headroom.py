@@ -289,7 +289,7 @@ class Modes(Callback):
 def test_units_that_cannot_be_recomputed_are_offloaded_without_an_error(
     host_room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For what the host has no room, it stays on the device, as far as that has."""
+    """Activations that do not fit on the host stay on the device."""
     batches, modes = [torch.randn(128, 16) for _ in range(6)], Modes()
     kept = train(ROOM_FOR_ALL, unrepeatable, batches, activations="keep")[1].peak
     capacity = kept * 7 // 8

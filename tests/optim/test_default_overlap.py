@@ -26,7 +26,7 @@ BATCHES = 6
 
 @pytest.fixture(autouse=True)
 def accelerator() -> Iterator[None]:
-    """The simulated device counts as one; updates are done when somebody waits for them."""
+    """The simulated device is treated as an accelerator; its updates run when a thread waits for them."""
     with mock.patch("sp_lightning.trainer.user_hooks._computes_on_host", return_value=False), simulated():
         yield
 
@@ -158,7 +158,7 @@ TAKEN: dict[str, Callable[[Any], list[Any]]] = {
 @pytest.mark.parametrize("clipped", ["not clipped", "by norm"])
 @pytest.mark.parametrize("what", TAKEN)
 def test_what_was_taken_before_a_step_is_up_to_date_after_it(what: str, clipped: str, again: bool) -> None:
-    """No parameter is asked for it, so that nothing waits then: layers that somebody holds are waited for at once."""
+    """Reading such tensors does not show: so a step waits at once for layers whose memory user code holds."""
     both(lambda: Module(Stack()), lambda: [Keeps(TAKEN[what], again=again)], **CLIPPED[clipped][0])
 
 
@@ -341,7 +341,7 @@ def test_the_most_urgent_work_is_done_first() -> None:
 
 
 def test_the_layer_that_the_next_forward_needs_first_is_updated_first() -> None:
-    """Updates that backward has left no time for, once somebody waits for all."""
+    """Updates that did not run during backward, when all are waited for."""
     updated: list[str] = []
     submit = BackgroundUpdates.submit
 

@@ -285,13 +285,13 @@ def test_what_follows_an_update_is_done_once() -> None:
     """Backward bounds how many are under way, and waits for one before its parameters are allowed again."""
     followed, submit = list[int](), BackgroundUpdates.submit
 
-    def counted(self: BackgroundUpdates, layer: StreamedLayer, work: Any, then: Any, *urgency: Any) -> None:
+    def counted(self: BackgroundUpdates, layer: StreamedLayer, work: Any, then: Any = None) -> None:
         def after() -> None:
             followed.append(layer.index)
             if then is not None:
                 then()
 
-        submit(self, layer, work, after, *urgency)
+        submit(self, layer, work, after)
 
     with mock.patch.object(BackgroundUpdates, "submit", counted):
         fit(fused(lambda: Module(Stack())), vectors(2), overlapping("backward"), recorded="nothing")

@@ -151,13 +151,7 @@ class AtOnce(BackgroundUpdates):
 
     order: list[int]
 
-    def submit(
-        self,
-        layer: StreamedLayer,
-        work: Callable[[], None],
-        then: Callable[[], None] | None = None,
-        urgency: int | None = None,
-    ) -> None:
+    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         self.order.append(layer.index)
         with torch.no_grad():
             work()

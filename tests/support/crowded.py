@@ -1,4 +1,4 @@
-"""Device memory into which no activations fit that nobody has measured."""
+"""Simulates device memory that is too small for activations."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from sp_lightning.tune.tuner import Tuner
 
 @contextmanager
 def crowded() -> Iterator[None]:
-    """While this is active, a first batch keeps nothing, and the batches after it measure and choose. All is worth moving."""
+    """In this context the first batch offloads all activations, and the next batches measure them and choose modes."""
     with mock.patch.object(Tuner, "_left", return_value=-1), mock.patch.object(offload, "WORTH_MOVING", 1):
         yield

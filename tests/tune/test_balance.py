@@ -164,7 +164,7 @@ def test_the_budget_is_filled_and_kept(units: int, seen: list[Activations], monk
 
 @pytest.mark.rest("the first tier has the budget that is kept")
 def test_a_larger_batch_offloads_what_does_not_fit(seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps what it can, as the first batch does. The batch after it measures what all take."""
+    """It offloads what does not fit, as a first batch does. The batch after it measures all activations."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 2**10)
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(size, 16, generator=generator) for size in (32, 32, 32, 96, 96, 32)]
