@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.fingerprints import WeightAt
-from sp_lightning.activations.headroom import Headroom
-from sp_lightning.activations.offload import Offload, UnitCall
+from sp_lightning.activations.headroom import Headroom, Kept
+from sp_lightning.activations.offload import Offload, SavedReference, UnitCall
 from sp_lightning.activations.recompute import OutsideWatch, Recompute, Rerun, first_runs, is_checkpointed
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import HostRing
@@ -30,6 +30,10 @@ from sp_lightning.device.torch_private import (
     tree_leaves,
 )
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode
+from sp_lightning.plan.plan import PlannedLayer
+
+Stored = SavedReference | Kept
+"""What a graph holds in place of a saved tensor that is offloaded, or may be later."""
 
 
 class Activations:
@@ -119,9 +123,40 @@ class Activations:
         if not self.idle:
             self._end_forward()
             self.recompute.backward_ended()
+        if not self.idle or self.headroom is not None:
             self.offload.flush()
-        elif self.headroom is not None:
-            self.offload.flush()
+
+    # ------------------------------------------------------------------ what autograd saves
+
+    @property
+    def stores(self) -> bool:
+        """True if a saved tensor may be offloaded."""
+        return self.headroom is not None or "offload" in self.modes.values()
+
+    def make_room(self, layers: Iterable[PlannedLayer], row: int, inputs: Any) -> None:
+        """Offloads activations if device memory may be too small for the next call.
+
+        Args:
+            layers: the layers that the call uses, at least one.
+            row: the first layer's row in the timeline.
+            inputs: the arguments of the call.
+        """
+        if self.headroom is not None and torch.is_grad_enabled():
+            used = list(layers)
+            shapes = (span.shape for each in used for span in (*each.spans, *each.casts))
+            self.headroom.before(used[0].name, row, shapes, inputs)
+
+    def store(self, tensor: Tensor) -> Stored | None:
+        """Returns what a graph holds in place of a saved tensor that is offloaded, or may be later; None for other tensors."""
+        if self.offload.active and (stored := self.offload.store(tensor)) is not None:
+            return stored
+        return None if self.headroom is None else self.headroom.keep(tensor)
+
+    def load(self, stored: Stored) -> tuple[Tensor, int, int]:
+        """Returns a stored tensor on the device, its version when it was saved, and its version now."""
+        if isinstance(stored, Kept):
+            return stored.load()
+        return self.offload.load(stored), stored.version, stored.storage.version
 
     # ------------------------------------------------------------------ one call
 

@@ -90,11 +90,9 @@ class Access(Part):
         self._refuse_transforms_and_traces(visits)
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
-        step, headroom = self._step, self.activations.headroom
-        if headroom is not None and visits and torch.is_grad_enabled():
-            planned = [layer.planned for layer in visits]
-            shapes = (span.shape for each in planned for span in (*each.spans, *each.casts))
-            headroom.before(visits[0].name, visits[0].index, shapes, inputs)
+        step = self._step
+        if visits:
+            self.activations.make_room((layer.planned for layer in visits), visits[0].index, inputs)
         with held(self.lock):
             helps = self.threads.began or not self.threads.own
             if helps:
@@ -113,7 +111,7 @@ class Access(Part):
                 if helps:
                     self.threads.end()
                 raise
-            packs_any = self._moves or headroom is not None or "offload" in self.activations.modes.values()
+            packs_any = self._moves or self.activations.stores
             self.calls.begin(self._saved_tensors.hooks if packs_any else None, helps=helps)
             for layer in entered:
                 layer.parameters.watch()

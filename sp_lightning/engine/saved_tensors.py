@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.activations.headroom import Kept
-from sp_lightning.activations.offload import SavedReference
+from sp_lightning.activations.calls import Stored
 from sp_lightning.device.lease import SavedView, SavedViews
 from sp_lightning.device.modes import held, never_compiled
 from sp_lightning.device.torch_private import current_graph_task, top_saved_tensors_hooks
@@ -137,15 +136,14 @@ class SavedTensors(Part):
     def __init__(self, below: Part, backward: Backward) -> None:
         super().__init__(**vars(below))
         self._backward = backward
-        self._offload = self.activations.offload
         self._views: defaultdict[int, SavedViews] = defaultdict(SavedViews)  # by the layers' layout
 
     def hooks(self) -> AbstractContextManager[None]:
         """A context that packs what autograd saves. Tensors that are no weights go to the hooks that were active before."""
         outer = top_saved_tensors_hooks()
-        slots, offload, activations = self.residency.slots.by_address, self._offload, self.activations
+        slots, activations = self.residency.slots.by_address, self.activations
 
-        def pack(tensor: Tensor) -> _Packed | SavedReference | Kept | _Kept | _Outer:
+        def pack(tensor: Tensor) -> _Packed | Stored | _Kept | _Outer:
             kind = type(tensor)
             if kind is not Tensor and issubclass(kind, DeviceParameter):
                 return self._pack_weight(tensor)
@@ -158,10 +156,8 @@ class SavedTensors(Part):
                 return self._pack(slot.layer, tensor)
             if outer is not None:
                 return _Outer(outer[0](tensor), outer[1])
-            if offload.active and address and (stored := offload.store(tensor)) is not None:
+            if address and (stored := activations.store(tensor)) is not None:
                 return stored
-            if activations.headroom is not None and address and (kept := activations.headroom.keep(tensor)) is not None:
-                return kept
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
         _our_packs.add(pack)
@@ -207,10 +203,8 @@ class SavedTensors(Part):
             if values is not None and values.copy is not None:  # the layer has other values by now
                 assert place is not None
                 tensor = values.recall(self.device, place)
-        elif type(packed) is Kept:
-            tensor, expected, version = packed.load()
-        elif isinstance(packed, SavedReference):
-            tensor, expected, version = self._offload.load(packed), packed.version, packed.storage.version
+        elif isinstance(packed, Stored):
+            tensor, expected, version = self.activations.load(packed)
         else:
             assert isinstance(packed, _Outer)
             return packed.unpack(packed.packed)

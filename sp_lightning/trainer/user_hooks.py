@@ -319,13 +319,14 @@ def against_steps_on_device(trainer: Any, optimizers: Sequence[Optimizer]) -> st
 
 def _against_backward(trainer: Any, optimizers: Sequence[Optimizer], *, on_device: bool) -> str:
     """Returns why updates cannot begin in backward; an empty string if they can."""
-    return against_early_updates(trainer, on_device=on_device) or _first(
+    hooks = _first(
         (
             any(accumulation_hooks(p) for p in trainer.lightning_module.parameters()),
             "parameters have post-accumulate hooks, which may write other gradients than their own",
         ),
         (_step_hooks(optimizers), "the optimizer has step hooks, which run after backward"),
     )
+    return hooks or against_early_updates(trainer, on_device=on_device)
 
 
 def against_early_updates(trainer: Any, *, on_device: bool) -> str:
