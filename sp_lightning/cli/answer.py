@@ -6,9 +6,9 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-from sp_lightning.cli.arguments import Overlap, Place, Question, changed, contradictions
+from sp_lightning.cli.arguments import AskedOverlap, Place, Question, changed, contradictions
 from sp_lightning.cli.estimate import Estimate
 from sp_lightning.cli.host import beside, on_device
 from sp_lightning.optim.step_context import compiles
@@ -133,7 +133,7 @@ class Answer:
         return count / (self.shown.prediction.seconds or 1e-9), what
 
 
-def stepped(estimate: Estimate, overlap: Overlap | Literal["auto"], place: Place) -> Estimate | None:
+def stepped(estimate: Estimate, overlap: AskedOverlap, place: Place) -> Estimate | None:
     """The same if the optimizer steps at another time, or in another place; None where that cannot be, or nothing is trained."""
     question, step = estimate.question.but(overlap=overlap, optimizer_on=place), estimate.step
     if step is None or any(True for _ in contradictions(question)):
@@ -150,7 +150,7 @@ def stepped(estimate: Estimate, overlap: Overlap | Literal["auto"], place: Place
 def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, int]]:
     """Ways to step that may be faster, by their options: seconds of a batch, and bytes of device memory more."""
     asked, found = estimate.question, dict[str, tuple[float, int]]()
-    ways: list[tuple[Overlap | Literal["auto"], Place]] = []
+    ways: list[tuple[AskedOverlap, Place]] = []
     if estimate.step is not None and estimate.step.overlap == "forward":
         ways.append(("auto" if asked.but(overlap="auto").mode == "backward" else "backward", asked.optimizer_on))
     if asked.optimizer_on == "host":

@@ -17,6 +17,7 @@ import torch
 
 from sp_lightning.comparison.subject import OPTIONS
 from sp_lightning.plan.activation_policy import Mode
+from sp_lightning.plan.options import Overlap as AskedOverlap
 from sp_lightning.plan.units import exact_bytes, parse_bytes
 
 LIGHTNING = ("fit", "validate", "test", "predict")
@@ -173,7 +174,7 @@ class Question(argparse.Namespace):
         _option(_ACTIVATIONS, choices=(*MODES, "auto"), default="auto", nargs="+"),
     ]
     overlap: Annotated[
-        Overlap | Literal["auto"],
+        AskedOverlap,
         _option("optimizer_overlap (%(default)s)", choices=("auto", *OVERLAPS), default="auto"),
     ]
     optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="host")]

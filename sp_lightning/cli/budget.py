@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from sp_lightning.cli.answer import Answer, answer, stepped
-from sp_lightning.cli.arguments import PLACES, Overlap, Question, command
+from sp_lightning.cli.arguments import PLACES, AskedOverlap, Question, command
 from sp_lightning.cli.estimate import Estimate, estimate_model
 from sp_lightning.cli.report import ROUNDED, rounds
 from sp_lightning.cli.scaling import FITTED_TO, LAW, expected_loss
@@ -16,7 +16,7 @@ from sp_lightning.plan.units import in_gib, number
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ACCUMULATED = (4, 16)
-_OVERLAPS: tuple[Overlap | Literal["auto"], ...] = ("auto", "backward")
+_OVERLAPS: tuple[AskedOverlap, ...] = ("auto", "backward")
 _PRECISIONS = ("bf16-mixed", "bf16-true")
 _SHOWN = 5  # ways
 _WINDOWS = 4  # that are tried with accumulation, too
