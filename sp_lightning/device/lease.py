@@ -147,12 +147,11 @@ class Lease:
         return found.detach()
 
 
-def shared(tensor: Tensor) -> bool:
-    """Whether anybody beside this tensor holds its memory, as another tensor or a graph may."""
+def shared(tensor: Tensor, beside: int = 0) -> bool:
+    """Whether anybody beside this tensor, and so many others, holds its memory, as another tensor or a graph may."""
     storage = tensor.untyped_storage()
-    return (
-        storage_use_count(storage_id(storage)) > 2
-    )  # this tensor is one owner, the storage object in this function another
+    # this tensor is one owner, the storage object in this function another
+    return storage_use_count(storage_id(storage)) > 2 + beside
 
 
 def held_elsewhere(named: Iterable[Mapping[Any, Any]]) -> bool:

@@ -123,7 +123,7 @@ def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, k
 def _expose(members: Sequence[tuple[ParameterGroup, int]]) -> None:
     """Notes that the parts of a wrapped parameter may be written at any time without a change of their versions."""
     for group, index in members:
-        group.exposed.add(index)
+        group.expose(index)
 
 
 def kinds(plan: Plan) -> list[Kind]:

@@ -89,7 +89,7 @@ class DeviceParameter(nn.Parameter):
             return self.host.data
         # A write through .data changes no version, and it may come as long as user code holds what is returned here.
         with self._of.present(self):
-            self._of.exposed.add(self._index)
+            self._of.expose(self._index)
             return tensor_data.__get__(self)
 
     @data.setter

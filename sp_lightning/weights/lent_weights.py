@@ -12,7 +12,7 @@ from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.weights.casts import are_saved, keep_saved_values
 from sp_lightning.weights.device_parameter import same_place
-from sp_lightning.weights.layer import Slot, StreamedLayer
+from sp_lightning.weights.layer import Kind, Slot, StreamedLayer
 from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.writes import LeftViews, ViewDigests, WeightWatch
 
@@ -199,13 +199,14 @@ class LentWeights(Tenants):
             return
         replaced: dict[int, Tensor] = {}
         try:
-            _, replaced = self.take_back_slot(slot)
+            _, replaced = self.take_back_slot(slot, held_is_compared_later=True)
         finally:  # it may be refused
             if not group.detach():
                 self.held.add(layer)
-        if replaced:  # param.data = other: the slot does not have these values
-            self.leave_views(slot, replaced)
-            layer.leave_slot()
+        if replaced:  # param.data = other
+            if not replaced.keys().isdisjoint(group.viewed):  # the slot does not have these values
+                self.leave_views(slot, replaced)
+                layer.leave_slot()
             self._set_replaced(layer, replaced)
 
     def _after_release(self, layer: StreamedLayer, slot: Slot) -> None:
@@ -215,6 +216,7 @@ class LentWeights(Tenants):
         group = layer.parameters
         if not slot.escaped:
             group.exposed.intersection_update(group.replaced)
+            group.viewed.clear()
         if layer.on_demand:
             if slot.escaped:  # the weights may be written through a view at any time
                 group.casts = None
@@ -282,13 +284,21 @@ class LentWeights(Tenants):
         self.take_back_slot(slot)
         self._slots.forget_dropped(slot)
         group = layer.parameters
+        if not (group.attached or group.replaced.keys().isdisjoint(group.viewed)):
+            layer.leave_slot()  # where a weight lay that was given other memory since, something else was written
         if not slot.escaped and not group.attached:
             group.exposed.intersection_update(group.replaced)
+            group.viewed.clear()
             if slot.stale:
                 layer.leave_slot()
 
-    def take_back_slot(self, slot: Slot) -> tuple[bool, dict[int, Tensor]]:
+    def take_back_slot(self, slot: Slot, *, held_is_compared_later: bool = False) -> tuple[bool, dict[int, Tensor]]:
         """Takes back what was written of the layer in a slot since the last time, or may have been.
+
+        Args:
+            slot: the slot.
+            held_is_compared_later: whether weights in other memory that somebody holds, who may write it at any time, are
+                left to :meth:`_take_back_replaced`.
 
         Returns:
             Whether anything may have been written, and by index the weights that were given other memory than the slot's
@@ -300,6 +310,8 @@ class LentWeights(Tenants):
         group, written = layer.parameters, set(layer.parameters.take_written())
         if slot.digests is not None:  # any of them; an early update has them no longer among those that may be written
             written.update(range(len(group.all)))
+        if not group.attached and group.replaced:  # their values are elsewhere
+            written -= group.replaced.keys()
         if not written:
             return False, {}
         places = self._slots.views(layer, slot)
@@ -307,14 +319,54 @@ class LentWeights(Tenants):
         replaced = {i: value for i, value in values.items() if group.attached and not same_place(value, places[i])}
         if slot.digests is not None:
             written = set(slot.digests.written(group, self._values(slot), refuse=self.refuses))
+            group.viewed |= written | replaced.keys()
+            if not group.attached:
+                written -= group.replaced.keys()
             if written:
                 group.fetched()  # the host's are those of before, whatever their versions say
             written |= replaced.keys()
+        elif replaced:
+            # Beside is the device parameter.
+            later = {i for i, value in replaced.items() if held_is_compared_later and shared(value, beside=1)}
+            alike = self._alike(slot, replaced, later)
+            written -= alike
+            group.viewed |= replaced.keys() - alike  # the host has other values than the slot now
         self.device.access(slot.memory, Stream.COMPUTE, write=False)
         self.write_back(layer, ((index, values[index]) for index in sorted(written)), replaced)
         if slot.digests is not None and written:
             self.take_digests(slot)
         return bool(written), replaced
+
+    def _alike(self, slot: Slot, given: Mapping[int, Tensor], later: Collection[int] = ()) -> set[int]:
+        """The weights that were given other memory with the same values, which neither host nor slot has to take over.
+
+        Libraries give a weight its own values in each forward (bitsandbytes' 8 bits), and cast weights up and down (diffusers'
+        layerwise casting). They are compared on the device, where the slot has the host's values, with one wait for all.
+
+        Args:
+            slot: the slot that the layer is in.
+            given: the other memory by the weight's index.
+            later: those of them that are compared later on: they count as alike if they could be compared now.
+        """
+        layer = slot.layer
+        assert layer is not None
+        places = self._slots.views(layer, slot)
+        group = layer.parameters
+        if layer.kind is Kind.RESIDENTS or not layer.whole or layer.owner.update is not None or self._watch is not None:
+            return set()
+        if slot.stale or slot.digests is not None or slot.coming is not None or layer.outdated:
+            return set()
+        unwritten = [i for i in given.keys() - group.viewed if _same_form(given[i], places[i])]
+        compared = [i for i in unwritten if i not in later]
+        if compared:
+            self._slots.join(slot)
+            with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+                differ = torch.stack([_differ(given[i], places[i]) for i in compared])
+                self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+                self.write_backs += 1
+                written = {i for i, differs in zip(compared, differ.tolist(), strict=True) if differs}
+            return set(unwritten) - written
+        return set(unwritten)
 
     def _values(self, slot: Slot) -> Sequence[Tensor]:
         """The weights in a slot, once everything is done that writes them."""
@@ -383,6 +435,7 @@ class LentWeights(Tenants):
         if are_saved(group.present_values, index):
             self._settle_update(layer)
             self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
+            group.viewed.add(index)
             keep_saved(layer, index)
 
     def leave_views(self, slot: Slot, replaced: Collection[int]) -> None:
@@ -412,11 +465,34 @@ class LentWeights(Tenants):
         group = layer.parameters
         if group.replaced and not group.attached:
             before = list(group.unversioned_writes)
-            self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be under way
-            self.write_back(layer, group.replaced.items())
+            slot = layer.slot
+            alike = set() if slot is None or slot.layer is not layer else self._alike(slot, group.replaced)
+            if written := [(i, value) for i, value in group.replaced.items() if i not in alike]:
+                self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be under way
+                self.write_back(layer, written)
             if group.unversioned_writes != before:
                 layer.leave_slot()
             self._set_replaced(layer, group.replaced)
+
+
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By their size in bytes, the dtypes in which values are compared: a NaN is not equal to itself, and -0.0 is equal to 0.0."""
+
+
+def _same_form(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors can be compared by their bytes."""
+    return (
+        (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        == (other.dtype, other.shape, other.stride(), other.device)
+        and tensor.dtype.itemsize in _WHOLE_NUMBERS
+        and not (tensor.is_conj() or tensor.is_neg())
+    )  # fmt: skip
+
+
+def _differ(tensor: Tensor, other: Tensor) -> Tensor:
+    """Whether any bytes of two tensors of the same form differ, on their device."""
+    kind = _WHOLE_NUMBERS[tensor.dtype.itemsize]
+    return (tensor.view(kind) != other.view(kind)).any()
 
 
 def keep_saved(layer: StreamedLayer, index: int) -> None:

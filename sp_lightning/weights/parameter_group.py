@@ -109,6 +109,7 @@ class ParameterGroup:
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
         present_values: for each weight, the values that graphs have saved views of.
         exposed: indices of the weights whose ``.data`` was handed out. User code may write them at any time.
+        viewed: indices of those of which the layer's own memory may hold other values than the host: it was handed out.
         retyped: by index, the weights that were given another dtype; they have device memory of their own.
         replaced: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
         away: the data that each parameter has while its layer is away.
@@ -137,6 +138,7 @@ class ParameterGroup:
         self.casts: Sequence[Tensor] | None = None
         self.present_values = [SavedValues(span.offset) for span in spans]
         self.exposed: set[int] = set()
+        self.viewed: set[int] = set()
         self.retyped: dict[int, Tensor] = {}
         self.replaced: dict[int, Tensor] = {}
         self.unversioned_writes = [0] * len(spans)
@@ -341,6 +343,7 @@ class ParameterGroup:
         if now == before:
             return sorted(self.exposed)
         changed = {i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new}
+        self.viewed |= changed
         return sorted(changed | self.exposed)
 
     def alias(self, index: int) -> Tensor:
@@ -408,9 +411,11 @@ class ParameterGroup:
         self._held.clear()
         self.all.clear()
 
-    def expose(self) -> None:
-        """Notes that any weight of the layer may be written at any time without a change of its version."""
-        self.exposed.update(range(len(self.all)))
+    def expose(self, index: int | None = None) -> None:
+        """Notes that a weight, by default any of the layer, may be written at any time without a change of its version."""
+        indices = range(len(self.all)) if index is None else (index,)
+        self.exposed.update(indices)
+        self.viewed.update(indices)
 
     def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
         """A context in which a parameter's layer is on the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.activations.recompute import Unrepeatable
 from tests.support.data_writes import BLOCKS, Linears, Writes, multiply
@@ -418,3 +420,79 @@ def test_weights_that_are_given_other_memory_before_a_prediction(resident: list[
         return trainer_for(strategy, callbacks=[GivesOtherMemory()]).predict(module, loader(vectors()))
 
     assert_equal(predictions(superpipeline(k=2, k_prime=1, resident=resident)), predictions("auto"), "predictions")
+
+
+class GivesItsOwnValues(nn.Module):
+    """As bitsandbytes' 8-bit layer: it computes with a copy that it holds, and gives the weight that copy in each forward."""
+
+    def __init__(self, write: str = "") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16).half(), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(64))
+        self.back = nn.Linear(64, 16, bias=False).requires_grad_(False)
+        self.write = write
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "copied"):
+            with torch.no_grad():
+                self.copied = [self.weight.detach().clone()]
+        (held,) = self.copied
+        self.calls += 1
+        out = F.linear(x, self.weight.float()) * self.scale
+        self.weight.data = held
+        if self.calls == 3 and self.write == "held":
+            held.mul_(0.5)
+        if self.calls == 3 and self.write == "held.data":
+            held.data.mul_(0.5)
+        if self.calls == 3 and self.write == "weight":
+            self.weight.mul_(0.5)
+        if self.calls == 3 and self.write == "other":
+            self.weight.data = held * 0.5
+        return torch.tanh(self.back(torch.tanh(out)))
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints its own forward, as transformers does: no call of a module tells that it runs again."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self._run, x, use_reentrant=False)
+        return out
+
+    def _run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
+
+
+def test_a_weight_that_is_given_its_own_values_again_stays_where_it_is() -> None:
+    """Each use in a block that ran again wrote all such weights of the block back, and fetched the block anew."""
+
+    def make() -> Module:
+        return Module(nn.Sequential(*(Checkpointed(*(GivesItsOwnValues() for _ in range(3))) for _ in range(5))))
+
+    plain = fit(make, vectors())
+    for device in (nullcontext(), simulated()):
+        strategy = superpipeline(k=1, k_prime=1)
+        with device:
+            assert_same(fit(make, vectors(), strategy), plain)
+        weights = sum(p.nbytes for p in make().parameters())
+        stats = strategy.stats()
+        assert stats.fetched_bytes <= 2.4 * weights * len(vectors())
+        assert not stats.extra_slots
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("write", ["held", "held.data", "weight", "other"])
+def test_the_copy_that_a_weight_was_given_is_written_later(write: str, checkpointed: bool) -> None:
+    def make() -> Module:
+        block = Checkpointed if checkpointed else nn.Sequential
+        return Module(nn.Sequential(*(block(GivesItsOwnValues(write)) for _ in range(4))))
+
+    plain = fit(make, vectors(6))
+    for options in ({"k": 1}, {"k": 4}):
+        assert_same(fit(make, vectors(6), superpipeline(k_prime=1, **options)), plain)
