@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.activations.calls import Stored
 from sp_lightning.device.lease import SavedView, SavedViews
 from sp_lightning.device.modes import held, never_compiled
-from sp_lightning.device.torch_private import current_graph_task, top_saved_tensors_hooks
+from sp_lightning.device.torch_private import base_of, current_graph_task, top_saved_tensors_hooks
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part
 from sp_lightning.weights.casts import SavedValues
@@ -158,7 +158,7 @@ class SavedTensors(Part):
                 return _Outer(outer[0](tensor), outer[1])
             if address and (stored := activations.store(tensor)) is not None:
                 return stored
-            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+            return tensor if tensor.is_leaf and not _is_of_frozen_weight(tensor) else tensor.detach(), tensor._version
 
         _our_packs.add(pack)
         return saved_tensors_hooks(pack, self._unpack)
@@ -235,6 +235,11 @@ class SavedTensors(Part):
         if new:
             backward.make_room((layer,))
         return saved
+
+
+def _is_of_frozen_weight(leaf: Tensor) -> bool:
+    """Whether a leaf is a view of a device parameter in memory other than its slot. Kept, it would hold the parameter."""
+    return issubclass(type(base_of(leaf)), DeviceParameter)
 
 
 def _modified(tensor: Tensor, expected: int, version: int) -> str:
