@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_impls, fake_tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from sp_lightning.device.torch_private import grouped_mm_operator, storage_id, tree_leaves
 
@@ -140,17 +141,29 @@ def grouped_products_without_values() -> Iterator[None]:
 
 
 def modules_converted_without_swaps() -> AbstractContextManager[Any]:
-    """``module.to(…)`` makes new parameters. torch's swaps fake ones, which fails while there is a weak reference to one."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+    """``module.to(…)`` makes new parameters. torch's swaps fake ones, which fails while there is a weak reference to one.
+
+    A module that casts its weights for each forward and back behind it has the first ones again, and keeps no casts alive.
+    """
+    made: Any = WeakTensorKeyDictionary()  # a weak reference to what each was converted to: tied parameters stay tied
+    before: Any = WeakTensorKeyDictionary()  # what each was made of
 
     def convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> nn.Parameter:
         with torch.no_grad():
             value = function(parameter)
-        if (value.dtype, value.device) == (parameter.dtype, parameter.device):
+        form = value.dtype, value.device
+        if form == (parameter.dtype, parameter.device):
             return parameter
-        if parameter not in made or made[parameter].dtype is not value.dtype:
-            made[parameter] = nn.Parameter(value, parameter.requires_grad)
-        return made[parameter]
+        first: Any = before.get(parameter)
+        if first is not None and form == (first.dtype, first.device):
+            first.requires_grad_(parameter.requires_grad)
+            return first  # type: ignore[no-any-return]
+        found: Any = made[parameter]() if parameter in made else None
+        if found is None or found.dtype is not value.dtype:
+            found = nn.Parameter(value, parameter.requires_grad)
+            made[parameter], before[found] = TensorWeakRef(found), parameter
+        found.requires_grad_(parameter.requires_grad)
+        return found  # type: ignore[no-any-return]
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for module in self.modules() if recurse else (self,):

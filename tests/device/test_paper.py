@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -71,3 +72,22 @@ def test_what_is_remembered_depends_on_more_than_shapes() -> None:
         assert weight.grad is not None
         assert weight.grad.shape == (4, 4)
         assert copy.deepcopy(paper) is paper
+
+
+def test_weights_that_are_cast_up_and_back_are_the_first_ones_again() -> None:
+    """diffusers' layerwise casting: each cast stayed alive, and the plan counted both directions of it as activations."""
+    with torch_fake.on_paper():
+        layer = nn.Linear(8, 8).to(torch.float8_e4m3fn)
+        tied = nn.Linear(8, 8)
+        tied.weight = layer.weight
+        first = layer.weight
+        layer.to(torch.bfloat16)
+        cast = storage_id(layer.weight.untyped_storage())
+        tied.to(torch.bfloat16)
+        assert tied.weight is layer.weight and storage_id(tied.weight.untyped_storage()) == cast
+        saved = weakref.ref(layer.weight.untyped_storage())
+        layer.requires_grad_(False)
+        layer.to(torch.float8_e4m3fn)
+        tied.to(torch.float8_e4m3fn)
+        assert layer.weight is tied.weight is first and not first.requires_grad
+        assert saved() is None
