@@ -157,13 +157,13 @@ def modules_converted_without_swaps() -> AbstractContextManager[Any]:
         first: Any = before.get(parameter)
         if first is not None and form == (first.dtype, first.device):
             first.requires_grad_(parameter.requires_grad)
-            return first  # type: ignore[no-any-return]
+            return first
         found: Any = made[parameter]() if parameter in made else None
         if found is None or found.dtype is not value.dtype:
             found = nn.Parameter(value, parameter.requires_grad)
             made[parameter], before[found] = TensorWeakRef(found), parameter
         found.requires_grad_(parameter.requires_grad)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for module in self.modules() if recurse else (self,):

@@ -352,9 +352,9 @@ class LentWeights(Tenants):
         assert layer is not None
         places = self._slots.views(layer, slot)
         group = layer.parameters
-        if layer.kind is Kind.RESIDENTS or not layer.whole or layer.owner.update is not None or self._watch is not None:
+        if layer.kind in (Kind.RESIDENTS, Kind.TABLE) or layer.planned.rows or self._watch is not None:
             return set()
-        if slot.stale or slot.digests is not None or slot.coming is not None or layer.outdated:
+        if layer.owner.update is not None or slot.stale or slot.digests is not None or slot.coming is not None or layer.outdated:
             return set()
         unwritten = [i for i in given.keys() - group.viewed if _same_form(given[i], places[i])]
         compared = [i for i in unwritten if i not in later]

@@ -84,10 +84,12 @@ def test_weights_that_are_cast_up_and_back_are_the_first_ones_again() -> None:
         layer.to(torch.bfloat16)
         cast = storage_id(layer.weight.untyped_storage())
         tied.to(torch.bfloat16)
-        assert tied.weight is layer.weight and storage_id(tied.weight.untyped_storage()) == cast
+        assert tied.weight is layer.weight
+        assert storage_id(tied.weight.untyped_storage()) == cast
         saved = weakref.ref(layer.weight.untyped_storage())
         layer.requires_grad_(False)
         layer.to(torch.float8_e4m3fn)
         tied.to(torch.float8_e4m3fn)
-        assert layer.weight is tied.weight is first and not first.requires_grad
+        assert layer.weight is tied.weight is first
+        assert not first.requires_grad
         assert saved() is None

@@ -526,12 +526,22 @@ class Eighths(Module):
             block.second.to(torch.float8_e4m3fn)
 
 
-def test_weights_that_are_cast_up_and_back_stay_where_they_are() -> None:
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_weights_that_are_cast_up_and_back_stay_where_they_are(precision: Any) -> None:
     """Each weight was copied to the host after each use. A view in the graph kept all the copies of 8 bits, too."""
     batches = [batch.bfloat16() for batch in vectors()]
-    plain = fit(Eighths, batches)
+    plain = fit(Eighths, batches, precision=precision)
     strategy = superpipeline(k=1, k_prime=1)
-    ours = fit(Eighths, batches, strategy)
+    ours = fit(Eighths, batches, strategy, precision=precision)
     assert_same(ours, plain)
     assert strategy.stats().host_waits <= 5 * len(batches)  # one comparison a layer
     assert strategy.stats().fetched_layers <= 2 * 5 * len(batches)
+
+
+def test_weights_that_the_first_forward_leaves_in_8_bits() -> None:
+    """With ``bf16-true`` Lightning casts the stored weights up; the graph of the first step has saved views of those."""
+    batches = [batch.bfloat16() for batch in vectors()]
+    plain = fit(Eighths, batches, precision="bf16-true")
+    for device in (nullcontext(), simulated()):
+        with device:
+            assert_same(fit(Eighths, batches, superpipeline(k=1, k_prime=1), precision="bf16-true"), plain)
