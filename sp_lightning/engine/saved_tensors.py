@@ -197,12 +197,14 @@ class SavedTensors(Part):
             group = layer.parameters
             if which is not None and (group.exposed or group.retyped):
                 # A frozen weight's backward may go on with the values of before. A trained one's update would fail.
-                if values is None or values.copy is None or layer.block.parameters[which].requires_grad:
+                goes_on = values is not None and values.copy is not None
+                if not goes_on or layer.block.parameters[which].requires_grad:
                     group.refuse_exchanged(which)
             tensor = self._bring(layer, which, place, rows)
             # The host's weight counts as well: a hook may have written it while the layer is in use.
             version = expected if which is None else group.version_once_fetched(which)
-            if values is not None and values.copy is not None:  # the layer has other values now, maybe since it was brought
+            # The layer may have other values, even since it was brought a line above.
+            if values is not None and values.copy is not None:
                 assert place is not None
                 tensor = values.recall(self.device, place)
         elif isinstance(packed, Stored):

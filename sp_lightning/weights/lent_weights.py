@@ -354,7 +354,13 @@ class LentWeights(Tenants):
         group = layer.parameters
         if layer.kind in (Kind.RESIDENTS, Kind.TABLE) or layer.planned.rows or self._watch is not None:
             return set()
-        if layer.owner.update is not None or slot.stale or slot.digests is not None or slot.coming is not None or layer.outdated:
+        if (
+            layer.owner.update is not None
+            or slot.stale
+            or slot.digests is not None
+            or slot.coming is not None
+            or layer.outdated
+        ):
             return set()
         unwritten = [i for i in given.keys() - group.viewed if _same_form(given[i], places[i])]
         compared = [i for i in unwritten if i not in later]
