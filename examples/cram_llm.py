@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         tokenizer = train_tokenizer(text)
         windows = cut(tokenizer, text, length=options.length, batch_size=0)  # check_step says what is too short
         training, held_out = split(windows)
-        check_step(training, options.batch or 1, options.accumulate or 1)
+        check_step(training, options.batch_size or 1, options.accumulate_grad_batches or 1)
         config = causal_config(options.config, tokenizer, options.layers, options.hidden, options.length)
         if options.pseudo:
             with torch.device("meta"):
@@ -236,19 +236,21 @@ def choose_batch(options: argparse.Namespace, config: Path, clock: Clock, tokens
     given = {name: getattr(options, name) for name in ("k", "k_prime", "activations")}
     if options.plan is not None:
         return read_plan(options.plan.read_text(), f"--plan {options.plan}")
-    if options.batch and options.accumulate and options.rates is None:  # the prediction would be of any machine
+    if (
+        options.batch_size and options.accumulate_grad_batches and options.rates is None
+    ):  # the prediction would be of any machine
         strategy = {name: value for name, value in given.items() if value is not None}
-        return Planned(options.batch, options.accumulate, strategy, options.precision or "32-true")
-    given |= {name: getattr(options, name) for name in ("batch", "accumulate", "precision", "rates")}
+        return Planned(options.batch_size, options.accumulate_grad_batches, strategy, options.precision or "32-true")
+    given |= {name: getattr(options, name) for name in ("batch_size", "accumulate_grad_batches", "precision", "rates")}
     if torch.cuda.is_available() and options.accelerator != "cpu":
         given["gpu_memory"] = f"{torch.cuda.mem_get_info()[0]}B"
     hours = (clock.end() - clock.elapsed()) / 3600
-    return ask_plan(config, hours=hours, tokens=options.length, dataset_tokens=tokens, clip="norm", **given)
+    return ask_plan(config, hours=hours, tokens=options.length, dataset_tokens=tokens, gradient_clip="norm", **given)
 
 
 def make_trainer(options: argparse.Namespace, planned: Planned, phase: str, **more: Any) -> pl.Trainer:
     """As ever, but for ``strategy=``; one block alone stays on the device."""
-    how: Mapping[str, Any] = {"resident": ["**"]} if phase == "pseudo" else planned.strategy
+    how: Mapping[str, Any] = {"keep_on_gpu": ["**"]} if phase == "pseudo" else planned.strategy
     return pl.Trainer(
         strategy=SuperpipelineStrategy(**how),  # plain Lightning: strategy="auto"
         accelerator=options.accelerator,
@@ -277,11 +279,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--length", type=int, default=64, help="tokens per window (%(default)s)")
     add("--rates", type=Path, help="for the plan, what `python -m sp_lightning rates` printed (default: assumed ones)")
     add(
-        "--batch",
+        "--batch-size",
         type=int,
-        help="windows at once (as planned; with --accumulate and without --rates nothing is planned)",
+        help="windows at once (as planned; with --accumulate-grad-batches and without --rates nothing is planned)",
     )
-    add("--accumulate", type=int, help="batches per step (as planned)")
+    add("--accumulate-grad-batches", type=int, help="batches per step (as planned)")
     add("--plan", type=Path, help="what `python -m sp_lightning plan --hours … --json` printed (default: it is asked)")
     add("--lr", type=float, default=2e-3, help="highest learning rate (%(default)s)")
     add("--warmup", type=float, default=0.1, help="share of the time in which the learning rate rises (%(default)s)")
@@ -301,12 +303,12 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: an option that cannot be.
     """
-    check_least(options, batch=1, accumulate=1, length=2, layers=1)
+    check_least(options, batch_size=1, accumulate_grad_batches=1, length=2, layers=1)
     check_positive(options, "hours", "lr", "warmup")
     for name, most in {"hours": math.inf, "lr": math.inf, "warmup": 1, "pseudo": 1}.items():
         if not 0 <= (value := getattr(options, name)) < most:
             raise ValueError(f"--{name} {value}: must be at least 0 and below {most}. For example --{name} 0.05.")
-    for name in ("batch", "accumulate", "rates", "k", "k_prime", "activations", "precision"):
+    for name in ("batch_size", "accumulate_grad_batches", "rates", "k", "k_prime", "activations", "precision"):
         if options.plan is not None and getattr(options, name) is not None:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"--plan {options.plan} says all that {option} is for. Leave one of them out.")
@@ -328,8 +330,8 @@ def check_step(training: Tensor, batch: int, accumulate: int) -> None:
     """
     if len(training) < batch * accumulate:
         raise ValueError(
-            f"The text is too short for one step: it has {len(training)} training windows, and --batch {batch} times "
-            f"--accumulate {accumulate} are {batch * accumulate}. Give a longer --text, or lower these, or --length."
+            f"The text is too short for one step: it has {len(training)} training windows, and --batch-size {batch} times "
+            f"--accumulate-grad-batches {accumulate} are {batch * accumulate}. Give a longer --text, or lower these, or --length."
         )
 
 

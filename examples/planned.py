@@ -42,8 +42,8 @@ def read_plan(answer: str, source: str) -> Planned:
         plan = json.loads(answer)
         budget = plan["budget"]
         return Planned(
-            batch=budget["batch"],
-            accumulate=budget["accumulate"],
+            batch=budget["batch_size"],
+            accumulate=budget["accumulate_grad_batches"],
             strategy=plan["strategy"],
             precision=plan["precision"],
             seconds=3600 * budget["hours"],

@@ -21,9 +21,9 @@ class SuperpipelineCallback(LightningsCallback, Callback):  # type: ignore[misc]
 
 class SuperpipelineStrategy(StreamingStrategy, Strategy):  # type: ignore[misc]
     __doc__ = StreamingStrategy.__doc__
-    one_device = SingleDeviceStrategy
-    several_devices = DDPStrategy
-    callback_class = SuperpipelineCallback
+    _one_device = SingleDeviceStrategy
+    _several_devices = DDPStrategy
+    _callback_class = SuperpipelineCallback
     log = logging.getLogger("pytorch_lightning.superpipeline")
 
 

@@ -95,7 +95,8 @@ def train(family: str, size: str, items: int, precision: str = "bf16-mixed") -> 
 
 def _foresight(size: str, tokens: int) -> Module:
     """Predicted beside measured step time, of the window that the contest has."""
-    arguments = f"--size {size} --tokens {tokens} --length 4096 --precision bf16-mixed --checkpointing --windows 2:1 --seconds 5"
+    sizes = f"--size {size} --tokens {tokens} --length 4096"
+    arguments = f"{sizes} --precision bf16-mixed --gradient-checkpointing --windows 2:1 --seconds 5"
     return Module("foresight", tuple(arguments.split()), 80)
 
 

@@ -72,7 +72,7 @@ def hidden_share(intervals: Sequence[Interval]) -> float | None:
 
 def window(workload: Workload, seconds: float, budget: int) -> rows.Row:
     """The window that chooses itself, and whether it keeps to its budget."""
-    _, strategy = _trained(workload, seconds, memory_budget=budget)
+    _, strategy = _trained(workload, seconds, gpu_memory=budget)
     counted, allocated = _taken(strategy)
     return {
         "what": "window",

@@ -1,4 +1,4 @@
-"""Compares the predicted time of a step with ``optimizer_on="device"`` with the real engine's on a simulated clock device.
+"""Compares the predicted time of a step with ``optimizer_on="gpu"`` with the real engine's on a simulated clock device.
 
 A training runs as ever, on the CPU; its copies, layers and steps move clocks on by the seconds that a machine would need. The
 thread that runs the model and the background have a clock each, and who is earlier goes on first. The same rates are given to
@@ -227,7 +227,7 @@ def measure(overlap: Any, precision: Any, ratio: float) -> Row:
     rate = 6 * bytes_of_layer / (2 * ratio)
     rates = Rates(rate, rate, math.inf, math.inf, visit_seconds=0.0)
     device = Clocked(rates, 1.0, 0.05)
-    strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_on="device", optimizer_overlap=overlap)
+    strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_on="gpu", optimizer_overlap=overlap)
     module = Trained(device)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", precision=precision, max_epochs=1, logger=False, barebones=True

@@ -204,7 +204,7 @@ def chosen(task: str, options: argparse.Namespace) -> Workload:
         options.precision,
         usual if options.tokens is None else options.tokens,
         length,
-        options.checkpointing,
+        options.gradient_checkpointing,
         options.steps,
     )
 
@@ -217,9 +217,9 @@ def make_parser(task: str, description: str) -> argparse.ArgumentParser:
     add("--size", default="tiny", help=f"by family: {workloads.SIZES} (%(default)s)")
     add("--tokens", type=int, help="tokens per step, for vision images per step (default: two sequences, 64 images)")
     add("--precision", choices=workloads.PRECISIONS, default="bf16-mixed", help="(%(default)s)")
-    parser.set_defaults(checkpointing=False)
+    parser.set_defaults(gradient_checkpointing=False)
     if task == "train":
-        add("--checkpointing", action=argparse.BooleanOptionalAction, help="of activations (%(default)s)")
+        add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, help="of activations (%(default)s)")
     add(
         "--contestants",
         nargs="+",

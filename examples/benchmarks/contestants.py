@@ -69,13 +69,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "off": (", fused", {"optimizer_overlap": "off"}),
     "forward": (", fused, under forward", {"optimizer_overlap": "forward"}),
     "backward": (", fused, under backward", {"optimizer_overlap": "backward"}),
-    "device": (", stepped on the device", {"optimizer_on": "device"}),
-    "early": (", stepped on the device in backward", {"optimizer_on": "device", "optimizer_overlap": "backward"}),
+    "device": (", stepped on the device", {"optimizer_on": "gpu"}),
+    "early": (", stepped on the device in backward", {"optimizer_on": "gpu", "optimizer_overlap": "backward"}),
     "keep": (", activations kept", {"activations": "keep"}),
     "recompute": (", activations recomputed", {"activations": "recompute"}),
     "offload": (", activations offloaded", {"activations": "offload"}),
     # Of a device without such a bound, "auto" would keep whatever plain Lightning can keep.
-    "auto": (" in 16 GiB, activations auto", {"activations": "auto", "memory_budget": "16GiB"}),
+    "auto": (" in 16 GiB, activations auto", {"activations": "auto", "gpu_memory": "16GiB"}),
     **{
         f"threads{threads}": (f", fused, under backward, {threads} threads", {"optimizer_overlap": "backward"})
         for threads in THREADS

@@ -220,7 +220,7 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
             module.llama.config
         )  # its buffers are in no file
         strategy = SuperpipelineStrategy(
-            k=1, k_prime=1, disk=asked["folder"], host_memory=asked["host_memory"], weights=asked["file"]
+            k=1, k_prime=1, disk=asked["folder"], host_memory=asked["host_memory"], load_weights_from=asked["file"]
         )
         prompts: Any = [prompt[0]] * STEPS
         before, _ = bytes_on_disks()
@@ -358,7 +358,7 @@ def main() -> None:
     parser.add_argument("--generate-memory", default="1250MiB", help="for generation, so that layers are read in place")
     parser.add_argument("--adapt-memory", default="1300MiB", help="for adapters, whose base is read in place")
     parser.add_argument(
-        "--overlap", choices=("backward", "forward"), default="backward",
+        "--optimizer-overlap", choices=("backward", "forward"), default="backward",
         help="when updates run; forward clips by norm, so that all gradients are there at once",
     )  # fmt: skip
     parser.add_argument("--width", type=int, default=1024)

@@ -116,7 +116,7 @@ def _contest(make: Any, batches: int) -> dict[str, Any]:
     ways["whole blocks"] = SuperpipelineStrategy(k=1, k_prime=1, layers=["net.model.layers.*"])
     for share in CACHES:
         budget = plan.peak_device_bytes + int(share * plan.stack_bytes)
-        ways[f"by rows, {share:.0%}"] = SuperpipelineStrategy(k=1, k_prime=1, memory_budget=budget)
+        ways[f"by rows, {share:.0%}"] = SuperpipelineStrategy(k=1, k_prime=1, gpu_memory=budget)
     first: Any = None
     results: dict[str, Any] = {}
     for name, strategy in ways.items():

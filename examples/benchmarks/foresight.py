@@ -36,11 +36,11 @@ class Watch(meter.Meter):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self._batches == WARM_UP:
-            device = trainer.strategy.computing_device
+            device = trainer.strategy._computing_device
             self._timeline = device.make_timeline()
             device.timelines.append(self._timeline)
         elif self._batches == WARM_UP + 1:
-            trainer.strategy.computing_device.timelines.remove(self._timeline)
+            trainer.strategy._computing_device.timelines.remove(self._timeline)
         self._batches += 1
         super().on_train_batch_start(trainer)
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="or images per step (%(default)s)")
     parser.add_argument("--length", type=int, default=64, help="tokens per sequence (%(default)s)")
     parser.add_argument("--precision", choices=PRECISIONS, default="32-true", help="(%(default)s)")
-    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument(
         "--windows", type=_window, nargs="+", default=[(1, 1), (2, 1), (2, 2)], help="k:k' (1:1 2:1 2:2)"
     )
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         workload = Workload(
             "train", options.family, options.size, options.precision, options.tokens, options.length,
-            checkpointing=options.checkpointing, steps=1000,
+            checkpointing=options.gradient_checkpointing, steps=1000,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))

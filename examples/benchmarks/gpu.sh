@@ -84,7 +84,7 @@ memory) memory --size 0.1B --tokens 8192 --length 1024 --seconds 4 ;;
 limits) limits --seconds 16 ;;
 foresight)
     run 450 foresight "$python" -m examples.benchmarks.foresight --size 1.5B --tokens 16384 --length 4096 \
-        --precision bf16-mixed --checkpointing --windows 1:1 2:1 4:1 4:2 12:1 --seconds 8 --out "$out/rows.jsonl"
+        --precision bf16-mixed --gradient-checkpointing --windows 1:1 2:1 4:1 4:2 12:1 --seconds 8 --out "$out/rows.jsonl"
     ;;
 trials)
     run 455 trials "$python" -m examples.benchmarks.shared_base --accelerator gpu --rounds 1

@@ -107,7 +107,11 @@ def adamw_rates(seconds: float) -> dict[str, float]:
 
 def plan_arguments(row: rows.Row) -> list[str]:
     """What ``python -m sp_lightning plan`` is told of this machine, without an accelerator of the host alone."""
-    rates = {"--dram": row["dram_bytes"], "--pcie": row["duplex_bytes"], "--device-bandwidth": row["device_bytes"]}
+    rates = {
+        "--host-bandwidth": row["dram_bytes"],
+        "--pcie": row["duplex_bytes"],
+        "--device-bandwidth": row["device_bytes"],
+    }
     known = [(name, f"{rate / 1e9:.4g}GB/s") for name, rate in rates.items() if rate is not None]
     return ["--tflops", f"{row['matrix_flops']['bf16'] / 1e12:.4g}", *(word for pair in known for word in pair)]
 

@@ -68,12 +68,12 @@ WAYS: dict[str, tuple[str, Callable[[int, str], Any]]] = {
     ),
     "superpipeline": ("superpipeline", lambda ranks, file: SuperpipelineStrategy(k=2, k_prime=1)),
     "superpipeline-sliced": (
-        "superpipeline, transfer=sliced",
-        lambda ranks, file: SuperpipelineStrategy(k=2, k_prime=1, transfer="sliced"),
+        "superpipeline, transfer=sharded",
+        lambda ranks, file: SuperpipelineStrategy(k=2, k_prime=1, transfer="sharded"),
     ),
     "superpipeline-meta": (
         "superpipeline, module on meta with weights=",
-        lambda ranks, file: SuperpipelineStrategy(k=2, k_prime=1, weights=file),
+        lambda ranks, file: SuperpipelineStrategy(k=2, k_prime=1, load_weights_from=file),
     ),
 }
 """By name: what the report calls it, and its strategy, given the number of devices and a file of weights."""

@@ -61,7 +61,7 @@ class Workload:
 STEPS = {
     "plain": Way(None),
     "host": Way({"optimizer_overlap": "off"}),
-    "device": Way({"optimizer_on": "device", "optimizer_overlap": "off"}),
+    "device": Way({"optimizer_on": "gpu", "optimizer_overlap": "off"}),
 }
 WHOLE = {
     "plain": Way(None),

@@ -117,13 +117,13 @@ class Answer:
     def batch(self) -> tuple[int, str]:
         """How many tokens, images or samples a batch of all devices has, and which of them."""
         asked, items = self.question, self.estimate.items
-        count, what = asked.batch * asked.tokens, "tokens"
+        count, what = asked.batch_size * asked.tokens, "tokens"
         if asked.generate is not None:
-            count = asked.batch
+            count = asked.batch_size
         elif asked.input is not None:
             count, what = asked.input[0], "samples"
         elif "token" not in items:
-            count, what = (asked.batch, "images") if "image" in items else (1, "batches")
+            count, what = (asked.batch_size, "images") if "image" in items else (1, "batches")
         return count * asked.devices * asked.nodes, what
 
     @property
@@ -135,14 +135,14 @@ class Answer:
 
 def stepped(estimate: Estimate, overlap: AskedOverlap, place: Place) -> Estimate | None:
     """The same if the optimizer steps at another time, or in another place; None where that cannot be, or nothing is trained."""
-    question, step = estimate.question.but(overlap=overlap, optimizer_on=place), estimate.step
+    question, step = estimate.question.but(optimizer_overlap=overlap, optimizer_on=place), estimate.step
     if step is None or any(True for _ in contradictions(question)):
         return None
-    if place == "device":
+    if place == "gpu":
         step = on_device(step, question)
     elif step.overlap != "off" or any(map(compiles, step.optimizers)):
         step = replace(step, overlap=beside(step.optimizers, question.mode))
-    elif overlap != estimate.question.overlap:
+    elif overlap != estimate.question.optimizer_overlap:
         return None  # it cannot run in the background
     return replace(estimate, question=question, step=step)
 
@@ -152,9 +152,11 @@ def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, in
     asked, found = estimate.question, dict[str, tuple[float, int]]()
     ways: list[tuple[AskedOverlap, Place]] = []
     if estimate.step is not None and estimate.step.overlap == "forward":
-        ways.append(("auto" if asked.but(overlap="auto").mode == "backward" else "backward", asked.optimizer_on))
-    if asked.optimizer_on == "host":
-        ways.append((asked.overlap, "device"))
+        ways.append(
+            ("auto" if asked.but(optimizer_overlap="auto").mode == "backward" else "backward", asked.optimizer_on)
+        )
+    if asked.optimizer_on == "cpu":
+        ways.append((asked.optimizer_overlap, "gpu"))
     for other in (stepped(estimate, *way) for way in ways):
         if other is not None:
             plan = other.plan(row.plan.k, row.plan.k_prime)

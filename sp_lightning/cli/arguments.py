@@ -37,15 +37,17 @@ PRECISIONS = {
 """By Lightning's name: the dtype of the parameters, and the dtype of autocast, if there is one."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 Overlap = Literal["off", "forward", "backward"]
-Place = Literal["host", "device"]
+Place = Literal["cpu", "gpu"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 PLACES: tuple[Place, ...] = get_args(Place)
 """When updates run, and where the optimizer steps, as far as that is chosen before a run."""
-SEVERAL = ("model", "precision", "batch", "tokens", "activations", "scale")
+SEVERAL = ("model", "precision", "batch_size", "tokens", "activations", "scale")
 """The arguments that may have several values, each of which is a question of its own."""
 
 _OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # they count with --hours alone
-_GENERATE = "predict N tokens for each of --batch sequences, after prompts of --tokens; times are of the last token"
+_GENERATE = (
+    "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
+)
 _LOSS_TOKENS = "the loss is computed from so many tokens' logits at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, else chooses for each layer (%(default)s)"
 _OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
@@ -155,15 +157,19 @@ class Question(argparse.Namespace):
     predict: Annotated[bool, _option("no training", action="store_true")]
     generate: Annotated[int | None, _option(_GENERATE, type=_count, metavar="N")]
     precision: Annotated[str, _option("(%(default)s)", choices=PRECISIONS, default="bf16-mixed", nargs="+")]
-    batch: Annotated[
+    batch_size: Annotated[
         int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1, nargs="+")
     ]
     tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=Usual(2048), nargs="+")]
     image: Annotated[int | None, _option("pixels on each side (what the model is made for)", type=_count)]
     input: Annotated[list[int] | None, _option("shape of what a factory's module takes", type=_count, nargs="+")]
-    checkpointing: Annotated[bool, _option("gradient checkpointing, of transformers' models", action="store_true")]
-    accumulate: Annotated[int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)]
-    clip: Annotated[str | None, _option("as Trainer(gradient_clip_algorithm=…)", choices=("norm", "value"))]
+    gradient_checkpointing: Annotated[
+        bool, _option("gradient checkpointing, of transformers' models", action="store_true")
+    ]
+    accumulate_grad_batches: Annotated[
+        int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)
+    ]
+    gradient_clip: Annotated[str | None, _option("as Trainer(gradient_clip_algorithm=…)", choices=("norm", "value"))]
     loss_tokens: Annotated[int | None, _option(_LOSS_TOKENS, type=_count, metavar="N")]
     lora: Annotated[int | None, _option(_LORA, type=_count, metavar="N")]
     trials: Annotated[int, _option(_TRIALS, type=_count, default=1, metavar="N")]
@@ -173,15 +179,15 @@ class Question(argparse.Namespace):
         Mode | Literal["auto"],
         _option(_ACTIVATIONS, choices=(*MODES, "auto"), default="auto", nargs="+"),
     ]
-    overlap: Annotated[
+    optimizer_overlap: Annotated[
         AskedOverlap,
         _option("optimizer_overlap (%(default)s)", choices=("auto", *OVERLAPS), default="auto"),
     ]
-    optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="host")]
+    optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="cpu")]
     optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd", "muon"))]
     step_seconds: Annotated[float | None, _option(_STEP_SECONDS, type=positive_number, metavar="S")]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
-    resident: Annotated[list[str] | None, _option("as SuperpipelineStrategy(resident=…)", nargs="+")]
+    keep_on_gpu: Annotated[list[str] | None, _option("as SuperpipelineStrategy(keep_on_gpu=…)", nargs="+")]
     k: Annotated[list[int] | None, _option("(a range)", type=_count, nargs="+")]
     k_prime: Annotated[list[int] | None, _option("(1 2)", type=_count, nargs="+")]
     # Memory and speed of the machine.
@@ -193,11 +199,11 @@ class Question(argparse.Namespace):
     device_bandwidth: Annotated[float, _option("of its memory (%(default)s)", type=_rate, default="1000GB/s")]
     pcie: Annotated[float, _option(_PCIE, type=_rate, default="25GB/s")]
     links: Annotated[float, _option(_LINKS, type=_rate, default="200GB/s")]
-    transfer: Annotated[str, _option(_TRANSFER, choices=("whole", "sliced"), default="whole")]
+    transfer: Annotated[str, _option(_TRANSFER, choices=("full", "sharded"), default="full")]
     network: Annotated[float, _option(_NETWORK, type=_rate, default="25GB/s")]
     host_tflops: Annotated[float, _option("of the host, for Muon (%(default)s)", type=positive_number, default=1)]
     disk: Annotated[float | None, _option(_DISK, type=_rate)]
-    dram: Annotated[float, _option("of host memory (%(default)s)", type=_rate, default="60GB/s")]
+    host_bandwidth: Annotated[float, _option("of host memory (%(default)s)", type=_rate, default="60GB/s")]
     measure_host: Annotated[bool, _option(_MEASURE_HOST, action="store_true")]
     rates: Annotated[Path | None, _option(_RATES, type=Path, metavar="FILE")]
     from_: Annotated[Path | None, _option(_FROM, type=Path, metavar="FILE")]
@@ -221,18 +227,18 @@ class Question(argparse.Namespace):
     @property
     def mode(self) -> Overlap:
         """When updates run: as asked; for ``auto`` as a run chooses whose module and callbacks have no hook before the step."""
-        if self.overlap != "auto":
-            return self.overlap
-        waits = self.clip == "norm" or self.precision == "16-mixed"  # for all gradients
+        if self.optimizer_overlap != "auto":
+            return self.optimizer_overlap
+        waits = self.gradient_clip == "norm" or self.precision == "16-mixed"  # for all gradients
         waits |= self.devices * self.nodes > 1 or self.disk is not None
-        if self.optimizer_on == "device":
-            waits |= self.clip is not None or PRECISIONS[self.precision][0].itemsize == 2
+        if self.optimizer_on == "gpu":
+            waits |= self.gradient_clip is not None or PRECISIONS[self.precision][0].itemsize == 2
         return "forward" if waits else "backward"
 
     @property
     def frees(self) -> bool:
         """True if a layer's gradients are freed right after its update."""
-        return self.mode == "backward" and (self.overlap == "backward" or self.optimizer_on == "device")
+        return self.mode == "backward" and (self.optimizer_overlap == "backward" or self.optimizer_on == "gpu")
 
     def but(self, **changes: Any) -> Question:
         """The question with other values of some arguments. How fast the device multiplies depends on the precision."""
@@ -248,31 +254,37 @@ def contradictions(question: Question) -> Iterator[str]:
     usual = _usual()
     for name, several in (("links", "devices"), ("transfer", "devices"), ("network", "nodes")):
         if getattr(question, several) == 1 and getattr(question, name) != getattr(usual, name):
-            yield f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
-    if question.predict and (question.accumulate > 1 or question.clip or question.loss_tokens):
-        yield "--accumulate, --clip and --loss-tokens are for training, and nothing is trained here; leave them out."
+            yield f"--{name} needs --{several} 2 or more. Add that, or leave out --{name}."
+    if question.predict and (question.accumulate_grad_batches > 1 or question.gradient_clip or question.loss_tokens):
+        yield "--predict and --generate do not train. Leave out --accumulate-grad-batches, --gradient-clip and --loss-tokens."
     of_hours = [_flag(name) for name in _OF_HOURS if getattr(question, name) != getattr(usual, name)]
     if question.hours is None and of_hours:
-        yield f"{of_hours[0]} counts with --hours alone. Give that, too, or leave it out."
+        yield f"{of_hours[0]} needs --hours. Add --hours 24, for example, or leave out {of_hours[0]}."
     if question.dataset_tokens is not None and question.samples is not None:
-        yield "--dataset-tokens and --samples both say how much data there is. Leave one of them out."
+        yield "--dataset-tokens and --samples both give the size of the data. Leave one of them out."
     if question.from_ is not None and question.predict:
-        yield "--from has the times of a training run. Leave it out, or --predict and --generate."
+        yield "--from has the times of a training run, and --predict and --generate do not train. Leave one of them out."
     if question.hours is not None and (question.predict or question.trials > 1):
-        yield "--hours is for training, of one model at a time. Leave out --predict, --generate and --trials."
+        yield "--hours plans the training of one model. Leave out --predict, --generate and --trials."
     if question.keep_logits and question.loss_tokens is None:
-        yield "--keep-logits says what becomes of logits with --loss-tokens N; give that, too."
-    if question.clip == "norm" and question.overlap == "backward":
-        yield "--overlap backward updates layers before all gradients are there, and --clip norm needs them. Leave one out."
-    if question.optimizer_on == "device" and question.devices * question.nodes > 1:
-        yield "--optimizer-on device is for one device. Leave it out, or --devices and --nodes."
+        yield "--keep-logits needs --loss-tokens. Add --loss-tokens 1024, for example."
+    if question.gradient_clip == "norm" and question.optimizer_overlap == "backward":
+        yield (
+            "--optimizer-overlap backward updates layers before all gradients are complete; --gradient-clip norm needs all "
+            "gradients first. Leave one of them out."
+        )
+    if question.optimizer_on == "gpu" and question.devices * question.nodes > 1:
+        yield "--optimizer-on gpu works on one device. Leave it out, or leave out --devices and --nodes."
     of_half, precision = PRECISIONS[question.precision][0].itemsize == 2, question.precision
-    if question.optimizer_on == "device" and of_half and question.overlap == "backward":
-        yield f"--optimizer-on device steps in optimizer.step() with --precision {precision}; leave --overlap backward out."
+    if question.optimizer_on == "gpu" and of_half and question.optimizer_overlap == "backward":
+        yield (
+            f"--optimizer-on gpu with --precision {precision} steps in optimizer.step(), not in backward. Leave out "
+            "--optimizer-overlap backward."
+        )
     if question.trials > 1 and (question.devices * question.nodes > 1 or question.disk is not None):
-        yield "--trials share what comes from the memory of the host to one device. Leave out --devices, --nodes and --disk."
+        yield "--trials share the uploads of one device from host memory. Leave out --devices, --nodes and --disk."
     if question.disk is not None and question.predict and question.devices * question.nodes > 1:
-        yield "--disk with --predict is for one device: with several, all weights are in memory. Leave out one."
+        yield "--disk with --predict works on one device: with several, all weights are in memory. Leave out one of them."
 
 
 def separate(given: Question) -> list[Question]:
@@ -387,7 +399,7 @@ SUBJECT = ("factory", "data", "config", "steps", "seed")
 """Arguments of ``check`` that are its own."""
 TRAINER = ("accelerator", "precision")
 """Arguments of ``check`` that are those of a trainer."""
-_LISTS = ("layers", "resident")
+_LISTS = ("layers", "keep_on_gpu")
 _ALL_MODES = {"activations": '; "all" tries every mode', "optimizer_overlap": '; "all" tries every mode'}
 
 
@@ -413,6 +425,6 @@ def _add_check(commands: Any) -> None:
     for name in TRAINER:
         parser.add_argument(f"--{name}", type=_value, help=f"as Trainer({name}=…)")
     for name in OPTIONS:
-        flags = [f"--{name.replace('_', '-')}", *(["--overlap"] if name == "optimizer_overlap" else [])]
+        flags = [f"--{name.replace('_', '-')}"]
         meaning = f"as SuperpipelineStrategy({name}=…){_ALL_MODES.get(name, '')}"
         parser.add_argument(*flags, dest=name, type=_value, nargs="+" if name in _LISTS else None, help=meaning)

@@ -43,7 +43,7 @@ class Budget:
     @property
     def step_seconds(self) -> float:
         """Seconds from one optimizer step to the next."""
-        return self.answer.shown.prediction.seconds * self.answer.question.accumulate
+        return self.answer.shown.prediction.seconds * self.answer.question.accumulate_grad_batches
 
     @property
     def steps(self) -> int:
@@ -89,8 +89,8 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
     reasons: list[ValueError] = []
     for precision in _PRECISIONS if "precision" not in asked.given else (asked.precision,):
         fastest = 0
-        for batch in _BATCHES if "batch" not in asked.given and _takes_batches(asked) else (asked.batch,):
-            question = asked.but(precision=precision, batch=batch)
+        for batch in _BATCHES if "batch_size" not in asked.given and _takes_batches(asked) else (asked.batch_size,):
+            question = asked.but(precision=precision, batch_size=batch)
             say(f"runs a batch of {batch} in {precision}")
             try:
                 estimate = estimate_model(question)
@@ -129,8 +129,8 @@ def _with_enough(found: list[Budget], asked: Question) -> list[Budget]:
     if not enough:
         least = min(each.count for each in found)
         raise ValueError(
-            f"The data has {found[0].data:,} {unit}, and one step takes {least:,}. Give more data, or smaller --batch, "
-            "--tokens or --accumulate."
+            f"The data has {found[0].data:,} {unit}, and one step takes {least:,}. Give more data, or smaller --batch-size, "
+            "--tokens or --accumulate-grad-batches."
         )
     return enough
 
@@ -159,7 +159,7 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
 
 
 def _takes_batches(asked: Question) -> bool:
-    """Whether --batch says anything of this model: a factory's batch is its own."""
+    """Whether --batch-size says anything of this model: a factory's batch is its own."""
     return ":" not in asked.model
 
 
@@ -167,7 +167,7 @@ def _ways(estimate: Estimate) -> Iterator[Answer]:
     """The answers for each time and place of the optimizer, and accumulation, of those that are not given."""
     asked = estimate.question
     for place in PLACES if "optimizer_on" not in asked.given else (asked.optimizer_on,):
-        for overlap in _OVERLAPS if "overlap" not in asked.given else (asked.overlap,):
+        for overlap in _OVERLAPS if "optimizer_overlap" not in asked.given else (asked.optimizer_overlap,):
             other = stepped(estimate, overlap, place)
             if other is not None:
                 yield from _accumulated(answer(other))
@@ -177,18 +177,18 @@ def _accumulated(found: Answer) -> Iterator[Answer]:
     """An answer, and those with accumulation, if nobody has said it, of the windows that are fastest without."""
     yield found
     question = found.question
-    if "accumulate" in question.given or found.best is None:
+    if "accumulate_grad_batches" in question.given or found.best is None:
         return
     rows = sorted((row for row in found.rows if row.fits), key=lambda row: row.prediction.seconds)[:_WINDOWS]
     ks = sorted({row.plan.k for row in rows})
     for accumulate in _ACCUMULATED:
-        more = answer(replace(found.estimate, question=question.but(k=ks, accumulate=accumulate)))
-        yield replace(more, question=question.but(accumulate=accumulate))
+        more = answer(replace(found.estimate, question=question.but(k=ks, accumulate_grad_batches=accumulate)))
+        yield replace(more, question=question.but(accumulate_grad_batches=accumulate))
 
 
 def _budget(found: Answer) -> Budget:
     count, unit = found.batch
-    return Budget(found, (found.question.hours or 0) * 3600, count * found.question.accumulate, unit)
+    return Budget(found, (found.question.hours or 0) * 3600, count * found.question.accumulate_grad_batches, unit)
 
 
 # ---------------------------------------------------------------------- words
@@ -225,8 +225,9 @@ def in_words(found: list[Budget], asked: Question) -> list[str]:
 
 def _way(question: Question) -> str:
     return (
-        f"--precision {question.precision} --batch {question.batch} --accumulate {question.accumulate} --overlap "
-        f"{question.overlap} --optimizer-on {question.optimizer_on}"
+        f"--precision {question.precision} --batch-size {question.batch_size} "
+        f"--accumulate-grad-batches {question.accumulate_grad_batches} "
+        f"--optimizer-overlap {question.optimizer_overlap} --optimizer-on {question.optimizer_on}"
     )
 
 
@@ -235,7 +236,7 @@ def _different(found: list[Budget]) -> Iterator[Budget]:
     seen = set()
     for each in found:
         question = each.answer.question
-        key = question.precision, question.overlap, question.optimizer_on
+        key = question.precision, question.optimizer_overlap, question.optimizer_on
         if key not in seen:
             seen.add(key)
             yield each
@@ -244,7 +245,9 @@ def _different(found: list[Budget]) -> Iterator[Budget]:
 def trainer_call(best: Budget) -> str:
     """The Trainer as it is to be written."""
     question = best.answer.question
-    accumulate = f", accumulate_grad_batches={question.accumulate}" * (question.accumulate > 1)
+    accumulate = f", accumulate_grad_batches={question.accumulate_grad_batches}" * (
+        question.accumulate_grad_batches > 1
+    )
     devices = f", {options}" if (options := trainer_options(question)) else ""
     seconds = max(1, round(best.seconds))
     time = f'max_time={{"seconds": {seconds}}}' if seconds % 3600 else f'max_time={{"hours": {seconds // 3600}}}'
@@ -291,7 +294,8 @@ def fields(best: Budget) -> dict[str, Any]:
     question = best.answer.question
     return {
         "budget": {
-            "hours": question.hours, "batch": question.batch, "accumulate": question.accumulate, "tokens": question.tokens,
+            "hours": question.hours, "batch_size": question.batch_size, "tokens": question.tokens,
+            "accumulate_grad_batches": question.accumulate_grad_batches,
             "steps": best.steps, "seconds_per_step": best.step_seconds, f"total_{best.unit}": best.total, "epochs": best.epochs,
             "cost": best.cost,
         },

@@ -38,8 +38,9 @@ from sp_lightning.tune.visits import Prediction, Rates
 
 _NO_UPDATES: dict[str, Any] = {"update": math.inf}
 _DRY_RUN = (
-    "model", "predict", "generate", "precision", "batch", "tokens", "image", "input", "checkpointing", "loss_tokens", "lora",
-    "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers", "resident", "host_tflops", "scale",
+    "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "input",
+    "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",
+    "keep_on_gpu", "host_tflops", "scale",
 )  # fmt: skip
 """What of a question a batch without values, or the optimizer's step, depends on, but for when updates run."""
 
@@ -153,7 +154,7 @@ class Estimate:
     @property
     def _traffic(self) -> tuple[int, int]:
         """Bytes that a fused optimizer's step, and each of its batches on average, reads and writes on the host."""
-        ledger, batches = self.host.ledger, self.question.accumulate
+        ledger, batches = self.host.ledger, self.question.accumulate_grad_batches
         if ledger is None:
             return 0, 0
         each = ledger.batch_bytes // batches if batches > 1 else 0
@@ -173,7 +174,7 @@ class Estimate:
             upload=asked.pcie,
             download=asked.pcie,
             **updates,
-            host_memory=asked.dram,
+            host_memory=asked.host_bandwidth,
             visit_seconds=visit,
             weight_seconds=weight,
             # Each device keeps its own part of a gradient, and sends the others theirs.
@@ -181,7 +182,7 @@ class Estimate:
             # Each node sends the others their parts of its sum, and the whole of its own part; its devices share the network.
             network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
             disk=asked.disk or math.inf,
-            sliced=asked.transfer == "sliced" and devices > 0,
+            sliced=asked.transfer == "sharded" and devices > 0,
             synchronous=asked.measured.synchronous,
         ).slowed(asked.measured.slower)
 
@@ -216,7 +217,7 @@ class Estimate:
             rates: those of the machine; by default the one that the question describes.
             updates: whether they take time and the host memory's bandwidth.
         """
-        rates, batches = rates or self.rates, self.question.accumulate
+        rates, batches = rates or self.rates, self.question.accumulate_grad_batches
         last = self._batch(plan, modes, rates, updates=updates, moves=True)
         if batches == 1:
             return last
@@ -226,7 +227,7 @@ class Estimate:
         """One batch, with an update or without, and with what that reads and writes on the disk or without."""
         update, each = self._traffic
         overlap = self.question.mode if self.step is None else self.step.overlap
-        on_disk = self.host.moved(plan, self.question.accumulate) if moves else {}
+        on_disk = self.host.moved(plan, self.question.accumulate_grad_batches) if moves else {}
         with_updates = rates if updates else replace(rates, update=math.inf, come=0.0, leave=0.0)
         visits = self._balance(plan, rates).visited(modes)
         walk = Walk(plan, visits, with_updates, overlap=overlap, frees=self.question.frees, on_disk=on_disk)
@@ -236,7 +237,7 @@ class Estimate:
 def _plan(question: Question, found: Found, k: int, k_prime: int) -> Plan:
     training = not question.predict
     plan = make_plan(found, k=k, k_prime=k_prime, ranks=question.devices, nodes=question.nodes, training=training)
-    return replace(plan, steps_on_device=training and question.optimizer_on == "device")
+    return replace(plan, steps_on_device=training and question.optimizer_on == "gpu")
 
 
 def estimate_model(question: Question) -> Estimate:
@@ -258,15 +259,17 @@ def estimate_model(question: Question) -> Estimate:
         notes = [] if question.lora is None else add_adapters(module, question.lora)
         if autocast is None and dtype is not torch.float32:
             module.to(dtype)  # Lightning leaves weights as they are otherwise
-        if question.checkpointing:
+        if question.gradient_checkpointing:
             enable: Any = getattr(module, "gradient_checkpointing_enable", None)
             if enable is None:
-                raise ValueError(f"{type(module).__name__} cannot checkpoint gradients; leave out --checkpointing.")
+                raise ValueError(
+                    f"{type(module).__name__} cannot checkpoint gradients; leave out --gradient-checkpointing."
+                )
             enable()
         if question.loss_tokens is not None:
             chunk_loss(module, question.loss_tokens, keep_logits=question.keep_logits)
         module.train(not question.predict)
-        found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
+        found = find_layers(module, layers=question.layers, keep_on_gpu=question.keep_on_gpu or (), autocast=autocast)
         if question.generate is not None:
             prompts, work = _generate(source, found, question)
             made = Estimate(question, found, next(iter(source.batches)), None, work, prompts=prompts)

@@ -60,7 +60,7 @@ def host_step(question: Question, module: nn.Module) -> HostStep:
         ValueError: nothing in the module is trained, or torchao is missing.
     """
     step = _step_of(question, module)
-    return step if question.optimizer_on == "host" else on_device(step, question)
+    return step if question.optimizer_on == "cpu" else on_device(step, question)
 
 
 def on_device(step: HostStep, question: Question) -> HostStep:
@@ -90,7 +90,7 @@ def update_rates(
     """
     gradients = max(1, sum(layer.gradient_bytes for layer in trained))
     if not step.on_device:
-        return {"update": gradients / (step.seconds or max(traffic, 1) / question.dram)}
+        return {"update": gradients / (step.seconds or max(traffic, 1) / question.host_bandwidth)}
     state = (ledger.state or 0) / gradients
     (moved,) = (each for each in ledger.passes if each.what == ON_DEVICE)
     update = gradients / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
@@ -137,7 +137,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
             from torchao.optim import AdamW8bit
         except ImportError as error:
             raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
-        if seconds is None and question.optimizer_on == "host":
+        if seconds is None and question.optimizer_on == "cpu":
             # Its state is converted in each step: only a measurement tells how long that takes.
             seconds = EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
             why = f"{seconds:.3g} s, {1e9 * EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
@@ -269,19 +269,19 @@ def _place(sizes: Mapping[str, int], others: int, limit: int | None) -> StatePla
 
 def _early(question: Question, step: HostStep) -> bool:
     """Whether each layer is updated in backward, after which its gradients are freed."""
-    return question.accumulate == 1 and step.overlap == "backward" and question.frees
+    return question.accumulate_grad_batches == 1 and step.overlap == "backward" and question.frees
 
 
 def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = True) -> Ledger:
     fused = step.overlap != "off" and step.seconds is None and not step.on_device
     steps = Steps(
         early=_early(question, step),
-        accumulate=question.accumulate,
-        clips=question.clip,
+        accumulate=question.accumulate_grad_batches,
+        clips=question.gradient_clip,
         scales=question.precision == "16-mixed",
         pieces=fused,
         narrow=(fused or step.on_device) and narrow,
         on_device=step.on_device,
-        sliced=question.transfer == "sliced",
+        sliced=question.transfer == "sharded",
     )
     return make_ledger(plan, step.optimizers, steps)

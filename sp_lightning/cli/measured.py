@@ -19,8 +19,8 @@ from sp_lightning.device.accelerator import device_for, device_found
 from sp_lightning.observe.reached import machine_of, today
 from sp_lightning.tune.rates import DTYPES, OF_DEVICE, measure_rates
 
-_BYTES = ("device_bandwidth", "pcie", "dram", "disk")
-_OPTIONS = ("tflops", "host_tflops", "device_bandwidth", "pcie", "dram")  # a drive is asked for by --disk
+_BYTES = ("device_bandwidth", "pcie", "host_bandwidth", "disk")
+_OPTIONS = ("tflops", "host_tflops", "device_bandwidth", "pcie", "host_bandwidth")  # a drive is asked for by --disk
 
 
 def run_rates(given: Namespace) -> str:
@@ -152,18 +152,22 @@ def corrected(question: Question, say: Callable[[str], None]) -> Question:
 
 def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the question that the run answers: its window and options, and its batch if that has such a shape."""
-    asked: dict[str, Any] = {"k": [found["k"]], "k_prime": [found["k_prime"]], "accumulate": found["accumulate"]}
+    asked: dict[str, Any] = {
+        "k": [found["k"]],
+        "k_prime": [found["k_prime"]],
+        "accumulate_grad_batches": found["accumulate_grad_batches"],
+    }
     if found["precision"] in PRECISIONS:
         asked["precision"] = found["precision"]
-    known = {"activations": MODES, "overlap": OVERLAPS, "optimizer_on": PLACES}
+    known = {"activations": MODES, "optimizer_overlap": OVERLAPS, "optimizer_on": PLACES}
     asked |= {name: found[name] for name, choices in known.items() if found[name] in choices}
-    if question.clip == "norm" and asked.get("overlap") == "backward":
-        asked["clip"] = None  # the run did not
-    if asked.get("overlap") == question.but(**asked | {"overlap": "auto"}).mode:
-        asked["overlap"] = "auto"
+    if question.gradient_clip == "norm" and asked.get("optimizer_overlap") == "backward":
+        asked["gradient_clip"] = None  # the run did not
+    if asked.get("optimizer_overlap") == question.but(**asked | {"optimizer_overlap": "auto"}).mode:
+        asked["optimizer_overlap"] = "auto"
     shape = found["shape"]
     if ":" not in question.model and shape:
-        asked["batch"] = shape[0]
+        asked["batch_size"] = shape[0]
         asked |= {"tokens": shape[1]} if len(shape) == 2 else {"image": shape[-1]} if len(shape) == 4 else {}
     elif question.input and shape:
         asked["input"] = shape

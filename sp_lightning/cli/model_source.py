@@ -73,14 +73,18 @@ def load_model(asked: Question) -> ModelSource:
     tokens = not isinstance(asked.tokens, Usual)
     given: dict[str, Any] = {"--input": asked.input}
     if factory:
-        given = {"--image": asked.image, "--batch": asked.batch > 1 and not tokens, "--tokens": asked.input and tokens}
+        given = {
+            "--image": asked.image,
+            "--batch-size": asked.batch_size > 1 and not tokens,
+            "--tokens": asked.input and tokens,
+        }
     if asked.scale is not None and (factory or find_config(source) is None):
         raise ValueError(f"--scale is for configs of transformers, and {source!r} is none. Leave it out.")
     if ignored := [option for option, value in given.items() if value]:
         instead = (
             "--input SIZE SIZE …, batch first, or change the module's example_input_array,"
             if factory
-            else "--batch, and --tokens or --image"
+            else "--batch-size, and --tokens or --image"
         )
         raise ValueError(f"{' and '.join(ignored)} cannot be used with {source!r}. Use {instead}.")
     if factory:
@@ -151,7 +155,7 @@ def _load_factory(asked: Question) -> ModelSource:
         configure()
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         module.to_empty(device="cpu")  # a run takes its values from a file
-    return ModelSource(module, _examples(module, asked), asked.batch * asked.tokens)
+    return ModelSource(module, _examples(module, asked), asked.batch_size * asked.tokens)
 
 
 def _arguments(example: Any) -> Arguments:
@@ -168,7 +172,7 @@ def _examples(module: nn.Module, asked: Question) -> Batches:
     """
     shape = asked.input
     if shape is None and not isinstance(asked.tokens, Usual):
-        shape = [asked.batch, asked.tokens]
+        shape = [asked.batch_size, asked.tokens]
     if shape is None:
         given = getattr(module, "example_input_array", None)
         return {} if given is None else {"its example_input_array": partial(_arguments, given)}
@@ -205,11 +209,11 @@ def _load_torchvision(asked: Question) -> ModelSource:
     usual = int(getattr(module, "image_size", None) or getattr(trained, "crop_size", [224])[0])
 
     def arguments(size: int) -> Arguments:
-        return (torch.zeros(asked.batch, 3, size, size),), {}
+        return (torch.zeros(asked.batch_size, 3, size, size),), {}
 
     size = asked.image or usual
-    batches: Batches = {_images(asked.batch, each): partial(arguments, each) for each in (size, usual)}
-    return ModelSource(module, batches, asked.batch * _patches(size))
+    batches: Batches = {_images(asked.batch_size, each): partial(arguments, each) for each in (size, usual)}
+    return ModelSource(module, batches, asked.batch_size * _patches(size))
 
 
 # ---------------------------------------------------------------------- transformers
@@ -240,7 +244,7 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
         refuse_another_size(module, asked.scale)
     if isinstance(most := _positions(config), int) and isinstance(asked.tokens, Usual):
         asked.tokens = Usual(min(asked.tokens, most))
-    inputs = _Inputs(module, config, asked.batch, asked.tokens)
+    inputs = _Inputs(module, config, asked.batch_size, asked.tokens)
     if asked.image is not None and not inputs.with_images:
         raise ValueError(
             f"--image {asked.image} cannot be used with {asked.model!r}, which takes no images. Leave it out."
@@ -253,7 +257,7 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     size = asked.image or usual
     sizes = (size, usual, None) if inputs.with_text else (size, usual)
     batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in sizes}
-    uses = asked.batch * (asked.tokens if inputs.with_text else _patches(size))
+    uses = asked.batch_size * (asked.tokens if inputs.with_text else _patches(size))
     generation = partial(inputs.generation, size) if inputs.cache else None
     return ModelSource(module, batches, uses, generation, images=inputs.with_images)
 

@@ -37,7 +37,7 @@ def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
         if any(other <= names for other in found):
             continue
         # Gradients that are freed in backward do not go to a disk.
-        ways = [changes, *[{**changes, "overlap": "backward"}] * ("disk" in changes)]
+        ways = [changes, *[{**changes, "optimizer_overlap": "backward"}] * ("disk" in changes)]
         fitting = [each for way in ways if (each := _try(asked, way, estimates, say)) is not None and each.status == 0]
         if fitting:
             found[names] = min(fitting, key=lambda each: each.shown.prediction.seconds)
@@ -56,13 +56,13 @@ def _for_plain(asked: Answer, found: list[Answer]) -> Iterator[Changes]:
     """
     estimate, limit = asked.estimate, asked.question.gpu_memory
     if asked.fits_checkpointed and asked.best is None:
-        yield {"checkpointing": True}
+        yield {"gradient_checkpointing": True}
     if limit is None or any(each.fits_plain for each in found):
         return
     least = min(estimate.plain_bytes, estimate.checkpointed_bytes)
     if _has_loss(asked) and least - _OF_LOSS * estimate.work.outside <= limit < least:
         yield {"loss_tokens": 1024}
-        yield {"loss_tokens": 1024, "checkpointing": True}
+        yield {"loss_tokens": 1024, "gradient_checkpointing": True}
     steps = {name: value for step, _, _ in _steps(asked) for name, value in step.items()}
     if "lora" in steps and asked.best is None:
         yield {name: steps[name] for name in ("precision", "lora", "loss_tokens") if name in steps}
@@ -129,10 +129,10 @@ def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
         for mode in ("auto", *FREEING):
             if asked.activations != mode:
                 yield {"activations": mode}, _DEVICE, 1
-    if asked.batch > 1 and (count := _fitting_batch(refused)):
-        yield {"batch": count}, _DEVICE, 3
+    if asked.batch_size > 1 and (count := _fitting_batch(refused)):
+        yield {"batch_size": count}, _DEVICE, 3
     if step is not None and step.overlap != "off" and not asked.frees:
-        yield {"overlap": "backward"}, _HOST, 1
+        yield {"optimizer_overlap": "backward"}, _HOST, 1
     if asked.disk is None and asked.host_memory is not None:
         yield {"disk": asked.measured.drive}, _HOST, 2
     if PRECISIONS[asked.precision][0].itemsize > 2:
@@ -146,7 +146,7 @@ def _fitting_batch(refused: Answer) -> int:
     """About how large a batch may be: activations and caches grow with it, weights do not."""
     asked, activations = refused.question, refused.estimate.activation_bytes
     room = (asked.gpu_memory or 0) - refused.shown.device_bytes + activations
-    return min(asked.batch - 1, asked.batch * room // activations) if activations > 0 and room > 0 else 0
+    return min(asked.batch_size - 1, asked.batch_size * room // activations) if activations > 0 and room > 0 else 0
 
 
 def _more_memory(refused: Answer) -> Changes:

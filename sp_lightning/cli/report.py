@@ -146,10 +146,10 @@ def _heading(estimate: Estimate) -> str:
     count = f"{number(estimate.parameters)} parameters"
     if estimate.step is not None and estimate.trained < estimate.parameters:
         count += f", of which {number(estimate.trained)} are trained"
-    if question.accumulate > 1:
-        what += f" every {question.accumulate} batches"
-    if question.clip:
-        what += f", clipped by {question.clip}"
+    if question.accumulate_grad_batches > 1:
+        what += f" every {question.accumulate_grad_batches} batches"
+    if question.gradient_clip:
+        what += f", clipped by {question.gradient_clip}"
     where = f" on each of {question.devices} devices" if question.devices > 1 else ""
     where += f" {'of' if where else 'on'} each of {question.nodes} nodes" if question.nodes > 1 else ""
     return f"{question.model}: {count}, {question.precision}, {what}, {estimate.items}{where}"
@@ -219,7 +219,9 @@ def _disk(answer: Answer) -> list[str]:
         named = ", and ".join(f"{in_gib(nbytes)} of {what}" for what, nbytes in more.items() if nbytes)
         lines.append(f"disk: {named}, through {in_gib(trained.window)} of host memory")
     if answer.best is not None and not question.predict:
-        written = (placement.disk_bytes + trained.weight_bytes) / question.accumulate + trained.gradient_bytes
+        written = (
+            placement.disk_bytes + trained.weight_bytes
+        ) / question.accumulate_grad_batches + trained.gradient_bytes
         daily = written / answer.best.prediction.seconds * _DAY
         lines.append(f"disk: {daily / 1e12:.3g} TB are written in a day of training; look up what the drive endures")
     return lines
@@ -243,7 +245,8 @@ def _assumed(estimate: Estimate) -> str:
     optimizer = "" if step is None else f"{step.name} ({step.source}), "
     known = {
         "tflops": f"{question.tflops:g} TFLOP/s", "device_bandwidth": f"{question.device_bandwidth / 1e9:g} GB/s on the device",
-        "pcie": f"{question.pcie / 1e9:g} GB/s each way", "dram": f"{question.dram / 1e9:g} GB/s of host memory",
+        "pcie": f"{question.pcie / 1e9:g} GB/s each way",
+        "host_bandwidth": f"{question.host_bandwidth / 1e9:g} GB/s of host memory",
     }  # fmt: skip
     measured = [each for name, each in known.items() if name in question.measured.names]
     assumed = [name for name in known if name not in question.measured.names]
@@ -303,7 +306,7 @@ def _faster(answer: Answer) -> str:
         why = f"{waited[what]:.3g} of {now:.3g} s are waited for {what}; {remedy(what, plan)}."
     sliced = answer.without_waits.get("whole uploads", now)
     if now - sliced >= LEAST_WAITING * now:
-        why += f' transfer="sliced" takes {sliced:.3g} s.'
+        why += f' transfer="sharded" takes {sliced:.3g} s.'
     for options, (seconds, more) in (stepped_otherwise(answer.estimate, row) if "updates" in waited else {}).items():
         if now - seconds >= LEAST_WAITING * now:
             needs, limit = row.device_bytes + more, answer.question.gpu_memory
@@ -359,7 +362,7 @@ def as_fields(answer: Answer) -> dict[str, object]:
     """One answer for programs, by the names of what it says."""
     estimate, best, question, work = answer.estimate, answer.best, answer.question, answer.estimate.work
     plan, modes = answer.rows[0].plan, answer.rows[0].modes
-    known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "dram", "links", "network")
+    known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "host_bandwidth", "links", "network")
     return {
         "model": question.model, "precision": question.precision, "optimizer_on": question.optimizer_on,
         "batch": estimate.items, "training": not question.predict,

@@ -110,8 +110,8 @@ def speed(answer: Answer) -> str:
     time = f"{seconds:.3g} s per batch{each}"
     if answer.prompt_seconds is not None:
         time = (
-            f"{answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of {question.batch} "
-            f"sequence{'s' * (question.batch > 1)}{each}"
+            f"{answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of {question.batch_size} "
+            f"sequence{'s' * (question.batch_size > 1)}{each}"
         )
     return f"{time}, {per_second(answer)}"
 
@@ -141,18 +141,18 @@ def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
     if question.activations != "auto" or estimate.activations == "auto":
         options["activations"] = question.activations
     if estimate.activations == "auto":
-        options["memory_budget"] = exact_bytes(question.gpu_memory or 0)
-    if question.overlap != "auto" and not question.predict:
-        options["optimizer_overlap"] = question.overlap
-    if question.optimizer_on != "host" and not question.predict:
+        options["gpu_memory"] = exact_bytes(question.gpu_memory or 0)
+    if question.optimizer_overlap != "auto" and not question.predict:
+        options["optimizer_overlap"] = question.optimizer_overlap
+    if question.optimizer_on != "cpu" and not question.predict:
         options["optimizer_on"] = question.optimizer_on
-    if question.transfer != "whole":
+    if question.transfer != "full":
         options["transfer"] = question.transfer
     if question.disk is not None:
         options["disk"] = "FOLDER"
         if question.host_memory is not None:
             options["host_memory"] = exact_bytes(question.host_memory)
-    return options | {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
+    return options | {name: given for name in ("layers", "keep_on_gpu") if (given := getattr(question, name))}
 
 
 def strategy(estimate: Estimate, plan: Plan) -> str:
@@ -170,7 +170,7 @@ def trainer_options(question: Question) -> str:
 def beside(question: Question) -> str:
     """What of the model the answer depends on, too, as half a sentence."""
     text = ""
-    if question.checkpointing:
+    if question.gradient_checkpointing:
         text += " and the model's gradient_checkpointing_enable()"
     if question.lora is not None:
         text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'

@@ -101,7 +101,7 @@ class _Checking:
         settings, options, unused = self._subject.described()
         options |= self._given
         if options.get("optimizer_on") == "auto":
-            raise ValueError('A check is of one place: give optimizer_on="host" or "device" in place of "auto".')
+            raise ValueError('A check is of one place: give optimizer_on="cpu" or "gpu" in place of "auto".')
         if unused and not self.found.notes:  # the CPU may be the second device that is tried
             self.found.notes.append(
                 f"Not used, because a check has its own length, files and devices: {', '.join(unused)}."
@@ -149,10 +149,10 @@ class _Checking:
             if self.found.rows:
                 return  # every variant has stopped, and plain Lightning has not
             raise NotRunError(" ".join(self.found.notes))
-        watched = {**(first.way.options or {}), "check_writes": True}
+        watched = {**(first.way.options or {}), "debug_writes": True}
         if watched.get("optimizer_overlap") == "backward":
-            watched["optimizer_overlap"] = "off"  # check_writes compares weights over a backward
-        ways.append(Way("streamed, check_writes and hooks on gradients", watched, watched="gradients"))
+            watched["optimizer_overlap"] = "off"  # debug_writes compares weights over a backward
+        ways.append(Way("streamed, debug_writes and hooks on gradients", watched, watched="gradients"))
         self._attempt(ways[-1], plain)
         self._continue(first, plain)
         predicted = [entry.values().get("") for entry in plain.record.entries if entry.kind == "predictions"]
@@ -308,7 +308,7 @@ def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
 def _is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
     """Whether the strategy's optimizers run fused in any of its runs. Then they do in all, and so do plain Lightning's."""
     given = options.get("fused_optimizer", "auto")
-    if options.get("optimizer_on") == "device":  # where they run as their users made them
+    if options.get("optimizer_on") == "gpu":  # where they run as their users made them
         return False
     early = any(variant.get("optimizer_overlap") in ("forward", "backward") for variant in variants)
     return bool(given) if given != "auto" else early or device.type != "cpu"

@@ -79,9 +79,9 @@ def avoided_by(way: Way, name: str, differs: Callable[[Way], bool]) -> str:
     tried: list[dict[str, Any]] = [
         {"activations": "keep"},
         {"optimizer_overlap": "off"},
-        {"check_writes": True, "optimizer_overlap": "off"},
-        {"resident": [name]},
-        *[{"optimizer_on": "host"}] * ("optimizer_on" in options),
+        {"debug_writes": True, "optimizer_overlap": "off"},
+        {"keep_on_gpu": [name]},
+        *[{"optimizer_on": "cpu"}] * ("optimizer_on" in options),
     ]
     for change in tried:
         if any(options.get(option) != value for option, value in change.items()):

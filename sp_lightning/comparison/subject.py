@@ -22,8 +22,8 @@ from sp_lightning.trainer.strategy import SuperpipelineStrategy
 Factory = str | Callable[[], Any]
 """What makes something when it is called: a callable, or its name as ``package.module:Name``."""
 OPTIONS = (
-    "k", "k_prime", "memory_budget", "activations", "layers", "resident", "pin_memory", "fused_optimizer",
-    "optimizer_overlap", "optimizer_on", "weights", "disk", "host_memory",
+    "k", "k_prime", "gpu_memory", "activations", "layers", "keep_on_gpu", "pin_memory", "fused_optimizer",
+    "optimizer_overlap", "optimizer_on", "load_weights_from", "disk", "host_memory",
 )  # fmt: skip
 """The options of the strategy that a config or a command gives to a check; the others are for several devices, or its own."""
 

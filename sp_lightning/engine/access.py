@@ -431,5 +431,5 @@ class Access(Part):
             raise RuntimeError(
                 f"torch.func.grad (or vjp, jacrev, jvp) reached the streamed layer {name!r}: these transforms keep weights "
                 f"where they cannot be streamed. Use torch.autograd.grad(..., create_graph=True), or keep the layer on "
-                f"the device: SuperpipelineStrategy(resident=[{name!r}])."
+                f"the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
             )

@@ -34,7 +34,7 @@ class HostSource(BlockSource):
         slots: the slots, whose transfers read the host's memory.
         updates: the updates that may be under way.
         device: is told of reads and writes.
-        watch: is told which weights were adopted, if ``check_writes`` looks for writes; otherwise None.
+        watch: is told which weights were adopted, if ``debug_writes`` looks for writes; otherwise None.
     """
 
     def __init__(

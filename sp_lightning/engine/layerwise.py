@@ -271,7 +271,7 @@ class LayerwiseStep:
         needs = {
             'optimizer_overlap="backward"': self.begun,
             "disk=": self._state,
-            'optimizer_on="device"': self._on_device,
+            'optimizer_on="gpu"': self._on_device,
             "Training on several devices": self._engine.several,
         }
         for name, needed in needs.items():

@@ -116,9 +116,7 @@ class OnRanks(Placement):
         self.sliced = sliced
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
-        remedy = (
-            "The layers were found by the memory that is free: say which they are, with layers= and memory_budget=."
-        )
+        remedy = "The layers were found by the memory that is free: say which they are, with layers= and gpu_memory=."
         self._ranks.must_agree("layers", {layer.name: human_bytes(layer.nbytes) for layer in plan.moving}, remedy)
         nbytes = sum(whole_pages(layer.nbytes) for layer in (*plan.moving, plan.residents))
         return shared_allocator(self._ranks, device, nbytes)

@@ -63,7 +63,7 @@ class Step(Part):
     """The running step, or the last one.
 
     Args:
-        watch: compares the host's weights, if ``check_writes`` asks for it; otherwise None.
+        watch: compares the host's weights, if ``debug_writes`` asks for it; otherwise None.
 
     Attributes:
         running: whether a step runs.
@@ -110,7 +110,7 @@ class Step(Part):
         if not quiet:
             self.invalidate()
         training = kind is not StepKind.INFERENCE
-        # Timelines are made of uses that begin and end, and check_writes takes every weight on the device for written.
+        # Timelines are made of uses that begin and end, and debug_writes takes every weight on the device for written.
         self.residency.let_rest(not (training or self.device.timelines or self._watch is not None))
         if self.expected != phase:
             self.residency.prefetch.start(phase, training=training)
@@ -301,10 +301,10 @@ class Step(Part):
 
         Args:
             writes_follow: whether user code may write weights next, so that no transfer may be reading them.
-            compare: whether ``check_writes`` looks for writes. It should not if there is an error already.
+            compare: whether ``debug_writes`` looks for writes. It should not if there is an error already.
 
         Raises:
-            RuntimeError: weights were written in a way that only ``check_writes`` sees.
+            RuntimeError: weights were written in a way that only ``debug_writes`` sees.
         """
         if compare:
             self.compare_writes()
@@ -336,10 +336,10 @@ class Step(Part):
         if self.shared:
             self.share(False)
 
-    # ------------------------------------------------------------------ check_writes
+    # ------------------------------------------------------------------ debug_writes
 
     def compare_writes(self) -> None:
-        """With ``check_writes``, checks that the host's weights have the values that they had at the last look.
+        """With ``debug_writes``, checks that the host's weights have the values that they had at the last look.
 
         Raises:
             RuntimeError: a weight was written in a way that torch does not show.

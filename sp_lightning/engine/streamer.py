@@ -55,7 +55,7 @@ class Streamer:
         host_room: the most bytes of host memory that activations may take; None for no limit.
         averages: modules whose buffers are on the device from their first use in a step until its end.
         threads: the threads that belong to the run; None: the present one.
-        check_writes: whether to look for writes of weights that torch does not show.
+        debug_writes: whether to look for writes of weights that torch does not show.
         around_rerun: a context for a forward that runs again in backward, of which only autograd is to know.
         log: the logger for the engine's warnings; None for Lightning's.
 
@@ -76,7 +76,7 @@ class Streamer:
         host_room: int | None = None,
         averages: Sequence[nn.Module] = (),
         threads: OwnThreads | None = None,
-        check_writes: bool = False,
+        debug_writes: bool = False,
         around_rerun: Callable[[], AbstractContextManager[None]] = nullcontext,
         log: logging.Logger | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Streamer:
         self._lock = threading.RLock()
         self.threads = threads or OwnThreads()
         self._closed = False
-        self._build_weights(pin, check_writes, placement, log)
+        self._build_weights(pin, debug_writes, placement, log)
         self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
         self._build_step(averages, placement)
         visits = self._build_access(around_rerun)
@@ -100,13 +100,13 @@ class Streamer:
 
     # ------------------------------------------------------------------ the parts, from below
 
-    def _build_weights(self, pin: bool, check_writes: bool, placement: Placement, log: logging.Logger | None) -> None:
+    def _build_weights(self, pin: bool, debug_writes: bool, placement: Placement, log: logging.Logger | None) -> None:
         """Builds host memory, slots, gradients and updates."""
         device, plan = self.device, self.plan
         self._staging = Staging(device, pin=pin)
         self._layers = make_layers(self.found, plan, device, self._staging, *placement.blocks(device, plan), pin=pin)
         *self._moving, self._resident_layer = self._layers
-        self._watch = WeightWatch([layer.block for layer in self._layers]) if check_writes else None
+        self._watch = WeightWatch([layer.block for layer in self._layers]) if debug_writes else None
         self._stays: set[int] = set()
         self._embeddings = make_rows(self.found, self._layers, device, log, pin=pin)
         self._slots = Slots(plan, self._moving, device, placement.uploads(device, self._lock, log))

@@ -63,7 +63,7 @@ def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict
                 raise ValueError(
                     f"Parameter {full!r} is of class {kind}, a tensor subclass that cannot be streamed: expected one that "
                     f"consists of plain tensors (__tensor_flatten__) and is frozen. "
-                    f"{_how_to_stream(parameter)} Or keep it on the device: SuperpipelineStrategy(resident=[{full!r}])."
+                    f"{_how_to_stream(parameter)} Or keep it on the device: SuperpipelineStrategy(keep_on_gpu=[{full!r}])."
                 )
         if script or foreign:
             whole[child] = name

@@ -51,7 +51,7 @@ def find_layers(
     module: nn.Module,
     *,
     layers: LayerChoice = None,
-    resident: Sequence[str] = (),
+    keep_on_gpu: Sequence[str] = (),
     autocast: torch.dtype | None = None,
     whole_blocks: bool = False,
 ) -> Found:
@@ -61,7 +61,7 @@ def find_layers(
         module: the root, on any device but ``meta``; it is not changed.
         layers: names or glob patterns (``*`` within one name, ``**`` across), module classes, or a callable that
             returns names or modules; None finds them.
-        resident: names or glob patterns of modules or parameters that are to stay on the device.
+        keep_on_gpu: names or glob patterns of modules or parameters that are to stay on the device.
         autocast: the dtype that steps run autocast with, if they do.
         whole_blocks: whether blocks move with those experts that are modules, as a second forward of a block in backward
             needs them.
@@ -71,7 +71,7 @@ def find_layers(
     """
     names = {child: name for name, child in reversed(list(module.named_modules()))}
     refuse_without_values(module)
-    chosen, kept = chosen_layers(module, layers, names), chosen_residents(module, resident)
+    chosen, kept = chosen_layers(module, layers, names), chosen_residents(module, keep_on_gpu)
     whole = modules_moved_whole(module, kept)
     _refuse_both(chosen, kept, names)
     parted = parted_parameters(module, whole)
@@ -107,7 +107,7 @@ def _refuse_both(chosen: set[nn.Module], kept: set[nn.Parameter], names: Mapping
     conflict = next((child for child in chosen if all(p in kept for p in child.parameters())), None)
     if conflict is not None:
         raise ValueError(
-            f"Overlapping layers: {names[conflict]!r} is chosen by layers= and by resident=. "
+            f"Overlapping layers: {names[conflict]!r} is chosen by layers= and by keep_on_gpu=. "
             f"Remove it from one of the two."
         )
 

@@ -73,7 +73,7 @@ def _matches(module: nn.Module, pick: Any, names: Mapping[nn.Module, str]) -> li
 
 
 def chosen_residents(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """The parameters that ``resident=`` chooses, by their own names or by those of modules above them.
+    """The parameters that ``keep_on_gpu=`` chooses, by their own names or by those of modules above them.
 
     Raises:
         ValueError: a pattern that matches nothing.
@@ -82,7 +82,7 @@ def chosen_residents(module: nn.Module, patterns: Sequence[str]) -> set[nn.Param
     named: dict[str, nn.Module | nn.Parameter] = {**dict(module.named_modules(remove_duplicate=False)), **parameters}
     residents: set[nn.Parameter] = set()
     for pattern in patterns:
-        for match in matching(module, pattern, "resident", named):
+        for match in matching(module, pattern, "keep_on_gpu", named):
             residents.update(match.parameters() if isinstance(match, nn.Module) else [match])
     return residents
 

@@ -95,9 +95,9 @@ def refuse_without_values(module: nn.Module) -> None:
         if tensor.is_meta and tensor in parameters:
             raise ValueError(
                 f"Parameter {name!r} is on the meta device and has no values. Give them from a file: "
-                "SuperpipelineStrategy(weights=FILE), or ckpt_path=FILE of trainer.fit (validate, test, predict). Without a "
-                "file, build the module without the meta device, so that it is initialised: set-up moves it layer by layer "
-                "and takes no more host memory for that (with several devices, each of their processes builds one)."
+                "SuperpipelineStrategy(load_weights_from=FILE), or ckpt_path=FILE of trainer.fit (validate, test, predict). "
+                "Without a file, build the module on the CPU, so that it is initialised. Set-up moves it layer by layer and "
+                "needs no second copy (with several devices, each process builds one)."
             )
         if tensor.is_meta:
             raise ValueError(

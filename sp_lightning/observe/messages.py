@@ -14,7 +14,7 @@ _SAID: set[str] = set()
 TRANSFORMS = (
     "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
     "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
-    'SuperpipelineStrategy(resident=["**"], activations="keep").'
+    'SuperpipelineStrategy(keep_on_gpu=["**"], activations="keep").'
 )
 
 TRACES = (
@@ -25,7 +25,7 @@ TRACES = (
 HIDDEN_READ = (
     "The memory of the weight {name!r} was read while it is not on the device. A torch.func transform (vmap, jvp …), a "
     "TorchScript function or a C++ extension that is given a weight does not ask for it. Pass weight.clone() instead, or keep "
-    "the weight on the device: SuperpipelineStrategy(resident=[{name!r}])."
+    "the weight on the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
 )
 
 BEING_UPDATED = (

@@ -40,7 +40,7 @@ class Stats:
             the use began, kept or come ahead of time, and how many had to come then. A hit may thus have travelled, too.
         expert_bytes: bytes of stacked experts copied to the device, ahead of time or not; what was saved is seen here. They
             are among ``fetched_bytes``.
-        gathered_bytes: bytes of weights that came from other devices of the node, with ``transfer="sliced"``. They are among
+        gathered_bytes: bytes of weights that came from other devices of the node, with ``transfer="sharded"``. They are among
             ``fetched_bytes``.
         brought_bytes, taken_bytes: bytes of weights, gradients and state that came to the device for steps there, and left it.
     """
@@ -177,7 +177,7 @@ _QUICKER = ", and pip install llvmlite makes them quicker"
 def remedy(what: str, plan: Plan) -> str:
     """What makes a run wait less for one thing, as a half-sentence."""
     rarer = "a larger batch, or accumulate_grad_batches, makes them rarer"
-    more = "" if plan.k >= len(plan.layers) else "a larger k or memory_budget, or "
+    more = "" if plan.k >= len(plan.layers) else "a larger k or gpu_memory, or "
     return {
         "fetches": f"{more}more work per batch (tokens, images) hides them",
         "gradients to leave": "a larger k_prime leaves them more time",
@@ -185,10 +185,10 @@ def remedy(what: str, plan: Plan) -> str:
         "the host": "larger layers (layers=), or more work per batch (tokens, images), leave it more time",
         "several things at once": "more work per batch (tokens, images) hides them",
         "sums of gradients": "more work per batch (tokens, images) hides them",
-        "whole uploads": 'transfer="sliced" has each device upload a part and get the rest from the others',
+        "whole uploads": 'transfer="sharded" has each device upload a part and get the rest from the others',
         "sums over nodes": "more work per batch (tokens, images) hides them, or a faster --network",
         "the disk": "more host memory leaves less on it, and more work per batch (tokens, images) hides it",
-        "activations": "recompute some of them, or give a larger memory_budget",
+        "activations": "recompute some of them, or give a larger gpu_memory",
         "optimizers' steps": f"{rarer}; those of torch's Adam, AdamW, SGD and Adagrad can run beside the model "
         '(optimizer_overlap="forward")',
     }[what]

@@ -121,7 +121,7 @@ class DeclaredStep:
         what = next((what for what, holds in reasons.items() if holds), None) or _cannot_pass(state, twins)
         if what is not None:
             raise RuntimeError(
-                f'optimizer_on="device": {type(part_of).__name__}.step {what}, although it has {DECLARES} = True: it may read '
+                f'optimizer_on="gpu": {type(part_of).__name__}.step {what}, although it has {DECLARES} = True: it may read '
                 "and write one parameter, its gradient and its state[p] at a time, and nothing else. Leave optimizer_on out: "
                 "then the host steps."
             )

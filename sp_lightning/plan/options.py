@@ -1,11 +1,12 @@
 """The strategy's options, checked before anything is built.
 
 Each function returns the option's value in one form. It raises a TypeError or a ValueError that names the option, what was
-found, what was expected, and an example.
+found, what was expected, and an example. :data:`HABITS` answers the names that other libraries have for the same things.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
@@ -22,10 +23,45 @@ from sp_lightning.plan.units import parse_bytes
 
 Count = int | Literal["auto"]
 Overlap = Literal["auto", "off", "forward", "backward"]
-OptimizerOn = Literal["host", "device", "auto"]
-Transfer = Literal["auto", "whole", "sliced"]
+OptimizerOn = Literal["cpu", "gpu", "auto"]
+Transfer = Literal["auto", "full", "sharded"]
 Fused = bool | Literal["auto"]
 P = ParamSpec("P")
+
+_OFFLOADED = "Weights, gradients and optimizer state are always offloaded. Leave it out."
+_K = "Use k, the number of layers in GPU memory at once: k=2."
+_K_PRIME = "Layers are always prefetched. Use k_prime, the number of layers per transfer: k_prime=1."
+_DISK = 'Use disk, a folder for what host memory does not hold: disk="/scratch".'
+_GPU_MEMORY = 'Use gpu_memory, the limit of GPU memory: gpu_memory="16GiB".'
+_CHECKPOINTING = 'Use activations="recompute", which is activation checkpointing.'
+_HOST_STEPS = 'Optimizers step on the CPU by default. Leave it out, or use optimizer_on="gpu" for steps on the GPU.'
+_TRAINER = "It is an option of the Trainer: {}."
+HABITS = {
+    "cpu_offload": _OFFLOADED, "offload": _OFFLOADED, "offload_params": _OFFLOADED, "offload_parameters": _OFFLOADED,
+    "offload_type": _OFFLOADED, "offload_optimizer": _HOST_STEPS, "offload_optimizer_device": _HOST_STEPS,
+    "blocks_to_swap": _K, "num_blocks": _K, "num_blocks_per_group": _K, "num_layers_on_gpu": _K, "layers_on_gpu": _K,
+    "prefetch": _K_PRIME, "num_prefetch": _K_PRIME, "use_stream": _K_PRIME, "layers_per_copy": _K_PRIME,
+    "nvme_path": _DISK, "offload_folder": _DISK, "offload_dir": _DISK, "offload_to_disk_path": _DISK,
+    "memory_budget": _GPU_MEMORY, "max_memory": _GPU_MEMORY, "max_gpu_memory": _GPU_MEMORY, "vram": _GPU_MEMORY,
+    "activation_checkpointing": _CHECKPOINTING, "gradient_checkpointing": _CHECKPOINTING, "checkpointing": _CHECKPOINTING,
+    "activation_checkpointing_policy": _CHECKPOINTING, "activation_offload": 'Use activations="offload".',
+    "optimizer_in_backward": 'Use optimizer_overlap="backward".', "resident": 'Use keep_on_gpu=["lm_head"].',
+    "exclude_frozen_parameters": "Use save_frozen=False.", "weights": 'Use load_weights_from="model.safetensors".',
+    "precision": _TRAINER.format('Trainer(precision="bf16-mixed")'), "devices": _TRAINER.format("Trainer(devices=1)"),
+    "num_nodes": _TRAINER.format("Trainer(num_nodes=2)"), "max_epochs": _TRAINER.format("Trainer(max_epochs=1)"),
+    "gradient_clip_val": _TRAINER.format("Trainer(gradient_clip_val=1.0)"),
+    "accumulate_grad_batches": _TRAINER.format("Trainer(accumulate_grad_batches=4)"),
+}  # fmt: skip
+"""By options that other libraries or the Trainer have: what to use instead."""
+_INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
+    "activations": {
+        "recompute": ("checkpoint", "checkpointing", True), "keep": ("none", None, False), "offload": ("cpu", "host"),
+    },
+    "optimizer_on": {"cpu": ("host",), "gpu": ("device", "cuda")},
+    "optimizer_overlap": {"auto": (True,), "off": (False, None, "none")},
+    "transfer": {"full": ("whole",), "sharded": ("sliced",)},
+}  # fmt: skip
+"""By option and choice, values that mean the same to users of other libraries."""
 
 
 def by_name(init: Callable[P, None]) -> Callable[P, None]:
@@ -37,11 +73,13 @@ def by_name(init: Callable[P, None]) -> Callable[P, None]:
         name, given = type(args[0]).__name__, args[1:]
         if given:
             raise TypeError(
-                f"{name} takes its options by name, found {given[0]!r}. For example {name}(k={given[0]!r})."
+                f"{name} takes keyword arguments only, found {given[0]!r}. For example {name}(k={given[0]!r})."
             )
         for option in [each for each in options if each not in known]:
-            close = get_close_matches(option, known, 1, cutoff=0.5)
-            hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}."
+            close = get_close_matches(option, known, 1, cutoff=0.6)
+            hint = f"Did you mean {close[0]}?" if close else f"Valid options: {', '.join(known)}."
+            if option in HABITS:
+                hint = HABITS[option]
             raise TypeError(f"{name} has no option {option!r}. {hint}")
         init(*args, **options)
 
@@ -49,12 +87,12 @@ def by_name(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def checked_count(option: str, value: Any) -> Count:
-    """A whole number of layers of at least 1, or ``"auto"``."""
+    """An integer of at least 1, or ``"auto"``."""
     if value == "auto" and isinstance(value, str):
         return "auto"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(
-            f'{option} must be a whole number of layers or "auto", found {value!r}. For example {option}=2.'
+            f'{option} must be an integer (a number of layers) or "auto", found {value!r}. For example {option}=2.'
         )
     if value < 1:
         raise ValueError(f"{option} must be at least 1, found {value}. For example {option}=1.")
@@ -62,18 +100,21 @@ def checked_count(option: str, value: Any) -> Count:
 
 
 def checked_budget(option: str, value: Any) -> int | float | None:
-    """A budget of memory: bytes, a share of the free memory (a float of at most 1), or None."""
+    """A limit of memory: bytes, a fraction of the free memory (a float of at most 1), or None."""
     if value is None:
         return None
-    wanted = 'bytes (8_000_000_000), a size ("8GiB", "8GB") or a share of the free memory (0.8)'
+    wanted = 'bytes (8_000_000_000), a size ("8GiB", "8GB") or a fraction of the free memory (0.8, "80%")'
     if isinstance(value, str):
-        return parse_bytes(option, value)
+        percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)
+        if percent is None:
+            return parse_bytes(option, value)
+        value = float(percent[1]) / 100
     if isinstance(value, float) and value > 1 and value.is_integer():
         value = int(value)  # YAML reads 1e9 as a float
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{option} takes {wanted}; found {value!r}.")
     if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"{option} takes {wanted}; {value!r} is no share between 0 and 1.")
+        raise ValueError(f"{option} takes {wanted}; {value!r} is not a fraction between 0 and 1.")
     if isinstance(value, int) and value < 1024:
         raise ValueError(f'{option} takes {wanted}; {value!r} is too small. With a unit: "{abs(value) or 8}GiB".')
     return value
@@ -103,8 +144,21 @@ def checked_fused(value: Any) -> Fused:
 def checked_choice(option: str, choices: tuple[str, ...], value: Any) -> Any:
     """One of some words."""
     if value not in choices:
-        raise ValueError(f"{option} must be one of {choices}, found {value!r}.")
+        raise ValueError(f"{option} must be one of {quoted(choices)}, found {value!r}.{_instead(option, value)}")
     return value
+
+
+def quoted(choices: Iterable[str]) -> str:
+    """Some words in quotation marks, separated by commas."""
+    return ", ".join(f'"{choice}"' for choice in choices)
+
+
+def _instead(option: str, value: Any) -> str:
+    """A sentence that says which choice a value means; empty if that is not known."""
+    for choice, meant in _INSTEAD.get(option, {}).items():
+        if any(type(value) is type(each) and value == each for each in meant):
+            return f' Use {option}="{choice}".'
+    return ""
 
 
 def checked_activations(choice: Any) -> Activations:
@@ -112,16 +166,22 @@ def checked_activations(choice: Any) -> Activations:
     modes = get_args(Mode)
     if isinstance(choice, str):
         if choice not in (*modes, "auto"):
-            raise ValueError(f"activations must be one of {(*modes, 'auto')}, or patterns; found {choice!r}.")
+            raise ValueError(
+                f"activations must be one of {quoted(('auto', *modes))}, or a mapping, found {choice!r}."
+                f"{_instead('activations', choice)}"
+            )
         return cast(Activations, choice)
-    wanted = 'one of "keep", "recompute", "offload", "auto", or patterns: activations={"encoder.*": "offload"}'
+    wanted = f'{quoted(("auto", *modes))}, or a mapping: activations={{"encoder.*": "offload"}}'
     if not isinstance(choice, Mapping):
-        raise TypeError(f"activations takes {wanted}; found {choice!r}.")
+        raise TypeError(f"activations must be one of {wanted}, found {choice!r}.{_instead('activations', choice)}")
     for pattern, mode in choice.items():
         if not isinstance(pattern, str):
-            raise TypeError(f"activations takes {wanted}; found the pattern {pattern!r}.")
+            raise TypeError(f"activations must be one of {wanted}, found the pattern {pattern!r}.")
         if mode not in modes:
-            raise ValueError(f"activations={{{pattern!r}: {mode!r}}}: a pattern's mode is one of {modes}.")
+            raise ValueError(
+                f"activations={{{pattern!r}: {mode!r}}}: the mode must be one of {quoted(modes)}."
+                f"{_instead('activations', mode)}"
+            )
     return dict(choice)
 
 

@@ -49,7 +49,7 @@ def exact_bytes(nbytes: int) -> str:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """The bytes of a size with a unit. ``GB`` is 10⁹ bytes, ``GiB`` is 2³⁰.
+    """The bytes of a size with a unit. ``GB`` is 10⁹ bytes; ``GiB``, ``Gi`` and ``G`` are 2³⁰.
 
     Args:
         option: the option that the size was given for, which the error names.
@@ -58,9 +58,10 @@ def parse_bytes(option: str, text: str) -> int:
     Raises:
         ValueError: the text is no such size, or zero.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|B)\s*", text, re.IGNORECASE)
     if match is None or len(match[1]) > 20 or not float(match[1]):
         raise ValueError(
             f'{option} takes a number with a unit (B, MB, MiB, GB, GiB, …), found {text!r}. For example "8GiB".'
         )
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    base = 1000 if (match[3] or "").upper() == "B" else 1024
+    return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))

@@ -254,7 +254,7 @@ class Trial(Placement):
         if self._at_once is None:
             raise ValueError(
                 "Trials share the device's memory, and it is not known how many there will be. Say how many run at once, "
-                'SharedBase(max_trials=4), or give each a part: SuperpipelineStrategy(memory_budget="8GiB").'
+                'SharedBase(max_trials=4), or give each a part: SuperpipelineStrategy(gpu_memory="8GiB").'
             )
         if self._base._free is None:
             self._base._free = device_for(device).free_bytes()

@@ -105,7 +105,7 @@ class SuperpipelineCallback(Callback):
         self._batches: dict[int, list[Interval]] = {}  # the intervals of each batch that was recorded, by its number
         self._tokens: int | None = 0  # of this run so far; None if a batch does not say how many it has
         self._last: dict[str, tuple[float, Stats | None, int]] = {}  # the time, counters and tokens of the last rates
-        self._active = hasattr(trainer.strategy, "expect_next_batch")
+        self._active = hasattr(trainer.strategy, "_expect_next_batch")
         if not self._active:
             if not self._warned:
                 rank_zero_warn(
@@ -146,7 +146,7 @@ class SuperpipelineCallback(Callback):
         plan, log = self._strategy.plan, self._strategy.log
         state = self._strategy.ledger.state if training else None
         line = " ".join([plan.sentence(training=training, state=state), *self._strategy.remarks()])
-        say_once(log, line, self._strategy.said)
+        say_once(log, line, self._strategy._said)
         log.debug("\n%s", plan.table(training=training, state=state))
 
     # ------------------------------------------------------------------ training batches
@@ -158,7 +158,7 @@ class SuperpipelineCallback(Callback):
         self._seen += 1
         # The first batch of all is not recorded: kernels and caches are made in it.
         if self._seen > 1 and (self._seen - 2) % self._every == 0:
-            device = self._strategy.computing_device
+            device = self._strategy._computing_device
             assert device is not None
             if self._timeline is None:  # the picture shows the last batch only
                 self._batches.clear()
@@ -171,7 +171,7 @@ class SuperpipelineCallback(Callback):
     ) -> None:
         if not self._active:
             return
-        self._strategy.expect_next_batch()
+        self._strategy._expect_next_batch()
         if self._report is not None:
             self._reached.batch_ended(perf_counter(), batch, trainer.global_step)
         tokens = _tokens_in(batch)
@@ -184,7 +184,7 @@ class SuperpipelineCallback(Callback):
             for logger in trainer.loggers if metrics else ():
                 logger.log_metrics(metrics, step=step)
             if self._verbose and trainer.is_global_zero:
-                self._strategy.log.debug(state_line(step + 1, found, host_memory(), self._strategy.device_memory))
+                self._strategy.log.debug(state_line(step + 1, found, host_memory(), self._strategy._device_memory))
         if self._progress_bar:
             found = self._measure("batches")
             pl_module.log_dict({name: found[name] for name in DEFAULT_METRICS}, prog_bar=True, logger=False)
@@ -222,7 +222,7 @@ class SuperpipelineCallback(Callback):
         waited = bottleneck(stats, seconds, plan)
         log.debug("%s", counters_line(stats))
         if waited:
-            log.info(" ".join(filter(None, [waited, self._strategy.better_steps()])))
+            log.info(" ".join(filter(None, [waited, self._strategy._better_steps()])))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._running:
@@ -252,7 +252,7 @@ class SuperpipelineCallback(Callback):
         """What follows belongs to no batch, or to the next one."""
         if self._intervals is None:
             return
-        device = self._strategy.computing_device  # another one, where the engine was built anew meanwhile
+        device = self._strategy._computing_device  # another one, where the engine was built anew meanwhile
         if device is not None and self._intervals in device.timelines:
             device.timelines.remove(self._intervals)
         if self._batches:
@@ -272,7 +272,7 @@ class SuperpipelineCallback(Callback):
         """Writes what was reached. Nothing is lost because a disk is full."""
         if self._report is None or not self._records:
             return
-        log, device = self._strategy.log, self._strategy.computing_device
+        log, device = self._strategy.log, self._strategy._computing_device
         assert device is not None
         found = self._reached.as_dict(trainer.accumulate_grad_batches)
         if not found:
@@ -281,7 +281,7 @@ class SuperpipelineCallback(Callback):
                 self._report,
             )
             return
-        (place, overlap), plan, module = self._strategy.stepping, self._strategy.plan, trainer.lightning_module
+        (place, overlap), plan, module = self._strategy._stepping, self._strategy.plan, trainer.lightning_module
         modes = set(self._strategy.activations.values())
         counts = [(weight.numel(), weight.requires_grad) for weight in module.parameters()]
         waited = {name: value for name, value in vars(self._strategy.stats()).items() if name.endswith("seconds")}
@@ -290,9 +290,9 @@ class SuperpipelineCallback(Callback):
             "model": type(module).__name__, "parameters": sum(count for count, _ in counts),
             "trained": sum(count for count, trains in counts if trains),
             "devices": plan.ranks * plan.nodes, "precision": str(trainer.precision),
-            "accumulate": trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "k": plan.k, "k_prime": plan.k_prime, "activations": modes.pop() if len(modes) == 1 else "auto",
-            "overlap": overlap, "optimizer_on": place, "device_bytes": self._strategy.stats().peak_allocated_bytes,
+            "optimizer_overlap": overlap, "optimizer_on": place, "device_bytes": self._strategy.stats().peak_allocated_bytes,
             "waited": waited,
         }  # fmt: skip
         try:

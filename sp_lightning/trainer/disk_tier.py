@@ -257,7 +257,7 @@ def _place_in_files(
         return Placement(
             f"The process takes {human_bytes(-room)} more than host_memory leaves it, and no weights can be read in place, "
             "because none are in memory that is mapped from a file. Build the module on the meta device, and give its weights "
-            "with ckpt_path= or SuperpipelineStrategy(weights=FILE)."
+            "with ckpt_path= or SuperpipelineStrategy(load_weights_from=FILE)."
         )
     largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
     names = choose_in_files(files.sizes, files.others, room, STAGED * whole_pages(largest) + BOUNCE, host_memory)

@@ -84,7 +84,7 @@ class GivenValues:
         if self._path is not None:
             if not found and not self._read:
                 raise ValueError(
-                    f"weights={str(self._path)!r} gives values to modules on the meta device, and all parameters of "
+                    f"load_weights_from={str(self._path)!r} gives values to modules on the meta device, and all parameters of "
                     f'{type(module).__name__} have values. Leave it out, or build the module inside torch.device("meta").'
                 )
             if found and (not self._read or any(isinstance(each.tensor, nn.Parameter) for each in found)):
@@ -144,7 +144,7 @@ def _find_prefix(module: nn.Module, found: list[WithoutValues], in_file: Shapes,
     missing, unexpected = misfits(best)
     if missing or unexpected:
         raise ValueError(
-            f"weights={str(path)!r} does not fit {type(module).__name__}"
+            f"load_weights_from={str(path)!r} does not fit {type(module).__name__}"
             + (f", or its {best[:-1]!r}" if best else "")
             + (f". It lacks {_listed(missing, shapes)}" if missing else "")
             + (f". The module has no {_listed(unexpected, in_file)}" if unexpected else "")
@@ -224,7 +224,7 @@ def _open_torch(path: Path) -> tuple[Shapes, Read]:
         strange = {type(each) for each in state.values()} - {Tensor, nn.Parameter}
     if strange:
         raise ValueError(
-            f"weights={str(path)!r}: expected a checkpoint of Lightning's or a state dictionary of plain tensors, found "
+            f"load_weights_from={str(path)!r}: expected a Lightning checkpoint or a state dictionary of plain tensors, found "
             f"{strange.pop().__name__}. Write one: torch.save(model.state_dict(), FILE)."
         )
     return {name: tuple(each.shape) for name, each in state.items()}, state.__getitem__
@@ -243,7 +243,7 @@ def open_weights(path: Path) -> tuple[Shapes, Read]:
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():
-        raise FileNotFoundError(f"weights={str(path)!r}: there is no such file.")
+        raise FileNotFoundError(f"load_weights_from={str(path)!r}: there is no such file.")
     if path.name.endswith(".safetensors.index.json"):
         files = {name: path.parent / file for name, file in json.loads(path.read_text())["weight_map"].items()}
         missing = next((file for file in files.values() if not file.is_file()), None)
@@ -261,8 +261,10 @@ def _in_folder(folder: Path) -> Path:
             return found[0]
         if found:
             names = ", ".join(each.name for each in found)
-            raise ValueError(f"weights={str(folder)!r}: there are several {pattern} ({names}). Name one of them.")
+            raise ValueError(
+                f"load_weights_from={str(folder)!r}: there are several {pattern} ({names}). Name one of them."
+            )
     raise ValueError(
-        f"weights={str(folder)!r}: expected model.safetensors or model.safetensors.index.json in this folder, found neither. "
-        "Write one by model.save_pretrained(FOLDER), or name a file."
+        f"load_weights_from={str(folder)!r}: expected model.safetensors or model.safetensors.index.json in this folder, "
+        "found neither. Write one by model.save_pretrained(FOLDER), or name a file."
     )

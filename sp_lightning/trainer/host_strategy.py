@@ -65,14 +65,14 @@ class HostStrategy(_Base):
 
     # ------------------------------------------------------------------ one device or several
 
-    one_device: Any
+    _one_device: Any
     """Lightning's strategy of one device, which this one derives from unless it is given several."""
 
-    several_devices: Any
+    _several_devices: Any
     """Lightning's strategy of several devices, which this one derives from once it is given some."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(_derived(cls, cls.one_device))
+        return object.__new__(_derived(cls, cls._one_device))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A class that was made here has no name under which pickle would find it."""
@@ -92,7 +92,7 @@ class HostStrategy(_Base):
         if self._several:
             refuse_several_devices()
         if self._devices:
-            self._derive_from(self.several_devices if self._several else self.one_device)
+            self._derive_from(self._several_devices if self._several else self._one_device)
 
     @property
     def _several(self) -> bool:
@@ -116,7 +116,7 @@ class HostStrategy(_Base):
         devices, environment = self._devices, self.cluster_environment
         self.__class__ = _derived(type(self).__bases__[0], base)
         common = {"checkpoint_io": given_checkpoint_io(self), "precision_plugin": self.precision_plugin}
-        if base is self.one_device:
+        if base is self._one_device:
             base.__init__(self, devices[0], self.accelerator, **common)
         else:
             base.__init__(
@@ -129,7 +129,7 @@ class HostStrategy(_Base):
         self._devices = devices
 
     @property
-    def ranks(self) -> Ranks | None:
+    def _all_ranks(self) -> Ranks | None:
         """The processes that train together, once they are connected; None for one device."""
         if self._several and (self._ranks is None or self._ranks.failure):  # a run may follow one that failed
             if self._ranks is not None:
@@ -147,7 +147,7 @@ class HostStrategy(_Base):
         """The processes that are connected, unless another strategy has trained since."""
         return None if self._made_ranks is None or self._made_ranks.closed else self._made_ranks
 
-    def note_failure(self, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         """Announces an error of this process to the others, so that they stop waiting for it."""
         if self._ranks is not None:
             self._ranks.fail(error)
@@ -184,7 +184,7 @@ class HostStrategy(_Base):
         if self._nodes > 1:
             choose_interface(self.cluster_environment.main_address)
         super().setup_environment()
-        ranks = self.ranks
+        ranks = self._all_ranks
         if ranks is not None and self.lightning_module is not None:
             ranks.run_begins()
             meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))

@@ -40,7 +40,7 @@ class ReadableStrategy(HostStrategy):
         self._last: Results | None = None  # of the run before
         self._ledger: Ledger | None = None
         self._remarks: list[str] = []
-        self.said: set[str] = set()
+        self._said: set[str] = set()
         self._signals = DeferredSignals()
         super().__init__(*args)
 
@@ -132,23 +132,23 @@ class ReadableStrategy(HostStrategy):
         """What a user should know about this run beside the plan, in sentences."""
         return self._remarks if self._run is None else self._run.remarks()
 
-    def better_steps(self) -> str:
+    def _better_steps(self) -> str:
         """What would make the optimizers' steps of the run that lasts faster, in sentences; empty if nothing is known to."""
         return "" if self._run is None else self._run.steps.better()
 
     @property
-    def stepping(self) -> tuple[str, str]:
-        """Where the optimizers of the run that lasts step, "host" or "device", and in which mode updates run."""
+    def _stepping(self) -> tuple[str, str]:
+        """Where the optimizers of the run that lasts step, "cpu" or "gpu", and in which mode updates run."""
         assert self._run is not None
-        return "device" if self._run.steps_on_device else "host", self._run.steps.overlap
+        return "gpu" if self._run.steps_on_device else "cpu", self._run.steps.overlap
 
     @property
-    def device_memory(self) -> tuple[int, int] | None:
+    def _device_memory(self) -> tuple[int, int] | None:
         """Bytes of device memory that the run has taken at most, and may take; None on the CPU, and outside of a run."""
         return None if self._run is None else self._run.device_memory
 
     @property
-    def computing_device(self) -> Device | None:
+    def _computing_device(self) -> Device | None:
         """The device of the run that lasts, which notes what happens in its timelines."""
         return None if self._run is None else self._run.engine.device
 
@@ -166,11 +166,11 @@ class LoopStrategy(ReadableStrategy):
         assert module is not None
         self._close()
         autocast = autocast_dtype(self.precision_plugin)
-        if self.ranks is not None:
+        if self._all_ranks is not None:
             refuse_on_ranks(module, options, self.precision_plugin)
-            compare_models(self.ranks, module, options)
+            compare_models(self._all_ranks, module, options)
         trains = module.trainer.state.fn == TrainerFn.FITTING
-        self._run = Run(module, options, self.root_device, autocast, self.ranks, self.log, trains)
+        self._run = Run(module, options, self.root_device, autocast, self._all_ranks, self.log, trains)
         self._run.send_buffers()
         self._loop_begun = False
 
@@ -182,8 +182,8 @@ class LoopStrategy(ReadableStrategy):
             RuntimeError: the host has no room for gradients and optimizer state.
         """
         assert self._run is not None
-        if self.ranks is not None:
-            compare_optimizers(self.ranks, self.optimizers)
+        if self._all_ranks is not None:
+            compare_optimizers(self._all_ranks, self.optimizers)
         self._run.steps.arrange()
         state = self._run.steps.place_state()
         self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
@@ -192,7 +192,7 @@ class LoopStrategy(ReadableStrategy):
         self._signals.install(self._is_torn)
         if isinstance(exception, KeyboardInterrupt):  # of several ranks, another one may have had Ctrl-C first
             self._signals.drop(signal.SIGINT)
-        self.note_failure(exception)
+        self._note_failure(exception)
         if self._run is not None:
             self._run.abort()
         super().on_exception(exception)
@@ -200,8 +200,8 @@ class LoopStrategy(ReadableStrategy):
     # ------------------------------------------------------------------ loops
 
     def on_train_start(self) -> None:
-        if self.ranks is not None and self._run is not None:
-            compare_batches(self.ranks, self._run.module.trainer)
+        if self._all_ranks is not None and self._run is not None:
+            compare_batches(self._all_ranks, self._run.module.trainer)
         self._loop_begins("train")
 
     def on_train_end(self) -> None:
@@ -353,7 +353,7 @@ class LoopStrategy(ReadableStrategy):
             optimizer, closure, lambda closed: step(optimizer, closed, *args, **kwargs), self.precision_plugin
         )
 
-    def expect_next_batch(self) -> None:
+    def _expect_next_batch(self) -> None:
         """A training batch is over: where nothing writes weights before the next one, its first layers come now."""
         if self._run is not None and not self._run.hooks.may_write_weights("train"):
             with self._run.whole_after_failure():

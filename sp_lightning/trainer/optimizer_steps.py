@@ -201,8 +201,8 @@ class OptimizerSteps:
 
     def _against_early(self) -> str:
         """Why ``"auto"`` does not let updates begin in backward; empty if nothing is known against it."""
-        if self._options.check_writes:
-            return "check_writes=True compares weights over a backward"
+        if self._options.debug_writes:
+            return "debug_writes=True compares weights over a backward"
         if self._ranks is not None or self._options.disk is not None:  # and user code may look at them
             return 'with several devices, or a disk, optimizer_overlap="backward" frees gradients'
         if self._run.steps_on_device and may_look_after_step(self._trainer):

@@ -36,15 +36,15 @@ def _by(check: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[Any],
 class Options:
     """What a user has chosen. :class:`~sp_lightning.SuperpipelineStrategy` documents each option.
 
-    ``memory_budget`` and ``host_memory`` are numbers of bytes here, or shares of the free memory.
+    ``gpu_memory`` and ``host_memory`` are numbers of bytes here, or shares of the free memory.
     """
 
     activations: Activations = field(metadata=_by(checks.checked_activations))
     k: Count = field(metadata=_by(checks.checked_count, "k"))
     k_prime: Count = field(metadata=_by(checks.checked_count, "k_prime"))
-    memory_budget: int | float | None = field(metadata=_by(checks.checked_budget, "memory_budget"))
+    gpu_memory: int | float | None = field(metadata=_by(checks.checked_budget, "gpu_memory"))
     layers: LayerChoice = field(metadata=_by(checks.checked_layers))
-    resident: tuple[str, ...] = field(metadata=_by(checks.checked_patterns, "resident"))
+    keep_on_gpu: tuple[str, ...] = field(metadata=_by(checks.checked_patterns, "keep_on_gpu"))
     pin_memory: bool = field(metadata=_by(checks.checked_switch, "pin_memory"))
     fused_optimizer: Fused = field(metadata=_by(checks.checked_fused))
     optimizer_overlap: Overlap = field(metadata=_by(checks.checked_choice, "optimizer_overlap", get_args(Overlap)))
@@ -52,8 +52,10 @@ class Options:
     transfer: Transfer = field(metadata=_by(checks.checked_choice, "transfer", get_args(Transfer)))
     save_frozen: bool = field(metadata=_by(checks.checked_switch, "save_frozen"))
     save_distributed_checkpoint: bool = field(metadata=_by(checks.checked_switch, "save_distributed_checkpoint"))
-    check_writes: bool = field(metadata=_by(checks.checked_switch, "check_writes"))
-    weights: Path | None = field(metadata=_by(checks.checked_path, "weights", "a file or a folder", "model"))
+    debug_writes: bool = field(metadata=_by(checks.checked_switch, "debug_writes"))
+    load_weights_from: Path | None = field(
+        metadata=_by(checks.checked_path, "load_weights_from", "a file or a folder", "model")
+    )
     disk: Path | None = field(metadata=_by(checks.checked_path, "disk", "a folder on a fast drive", "/scratch"))
     host_memory: int | float | None = field(metadata=_by(checks.checked_budget, "host_memory"))
     callback: bool = field(metadata=_by(checks.checked_switch, "callback"))
@@ -66,24 +68,24 @@ class Options:
             ValueError, TypeError: an option that cannot be, or two that exclude each other.
         """
         options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
-        if options.check_writes and options.optimizer_overlap == "backward":
+        if options.debug_writes and options.optimizer_overlap == "backward":
             raise ValueError(
-                'check_writes=True compares weights over a backward; optimizer_overlap="backward" updates them in it. Use '
-                'optimizer_overlap="off" while you look.'
+                'debug_writes=True compares weights before and after a backward; optimizer_overlap="backward" updates them in '
+                'between. Use optimizer_overlap="off" with debug_writes.'
             )
         if options.host_memory is not None and options.disk is None:
             raise ValueError(
-                "host_memory= says how much host memory to take before a disk is used, and there is none. Name a folder on "
-                'a fast drive, too: SuperpipelineStrategy(disk="/scratch", host_memory=…).'
+                "host_memory= needs disk=: what is beyond the limit is stored in that folder. For example "
+                'SuperpipelineStrategy(disk="/scratch", host_memory="64GiB").'
             )
         if options.save_distributed_checkpoint and options.disk is not None:
             raise ValueError(
-                "With disk= rank 0 writes checkpoints, to a file and tensor by tensor. Leave "
+                "disk= does not work with save_distributed_checkpoint=True: rank 0 writes checkpoints as a file. Leave "
                 "save_distributed_checkpoint out."
             )
-        if options.optimizer_on == "device" and options.fused_optimizer is True:
+        if options.optimizer_on == "gpu" and options.fused_optimizer is True:
             raise ValueError(
-                'fused_optimizer=True is about steps on the host. With optimizer_on="device" an optimizer runs as you make it: '
+                'fused_optimizer=True applies to steps on the CPU. With optimizer_on="gpu", create the optimizer as you want it: '
                 "torch.optim.AdamW(…, fused=True)."
             )
         return options
@@ -125,10 +127,10 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
     Raises:
         ValueError: the module, an option or the precision is of such a kind.
     """
-    if options.check_writes:
-        raise ValueError(f"check_writes=True looks at the weights of one process. {_ONE} while you look.")
-    if options.optimizer_on == "device":
-        raise ValueError(f'optimizer_on="device" steps layers of one device. {_ONE}, or leave it out.')
+    if options.debug_writes:
+        raise ValueError(f"debug_writes=True looks at the weights of one process. {_ONE} while you look.")
+    if options.optimizer_on == "gpu":
+        raise ValueError(f'optimizer_on="gpu" steps layers of one device. {_ONE}, or leave it out.')
     if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
         raise ValueError(
             f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "

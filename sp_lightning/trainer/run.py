@@ -115,9 +115,9 @@ class Run:
         self._log = log
         self._count, nodes = (1, 1) if ranks is None else (ranks.size, ranks.nodes)
         self._trial = current()
-        k, budget = (options.k, options.k_prime), options.memory_budget
+        k, budget = (options.k, options.k_prime), options.gpu_memory
         if self._trial is not None:
-            budget = self._trial.begin(self, options.memory_budget, device, on_disk=options.disk is not None)
+            budget = self._trial.begin(self, options.gpu_memory, device, on_disk=options.disk is not None)
             look_at_loaders(module.trainer, self._trial.take_loaders)
         there = options.optimizer_on
         self._window = Window(*k, budget, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there)
@@ -128,7 +128,7 @@ class Run:
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
         self.tuner: Tuner | None = None
-        self.hooks = UserHooks(module, check_writes=options.check_writes)
+        self.hooks = UserHooks(module, debug_writes=options.debug_writes)
         self.steps = OptimizerSteps(self, options, log)
         try:
             self._build()
@@ -249,7 +249,7 @@ class Run:
             host_room=self._host_room,
             averages=averages,
             threads=self._threads,
-            check_writes=self._options.check_writes,
+            debug_writes=self._options.debug_writes,
             around_rerun=partial(in_place_of, self.module, {"log": _log_nothing}),
             log=self._log,
         )
@@ -287,7 +287,7 @@ class Run:
     def _lay_out(self, device: Device) -> tuple[Found, Plan, dict[str, Mode]]:
         """Finds the layers, makes the plan, and says what becomes of activations at first."""
         layers = self._options.layers
-        find: Any = partial(find_layers, self.module, resident=self._options.resident, autocast=self._autocast)
+        find: Any = partial(find_layers, self.module, keep_on_gpu=self._options.keep_on_gpu, autocast=self._autocast)
         find = find if self._trial is None else self._trial.finds(self.module, find)
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))

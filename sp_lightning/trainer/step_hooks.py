@@ -157,7 +157,7 @@ class StepHooks:
         elif (more := kwargs.keys() - {"closure"}) or len(args) > 2:
             what = f"{name}.step was given {', '.join(map(repr, more)) or 'more than a closure'}"
         if what:
-            raise RuntimeError(f'optimizer_on="device": {what}. Leave optimizer_on out: then the host steps.')
+            raise RuntimeError(f'optimizer_on="gpu": {what}. Leave optimizer_on out: then the host steps.')
 
     def _prepare(self, optimizer: Optimizer) -> None:
         parameters = _parameters(optimizer)

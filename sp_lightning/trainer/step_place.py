@@ -42,7 +42,7 @@ class StepPlace:
     @property
     def remark(self) -> str:
         """What was chosen, as a sentence; empty if nothing was."""
-        place = "device" if self._run.steps_on_device else "host"
+        place = "GPU" if self._run.steps_on_device else "CPU"
         return f'Optimizers step on the {place} (optimizer_on="auto": {self.why}).' if self.why else ""
 
     def decide(self, stepping: Sequence[Optimizer], *, fuse: bool) -> None:
@@ -56,8 +56,8 @@ class StepPlace:
             ValueError: they are to be on the device, and cannot be.
         """
         asked, run = self._options.optimizer_on, self._run
-        if asked == "device" and (why := against_steps_on_device(run.module.trainer, stepping)):
-            raise ValueError(f'optimizer_on="device" cannot be used: {why}. Leave it out: then the host steps.')
+        if asked == "gpu" and (why := against_steps_on_device(run.module.trainer, stepping)):
+            raise ValueError(f'optimizer_on="gpu" cannot be used: {why}. Leave it out: then the host steps.')
         if asked != "auto" or self.why or not stepping:
             return
         if run.engine.device.computes_on_host:
@@ -89,12 +89,12 @@ class StepPlace:
         seconds = self._seconds(stepping, there, here)
         if seconds is None:
             return False, f"what the state of {names} will be is not known, or the device has no room to be measured"
-        why = "links and memory take {device:.3g} s of a step on the device, {host:.3g} s on the host".format(**seconds)
-        return seconds["device"] < _MUCH * seconds["host"], why
+        why = "estimated time of an update: {gpu:.3g} s on the GPU, {cpu:.3g} s on the CPU".format(**seconds)
+        return seconds["gpu"] < _MUCH * seconds["cpu"], why
 
     def better(self, stepping: Sequence[Optimizer], *, fuse: bool) -> str:
         """A sentence if the other place would be faster; empty if not, or if that is not known or not possible."""
-        now, other = ("device", "host") if self._run.steps_on_device else ("host", "device")
+        now, other = ("gpu", "cpu") if self._run.steps_on_device else ("cpu", "gpu")
         if self._against_device(stepping):
             return ""
         try:
@@ -104,10 +104,7 @@ class StepPlace:
         seconds = self._seconds(stepping, there, here)
         if seconds is None or seconds[other] >= _MUCH * seconds[now]:
             return ""
-        return (
-            f'With optimizer_on="{other}" links and memory take {seconds[other]:.3g} s of a step, and {seconds[now]:.3g} s '
-            "as it is."
-        )
+        return f'Estimated time of an update: {seconds[other]:.3g} s with optimizer_on="{other}", {seconds[now]:.3g} s now.'
 
     def earlier(self, stepping: Sequence[Optimizer], *, fuse: bool) -> str:
         """A sentence if the run has waited for updates under forward most, and they may run under backward; else empty."""
@@ -118,7 +115,10 @@ class StepPlace:
             choose_overlap("backward", run.module.trainer, stepping, fuse=fuse, on_device=run.steps_on_device)
         except ValueError:
             return ""
-        return 'With optimizer_overlap="backward" updates run under backward as well, and p.grad is None after a step.'
+        return (
+            'Try optimizer_overlap="backward": updates then overlap with the backward pass, too '
+            "(p.grad is None after a step)."
+        )
 
     def _against_device(self, stepping: Sequence[Optimizer]) -> str:
         options, trainer = self._options, self._run.module.trainer
@@ -149,4 +149,4 @@ class StepPlace:
         except torch.OutOfMemoryError:
             return None
         computing = host_seconds_of(stepping, machine)
-        return {"device": least_seconds(on_device, machine), "host": least_seconds(on_host, machine, computing)}
+        return {"gpu": least_seconds(on_device, machine), "cpu": least_seconds(on_host, machine, computing)}

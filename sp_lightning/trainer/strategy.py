@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,79 +40,88 @@ from sp_lightning.trainer.options import Options
 
 
 class StreamingStrategy(LoopStrategy):
-    """Streams the layers of an unchanged LightningModule through a few slots of device memory.
+    """Trains and runs an unchanged LightningModule whose model is larger than the GPU's memory.
 
-    Weights, gradients and optimizer state are on the host; the model's layers pass through ``k + k_prime`` slots on
-    the device while they run. Results are bitwise those of plain Lightning with the same optimizer on the host.
+    Weights, gradients and optimizer state are in host memory. The model's layers are copied to ``k + k_prime`` slots of GPU
+    memory while they run. Results are bitwise those of plain Lightning with the same optimizer on the CPU. The method is
+    Superpipeline, arXiv 2410.08791.
 
-    With ``Trainer(devices=N)`` each device has a process and batches of its own, and all of them share the memory of one host
-    store. Gradients are summed layer by layer, and rank 0's optimizer steps for all. Results are those of Lightning's ``ddp``.
+    With ``Trainer(devices=N)`` each device has its own process and batches, and all of them share one copy of the weights in
+    host memory. Gradients are summed layer by layer, and rank 0's optimizer steps for all. Results are those of ``ddp``.
 
     Args:
-        k: layers usable on the device at once, at least 1. More is faster and takes more memory. ``"auto"``: after two
-            batches through the smallest window, the one that is predicted to be fastest within the budget (2 on the
-            CPU, which sets no limit).
-        k_prime: layers that move as one transfer, at least 1, or ``"auto"``.
-        memory_budget: device memory for everything: bytes, a size (``"8GiB"``), or a share of what is free at set-up
-            (``0.8``); None for all that is free but a margin of a sixteenth.
-        activations: what happens to the tensors that autograd saves in a layer's forward. ``"keep"`` leaves them on the
-            device; ``"recompute"`` computes them again in backward, from the layer's inputs; ``"offload"`` moves them to the
-            host and back. ``"auto"`` keeps them if all fit within the budget, and otherwise takes for each layer what is
-            predicted to be fastest; on the CPU without ``memory_budget`` it is ``"keep"``. A mapping decides by patterns of
-            the names of layers and of modules above them, the first match (``{"encoder.**": "offload"}``). Results are the
-            same. With ``"recompute"`` hooks on modules inside a layer,
-            prints and global variables see its forward twice.
-        layers: what counts as a layer: None (they are found), names or glob patterns of modules, module classes, or a
-            callable that takes the LightningModule and returns names or modules.
-        resident: names or glob patterns of modules or parameters that stay on the device.
-        pin_memory: page-lock host memory; without it copies are synchronous. Memory for gradients and activations is
-            page-locked in the first batch, which takes longer for it.
-        fused_optimizer: run torch's optimizers fused (``fused=True``) where they can be. That is much faster, and the last
-            bits differ. ``"auto"``: on an accelerator, and where ``optimizer_overlap`` asks for it by name.
-        optimizer_overlap: when the host updates weights. ``"off"``: in the optimizer's step. ``"forward"``: layer by layer
-            in the background, under the next forward. ``"backward"``: each layer as soon as its gradients are complete,
-            which are then freed (``p.grad`` is None after the step). ``"auto"``: ``"forward"`` on an accelerator where no
-            user code would have to wait for it, else ``"off"``. Results are the same.
-        optimizer_on: where optimizers step. ``"host"``: there, where weights and state are. ``"device"``: a layer's weights,
-            gradients and state pass through two slots of the device, where the optimizer's own code steps them as its user
-            made it: on a GPU results are bitwise those of plain Lightning there. For torch's optimizers but LBFGS and
-            SparseAdam, torchao's with few bits, bitsandbytes', and any class that says
-            ``steps_each_parameter_alone = True``: whose step reads and writes one parameter, its gradient and its
-            ``state[p]`` at a time, and nothing else. On one device. ``"auto"``: the place where the links, the host's memory and
-            its processor, as they are measured, bound a step less; it is said, because the last bits differ.
-        transfer: how the devices of a node upload a layer. ``"whole"``: each by itself. ``"sliced"``: each a part, and they send
-            each other theirs, which takes less time where the devices have fast links (NVLink) and batches are small.
-            ``"auto"``: whatever is faster by a measurement at set-up. Results are the same.
-        save_frozen: whether checkpoints hold frozen weights. If not, those are left out that are as they were when training
-            began; a file without them can be resumed from if the module has the same ones, which is checked.
-        check_writes: look for weights that are written within a step in a way that torch shows no sign of (through a
-            reference that was taken before the step, NumPy, DLPack, a storage). What was written on the device is taken
-            over; the rest is refused by name. It is slow, because it reads all weights in each step: use it to find out.
-        save_distributed_checkpoint: whether all ranks write checkpoints together, in the format of torch.distributed.checkpoint:
-            a folder that all nodes have to see, which any number of devices and nodes resumes from. Otherwise rank 0 writes a
-            file. ``python -m sp_lightning convert`` makes one of the other.
-        weights: a file or folder with the values of a module that was built on the meta device, or of one sub-module: of
-            safetensors (as ``save_pretrained`` writes it), a checkpoint, or a state dictionary. They come from there into the
-            host store, layer by layer.
-        disk: a folder on a fast drive. What ``host_memory`` does not hold of the optimizers' state is in a scratch file there,
-            which is gone when the process is; gradients and trained weights after it. Frozen weights that it does not hold are
-            read in place from their own files, any outside of training: those of ``weights``, of transformers'
-            ``from_pretrained``, or any that are mapped. With several devices only the state goes to the disk.
-        host_memory: with ``disk``, memory of the host for everything: bytes, a size (``"64GiB"``), or a share of what is free
-            at set-up; None for all that is free. All processes of a node have it in common.
-        callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
-        device: where layers compute, if not on the trainer's choice. Then it is the one device, whatever ``Trainer(devices=…)``
-            says.
+        k: layers usable on the GPU at once, at least 1. More is faster and takes more memory.
+
+            - ``"auto"``: two batches run with the smallest window, then the fastest one that fits (2 on the CPU).
+
+        k_prime: layers moved per transfer, at least 1, or ``"auto"``.
+        gpu_memory: GPU memory that the run may use for everything: bytes, a size (``"16GiB"``), or a fraction of the memory
+            that is free at set-up (``0.8``). None: 15/16 of it.
+        activations: how activations are stored. It does not change results.
+
+            - ``"auto"``: kept if they fit; otherwise the fastest mode for each layer (on the CPU without ``gpu_memory``: kept).
+            - ``"keep"``: in GPU memory.
+            - ``"recompute"``: activation checkpointing. Prints, and hooks on modules inside a layer, run twice.
+            - ``"offload"``: copied to host memory and back.
+            - a mapping from patterns of layer names to modes; the first match decides (``{"encoder.**": "offload"}``).
+
+        layers: what counts as a layer: names or glob patterns of modules, module classes, or a callable that takes the
+            LightningModule and returns names or modules. None: layers are found.
+        keep_on_gpu: names or glob patterns of modules or parameters that stay in GPU memory.
+        pin_memory: page-lock host memory. Without it, copies are synchronous. The first batch takes longer, because memory for
+            gradients and activations is page-locked then.
+        fused_optimizer: run torch's optimizers with ``fused=True`` if they can. It is much faster; the last bits differ.
+
+            - ``"auto"``: on an accelerator, and if ``optimizer_overlap`` is given.
+
+        optimizer_overlap: when the CPU updates weights. It does not change results.
+
+            - ``"auto"``: the fastest mode that nothing in the run rules out. The log names it.
+            - ``"backward"``: each layer as soon as its gradients are complete (fused backward pass). They are freed; reading
+              ``p.grad`` after the step raises an error.
+            - ``"forward"``: layer by layer, while the next forward runs.
+            - ``"off"``: in ``optimizer.step()``.
+
+        optimizer_on: where optimizers step.
+
+            - ``"cpu"``: in host memory.
+            - ``"gpu"``: weights, gradients and state of one layer at a time are copied to the GPU and back. Results are
+              bitwise those of plain Lightning on that GPU. One device. It works with torch's optimizers except LBFGS and
+              SparseAdam, torchao's low-bit ones, bitsandbytes', and classes with ``steps_each_parameter_alone = True``: each
+              update reads and writes only one parameter, its gradient and its ``state[p]``.
+            - ``"auto"``: the faster place by a short measurement. The log names it, because the last bits differ.
+
+        transfer: how several devices of a node upload a layer. It does not change results.
+
+            - ``"full"``: each device uploads all of it.
+            - ``"sharded"``: each device uploads a part and gets the rest from the others (NVLink).
+            - ``"auto"``: the faster one by a measurement at set-up.
+
+        save_frozen: write frozen weights to checkpoints. If False, frozen weights that have not changed since training began are
+            left out. To resume, the module must have the same ones, which is checked.
+        save_distributed_checkpoint: write checkpoints from all ranks, as a folder in the format of
+            ``torch.distributed.checkpoint``. All nodes must see the folder; any number of devices can resume from it.
+            ``python -m sp_lightning convert`` converts between it and a file.
+        load_weights_from: a file or folder with the values of a module, or a sub-module, that was built on the meta device:
+            safetensors (as ``save_pretrained`` writes), a checkpoint or a state dictionary.
+        disk: a folder on an NVMe drive. Optimizer state beyond ``host_memory`` is stored in a temporary file there, then
+            gradients, then trained weights. Frozen weights are read from their own files. With several devices, only
+            optimizer state is stored on the disk.
+        host_memory: with ``disk``, host memory that all processes of the node may use together: bytes, a size (``"64GiB"``), or
+            a fraction of the memory that is free at set-up. None: all free memory.
+        callback: attach a :class:`~sp_lightning.SuperpipelineCallback` during a run if the trainer has none.
+        device: the device that computes, if not the trainer's choice.
         accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``.
+        debug_writes: look for weights that are written within a step in a way that torch cannot see: through a reference
+            from before the step, NumPy, DLPack or a storage. Writes on the GPU are kept; others raise an error that names the
+            weight. It is slow, because each step reads all weights.
 
     Raises:
-        ValueError, TypeError: an option that cannot be.
-
-    The method is Superpipeline, arXiv 2410.08791.
+        ValueError, TypeError: an option has an invalid value.
     """
 
     strategy_name = "superpipeline"
-    callback_class: type[SuperpipelineCallback] = SuperpipelineCallback
+    _callback_class: type[SuperpipelineCallback] = SuperpipelineCallback
     # A child of Lightning's own logger: shown where its messages are shown.
     log = logging.getLogger("lightning.pytorch.superpipeline")
 
@@ -121,19 +131,18 @@ class StreamingStrategy(LoopStrategy):
         *,
         k: Count = "auto",
         k_prime: Count = "auto",
-        memory_budget: int | float | str | None = None,
+        gpu_memory: int | float | str | None = None,
         activations: Activations = "auto",
         layers: LayerChoice = None,
-        resident: str | Sequence[str] = (),
+        keep_on_gpu: str | Sequence[str] = (),
         pin_memory: bool = True,
         fused_optimizer: Fused = "auto",
         optimizer_overlap: Overlap = "auto",
-        optimizer_on: OptimizerOn = "host",
-        transfer: Transfer = "whole",
+        optimizer_on: OptimizerOn = "cpu",
+        transfer: Transfer = "full",
         save_frozen: bool = True,
         save_distributed_checkpoint: bool = False,
-        check_writes: bool = False,
-        weights: str | Path | None = None,
+        load_weights_from: str | Path | None = None,
         disk: str | Path | None = None,
         host_memory: int | float | str | None = None,
         callback: bool = True,
@@ -141,20 +150,30 @@ class StreamingStrategy(LoopStrategy):
         accelerator: pl.accelerators.Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        debug_writes: bool = False,
     ) -> None:
         options = Options.checked(
-            k=k, k_prime=k_prime, memory_budget=memory_budget, activations=activations, layers=layers,
-            resident=resident, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
+            k=k, k_prime=k_prime, gpu_memory=gpu_memory, activations=activations, layers=layers,
+            keep_on_gpu=keep_on_gpu, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
             optimizer_overlap=optimizer_overlap, optimizer_on=optimizer_on, transfer=transfer, save_frozen=save_frozen,
-            save_distributed_checkpoint=save_distributed_checkpoint, check_writes=check_writes, weights=weights,
-            disk=disk, host_memory=host_memory, callback=callback,
+            save_distributed_checkpoint=save_distributed_checkpoint, load_weights_from=load_weights_from,
+            disk=disk, host_memory=host_memory, callback=callback, debug_writes=debug_writes,
         )  # fmt: skip
-        self._given = GivenValues(options.weights, stay=options.disk is not None)
+        self._given = GivenValues(options.load_weights_from, stay=options.disk is not None)
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
         self._made_in = current()
         super().__init__(options, device, accelerator, checkpoint_io, precision_plugin)
+
+    def __repr__(self) -> str:
+        chosen = vars(self._options)
+        given = [
+            f"{name}={chosen[name]!r}"
+            for name, parameter in signature(StreamingStrategy).parameters.items()
+            if name in chosen and chosen[name] != parameter.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     # ------------------------------------------------------------------ set-up and teardown
 
@@ -171,7 +190,7 @@ class StreamingStrategy(LoopStrategy):
         if trainer is None or not self._options.callback:
             return
         if not any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
-            self._attached = self.callback_class()
+            self._attached = self._callback_class()
             attach_callback(trainer, self._attached)
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -264,7 +283,7 @@ class StreamingStrategy(LoopStrategy):
                 try:
                     self.barrier("of a checkpoint")  # a rank that has failed in a hook does not come, and is named
                 except BaseException as error:
-                    self.note_failure(error)  # a rank that saves because of it waits for no other
+                    self._note_failure(error)  # a rank that saves because of it waits for no other
                     raise
                 write(checkpoint, folder, own)
             elif self._ranks.first:  # the others may never come
@@ -298,8 +317,8 @@ class StreamingStrategy(LoopStrategy):
 
 class SuperpipelineStrategy(StreamingStrategy, Strategy):
     __doc__ = StreamingStrategy.__doc__
-    one_device = SingleDeviceStrategy
-    several_devices = DDPStrategy
+    _one_device = SingleDeviceStrategy
+    _several_devices = DDPStrategy
 
 
 # What is abstract in Lightning's base class, the strategies of devices define.

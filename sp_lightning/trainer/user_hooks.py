@@ -85,12 +85,12 @@ class UserHooks:
 
     Args:
         module: the LightningModule. Its trainer's callbacks may change between loops.
-        check_writes: whether weights count as written at every point, because writes are being looked for.
+        debug_writes: whether weights count as written at every point, because writes are being looked for.
     """
 
-    def __init__(self, module: pl.LightningModule, *, check_writes: bool) -> None:
+    def __init__(self, module: pl.LightningModule, *, debug_writes: bool) -> None:
         self._module = module
-        self._check_writes = check_writes
+        self._check_writes = debug_writes
         self._answers: dict[str, bool] = {}
         self._last_phase = ""
 
@@ -204,7 +204,7 @@ def choose_overlap(
         why = _against_backward(trainer, optimizers, on_device=on_device)
         return ("forward" if why else "backward"), why
     why = never or (_against_backward(trainer, optimizers, on_device=on_device) if asked == "backward" else beside)
-    there = 'optimizer_on="device", ' if on_device else ""
+    there = 'optimizer_on="gpu", ' if on_device else ""
     if why:
         raise ValueError(
             f'optimizer_overlap="{asked}" cannot be used: {why}. '

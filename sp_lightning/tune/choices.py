@@ -61,7 +61,7 @@ class Window:
         ranks: int = 1,
         nodes: int = 1,
         training: bool = True,
-        optimizer_on: OptimizerOn = "host",
+        optimizer_on: OptimizerOn = "cpu",
     ) -> None:
         self._k = k
         self._k_prime = k_prime
@@ -69,7 +69,7 @@ class Window:
         self._margin = _MARGIN if "auto" in (k, k_prime) else 0
         self._training = training
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
-        self.steps_on_device = optimizer_on != "host" and training and ranks * nodes == 1
+        self.steps_on_device = optimizer_on != "cpu" and training and ranks * nodes == 1
         self._open = optimizer_on == "auto"
         self._found: Found
         self.room: int | None = None
@@ -107,8 +107,8 @@ class Window:
             self.room = int(free * (1 - self._margin if budget is None else budget))
         elif budget is not None:
             raise ValueError(
-                f"memory_budget={budget} is a share of the device's free memory, and {device.device} has no memory of "
-                'its own. Give a size: SuperpipelineStrategy(memory_budget="1GiB").'
+                f"gpu_memory={budget} is a share of the device's free memory, and {device.device} has no memory of "
+                'its own. Give a size: SuperpipelineStrategy(gpu_memory="1GiB").'
             )
         smallest = _WITHOUT_LIMIT if self.room is None else (1, 1)
         plan = self._plan(*smallest)
@@ -226,20 +226,20 @@ class Window:
             whole = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in self._found.aside[:3])
             remedy = (
                 f"What stays on the device takes {_bytes(staying)} of that{f', with {whole}' if whole else ''}. Leave names "
-                "out of resident=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
+                "out of keep_on_gpu=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
                 "it as much memory."
             )
         elif plan.steps_on_device and self._least(plan) - plan.update_bytes <= room:
             remedy = (
                 f"The two slots in which layers are stepped take {_bytes(plan.update_bytes)} of that: leave "
-                'optimizer_on="device" out, or give it as much memory.'
+                'optimizer_on="gpu" out, or give it as much memory.'
             )
         elif self._least(smallest) <= room:
             remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
         else:
             remedy = self._smaller_layers(plan, smallest, find)
         free = f"{_bytes(room)} are free on {device.device}"
-        there = free if self._budget is None else f"with memory_budget={self._budget!r} there are {_bytes(room)}"
+        there = free if self._budget is None else f"with gpu_memory={self._budget!r} there are {_bytes(room)}"
         what = "Weights and gradients need" if self._training else "Weights need"
         return (
             f"{what} {_bytes(self._least(plan))} with k={plan.k} and k_prime={plan.k_prime}, and {there}. The least is "

@@ -121,14 +121,14 @@ def takes_slices(transfer: Transfer, device: Device, ranks: Ranks | None, log: l
     neither NCCL nor torch promises (see :mod:`~sp_lightning.weights.uploads`): a user asks for them by name.
     """
     if ranks is None or ranks.size == 1:
-        if transfer == "sliced":
+        if transfer == "sharded":
             say_once(
                 log,
-                'Superpipeline: transfer="sliced" changes nothing: no other device on this node could bring slices.',
+                'Superpipeline: transfer="sharded" changes nothing: no other device on this node could bring slices.',
             )
         return False
     if transfer != "auto":
-        return transfer == "sliced"
+        return transfer == "sharded"
     if device.computes_on_host or trains:
         why = "the model computes on the host" if device.computes_on_host else "the run trains"
         log.debug('Superpipeline: transfer="auto": layers are uploaded whole, because %s.', why)

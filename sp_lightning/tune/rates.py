@@ -36,8 +36,8 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
 
     Returns:
         By the names of ``plan``'s options: ``tflops``, a dict by :data:`DTYPES`; ``host_tflops``, in bfloat16; in bytes per
-        second ``pcie`` (each way while both are busy), ``device_bandwidth``, ``dram`` (what AdamW reads and writes), ``disk``.
-        ``adamw``: seconds per parameter of torch's fused step, a dict by :data:`DTYPES`.
+        second ``pcie`` (each way while both are busy), ``device_bandwidth``, ``host_bandwidth`` (what AdamW reads and
+        writes), ``disk``. ``adamw``: seconds per parameter of torch's fused step, a dict by :data:`DTYPES`.
         And ``python``: seconds for each visit and for each weight, by "training" and "inference"; ``synchronous``, whether
         everything else stands still during a copy.
     """
@@ -54,7 +54,7 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
         }
     return found | {
         "host_tflops": matrix_flops(torch.bfloat16, host, share) / 1e12,
-        "dram": ADAMW_BYTES / adamw["fp32"],
+        "host_bandwidth": ADAMW_BYTES / adamw["fp32"],
         "adamw": adamw,
         **({} if disk is None else {"disk": disk_bytes(disk, nbytes)}),
         "python": {

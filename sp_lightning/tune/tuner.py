@@ -287,7 +287,7 @@ class Tuner:
         if self._balanced and needs > window.room:
             self._log.warning(
                 "Superpipeline: even what takes least does not fit: %s of %s. %s is what activations take of it. Use a "
-                "smaller batch, or a larger memory_budget.",
+                "smaller batch, or a larger gpu_memory.",
                 human_bytes(needs), human_bytes(window.room), human_bytes(peak_bytes(self._sized(), activations.modes)),
             )  # fmt: skip
 

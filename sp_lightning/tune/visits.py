@@ -62,7 +62,7 @@ class Rates:
         disk: bytes that a disk reads or writes.
         come, leave: if the device steps layers, bytes that come to it and leave it for each byte of a layer's gradients; 0
             otherwise.
-        sliced: whether the devices of a node upload layers together, with ``transfer="sliced"``. Then weights pass the links,
+        sliced: whether the devices of a node upload layers together, with ``transfer="sharded"``. Then weights pass the links,
             too, at the same rate.
     """
 

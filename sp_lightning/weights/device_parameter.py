@@ -194,7 +194,7 @@ class StandIn(DeviceParameter):
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} was given a weight whose layer is away, inside an object of "
                 "a class that is no list, tuple or dictionary. Pass the weight itself, or keep its layer on the device: "
-                "SuperpipelineStrategy(resident=[…])."
+                "SuperpipelineStrategy(keep_on_gpu=[…])."
             )
         if away[0]._of.doors.at_host():  # a parameter that was kept is the host's between steps
             args, kwargs = tree_map_only(DeviceParameter, lambda each: each.host, (args, kwargs))

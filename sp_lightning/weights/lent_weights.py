@@ -75,7 +75,7 @@ class LentWeights(Tenants):
         device: waits for compute, and is told of reads and writes.
         resident_storages: addresses of storages that never leave the device. Memory that weights are given in a step is
             added for it.
-        watch: is told which weights the engine itself has written, if ``check_writes`` looks for writes; otherwise None.
+        watch: is told which weights the engine itself has written, if ``debug_writes`` looks for writes; otherwise None.
 
     Attributes:
         await_update: waits until a layer's update is done and its results are on the host.
@@ -115,7 +115,7 @@ class LentWeights(Tenants):
         views = self._slots.views(layer, slot)
         if not group.attached:
             group.attach(views[: len(group.all)])  # (3)
-            if self._watch is not None:  # with check_writes, every weight on the device may have been written there
+            if self._watch is not None:  # with debug_writes, every weight on the device may have been written there
                 group.expose()
         elif group.resting:
             group.ask(before_use=False)

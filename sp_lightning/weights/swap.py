@@ -47,7 +47,7 @@ class Swap:
         wrapped: the stand-in of each wrapped parameter, which takes its place in the module.
         residents: the residents, which are up to date whenever modules hold the device's parameters.
         pruned: the masks, which are on the device only within a step.
-        watch: looks for writes of the host's weights, if ``check_writes`` asks for it; otherwise None.
+        watch: looks for writes of the host's weights, if ``debug_writes`` asks for it; otherwise None.
         threads: the threads that belong to the run. Every other one finds the host's parameters in modules at any time.
 
     Attributes:

@@ -247,7 +247,7 @@ _IN_A_ROW, _EVERY = 3, 32
 
 _PARTED = (
     "Superpipeline: the ranks fetch layers in different orders, or at different times; meanwhile each uploads whole layers, as "
-    'with transfer="whole".'
+    'with transfer="full".'
 )
 
 # ---------------------------------------------------------------------- what the ranks of a node agree on

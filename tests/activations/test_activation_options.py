@@ -29,8 +29,8 @@ def test_patterns_decide_by_the_first_match(seen: list[Activations]) -> None:
     ("choice", "error", "said"),
     [
         ("drop", ValueError, "activations must be one of"),
-        (3, TypeError, r"activations takes one of .* found 3"),
-        ({"net.blocks.*": "drop"}, ValueError, r"a pattern's mode is one of"),
+        (3, TypeError, r"activations must be one of .* found 3"),
+        ({"net.blocks.*": "drop"}, ValueError, r"the mode must be one of"),
         ({3: "keep"}, TypeError, "found the pattern 3"),
     ],
 )

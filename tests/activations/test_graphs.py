@@ -207,7 +207,9 @@ class Chunked(Module):
 @pytest.mark.parametrize(
     "options",
     first(
-        [{}, {"resident": ["net.head"]}, {"layers": ["net.blocks.*"]}], {}, why="where a weight lies, no mode knows of"
+        [{}, {"keep_on_gpu": ["net.head"]}, {"layers": ["net.blocks.*"]}],
+        {},
+        why="where a weight lies, no mode knows of",
     ),
     ids=str,
 )

@@ -488,7 +488,7 @@ def _with_other_hooks(block: nn.Module, x: Tensor) -> Tensor:
     [
         {"activations": "recompute", "k": 2},
         {"activations": {"net.blocks.0": "recompute", "**": "keep"}, "k": 1},
-        {"activations": "auto", "memory_budget": 150_000},
+        {"activations": "auto", "gpu_memory": 150_000},
     ],
     ids=["all", "one", "auto"],
 )

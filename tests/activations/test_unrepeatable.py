@@ -234,9 +234,9 @@ def test_a_forward_that_writes_a_weight_of_another_layer_is_refused(
     make, remedy = writes_another(write), {"net.blocks.1": "offload", "**": "recompute"}
     said = "The forward of 'net.blocks.1' writes 'net.blocks.3.inner.weight', a weight outside of it, and cannot be run again"
     with pytest.raises(Unrepeatable, match=said) as refused:
-        fit(make, vectors(), superpipeline(k=1, activations="recompute", resident=resident))
+        fit(make, vectors(), superpipeline(k=1, activations="recompute", keep_on_gpu=resident))
     assert f"activations={json.dumps(remedy)}" in str(refused.value)
-    ours = fit(make, vectors(), superpipeline(k=1, activations=remedy, resident=resident))
+    ours = fit(make, vectors(), superpipeline(k=1, activations=remedy, keep_on_gpu=resident))
     assert_same(ours, fit(make, vectors()))
 
 
@@ -252,7 +252,7 @@ def test_writes_elsewhere_that_show_once_are_equal(make: Callable[[], Module]) -
 @pytest.mark.usefixtures("nothing_fits")
 def test_auto_does_not_recompute_what_writes_elsewhere() -> None:
     batches, make = [torch.randn(256, 16) for _ in range(6)], writes_another(_multiply)
-    strategy = superpipeline(k=1, k_prime=1, activations="auto", memory_budget=150_000)
+    strategy = superpipeline(k=1, k_prime=1, activations="auto", gpu_memory=150_000)
     assert_same(fit(make, batches, strategy), fit(make, batches))
     assert strategy.activations["net.blocks.1"] == "offload"
 
@@ -277,15 +277,15 @@ def test_a_forward_that_gives_another_layer_gradients_is_refused(resident: Any) 
     remedy = {"net.blocks.1": "offload", "**": "recompute"}
     said = "The forward of 'net.blocks.1' runs a backward that gives 'net.blocks.3.inner.weight' a gradient, and cannot"
     with pytest.raises(Unrepeatable, match=said):
-        fit(gives_another, vectors(), superpipeline(k=1, activations="recompute", resident=resident))
-    ours = fit(gives_another, vectors(), superpipeline(k=1, activations=remedy, resident=resident))
+        fit(gives_another, vectors(), superpipeline(k=1, activations="recompute", keep_on_gpu=resident))
+    ours = fit(gives_another, vectors(), superpipeline(k=1, activations=remedy, keep_on_gpu=resident))
     assert_same(ours, fit(gives_another, vectors()))
 
 
 @pytest.mark.usefixtures("nothing_fits")
 def test_auto_does_not_recompute_what_gives_gradients_elsewhere() -> None:
     batches = [torch.randn(256, 16) for _ in range(6)]
-    strategy = superpipeline(k=1, k_prime=1, activations="auto", memory_budget=150_000)
+    strategy = superpipeline(k=1, k_prime=1, activations="auto", gpu_memory=150_000)
     assert_same(fit(gives_another, batches, strategy), fit(gives_another, batches))
     assert strategy.activations["net.blocks.1"] == "offload"
 

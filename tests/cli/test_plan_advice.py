@@ -44,7 +44,22 @@ def test_adapters_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_activations_that_travel_too_slowly_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "resnet18", "--batch", "64", "--k", "1", "--k-prime", "1", "--activations", "offload", "--pcie", "1"])
+    main(
+        [
+            "plan",
+            "resnet18",
+            "--batch-size",
+            "64",
+            "--k",
+            "1",
+            "--k-prime",
+            "1",
+            "--activations",
+            "offload",
+            "--pcie",
+            "1",
+        ]
+    )
     (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert re.fullmatch(r"with .* s are waited for activations; recompute some of them, or .*", line)
 
@@ -53,10 +68,10 @@ def test_activations_that_travel_too_slowly_are_named(capsys: pytest.CaptureFixt
     ("arguments", "choice"),
     [
         ((), "(k=1, k_prime=1)"),
-        (("--overlap", "backward", "--activations", "recompute"),
+        (("--optimizer-overlap", "backward", "--activations", "recompute"),
          '(k=1, k_prime=1, activations="recompute", optimizer_overlap="backward")'),
-        (("--resident", "fc", "--layers", "layer1.*", "layer2.*"),
-         '(k=1, k_prime=1, layers=["layer1.*", "layer2.*"], resident=["fc"])'),
+        (("--keep-on-gpu", "fc", "--layers", "layer1.*", "layer2.*"),
+         '(k=1, k_prime=1, layers=["layer1.*", "layer2.*"], keep_on_gpu=["fc"])'),
     ],
 )  # fmt: skip
 def test_the_verdict_has_every_option_that_the_answer_depends_on(
@@ -115,7 +130,7 @@ def test_a_module_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.long("a plan and a run of a whole model")
 def test_activations_are_chosen_within_the_limit_as_a_run_chooses_them(capsys: pytest.CaptureFixture[str]) -> None:
     """What takes least is as fast as the limit allows, and all is kept once there is room for it."""
-    asked = ["resnet18", "--batch", "64", "--k", "1", "--k-prime", "1", "--tflops", "10"]
+    asked = ["resnet18", "--batch-size", "64", "--k", "1", "--k-prime", "1", "--tflops", "10"]
 
     def window(mode: str, limit: int) -> dict[str, Any]:
         (found,) = plan(capsys, *asked, "--activations", mode, "--gpu-memory", f"{limit}B")["windows"]
@@ -173,7 +188,13 @@ def test_a_step_has_the_host_memory_of_a_run(
         fused(lambda: Module(Stack())), vectors(4), strategy, recorded="nothing", precision=precision,
         accumulate_grad_batches=batches, **options,
     )  # fmt: skip
-    arguments = ["--accumulate", str(batches), *(["--clip", clip] if clip else []), "--precision", precision]
+    arguments = [
+        "--accumulate-grad-batches",
+        str(batches),
+        *(["--gradient-clip", clip] if clip else []),
+        "--precision",
+        precision,
+    ]
     size = [str(each) for each in vectors()[0].shape]
     found = plan(capsys, "tests.support.models:Stack", "--input", *size, "--k", "1", "--k-prime", "1", *arguments)
     assert found["host_bytes"] == strategy.ledger.nbytes
@@ -181,10 +202,10 @@ def test_a_step_has_the_host_memory_of_a_run(
 
 def test_updates_are_shared_by_accumulated_batches(capsys: pytest.CaptureFixture[str]) -> None:
     """A long update is one in four batches, and hides what it can under the next of them."""
-    arguments = ["resnet18", "--k", "1", "--k-prime", "1", "--dram", "1", "--precision", "32-true"]
+    arguments = ["resnet18", "--k", "1", "--k-prime", "1", "--host-bandwidth", "1", "--precision", "32-true"]
     one, four, clipped = (
         plan(capsys, *arguments, *more)["windows"][0]["seconds"]
-        for more in ((), ("--accumulate", "4"), ("--clip", "norm"))
+        for more in ((), ("--accumulate-grad-batches", "4"), ("--gradient-clip", "norm"))
     )
     assert one / 4 < four < 0.75 * one  # sums of gradients read and write host memory, too
     assert one < clipped < 1.5 * one
@@ -193,17 +214,20 @@ def test_updates_are_shared_by_accumulated_batches(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--clip", "norm", "--overlap", "backward"], "before all gradients are there, and --clip norm needs them"),
+        (
+            ["--gradient-clip", "norm", "--optimizer-overlap", "backward"],
+            "before all gradients are there, and --gradient-clip norm needs them",
+        ),
         *(
             (
-                ["--precision", half, "--optimizer-on", "device", "--overlap", "backward"],
-                f"--optimizer-on device steps in optimizer.step() with --precision {half}; leave --overlap backward out",
+                ["--precision", half, "--optimizer-on", "gpu", "--optimizer-overlap", "backward"],
+                f"--optimizer-on gpu steps in optimizer.step() with --precision {half}; leave --optimizer-overlap backward out",
             )
             for half in ("bf16-true", "16-true")
         ),
-        (["--optimizer-on", "device", "--devices", "2"], "--optimizer-on device is for one device"),
-        (["--accumulate", "2", "--predict"], "are for training, and nothing is trained here"),
-        (["--accumulate", "0"], "no whole number of at least 1"),
+        (["--optimizer-on", "gpu", "--devices", "2"], "--optimizer-on gpu is for one device"),
+        (["--accumulate-grad-batches", "2", "--predict"], "are for training, and nothing is trained here"),
+        (["--accumulate-grad-batches", "0"], "no whole number of at least 1"),
     ],
 )
 def test_steps_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +261,7 @@ def test_a_table_whose_whole_weight_is_read_is_planned_whole(capsys: pytest.Capt
         "tests.cli.test_plan_advice:TiedByCode",
         "--precision",
         "32-true",
-        "--overlap",
+        "--optimizer-overlap",
         "off",
         "--k",
         "1",
@@ -296,9 +320,9 @@ def test_the_optimizer_is_the_modules_own(capsys: pytest.CaptureFixture[str]) ->
 
 def test_steps_on_the_device_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     window = ("resnet18", "--k", "1", "--k-prime", "1")
-    host, device = (plan(capsys, *window, "--optimizer-on", where) for where in ("host", "device"))
-    late = plan(capsys, *window, "--optimizer-on", "device", "--overlap", "forward")
-    assert 'optimizer_on="device"' in device["verdict"]
+    host, device = (plan(capsys, *window, "--optimizer-on", where) for where in ("cpu", "gpu"))
+    late = plan(capsys, *window, "--optimizer-on", "gpu", "--optimizer-overlap", "forward")
+    assert 'optimizer_on="gpu"' in device["verdict"]
     slots = device["windows"][0]["device_bytes"] - host["windows"][0]["device_bytes"]
     assert slots > 16 * max(layer["bytes"] for layer in device["layers"]) / 6, (
         "weights, gradients and state of one layer"
@@ -310,10 +334,10 @@ def test_steps_on_the_device_are_planned(capsys: pytest.CaptureFixture[str]) -> 
 def test_where_weights_have_16_bits_no_step_on_the_device_is_in_the_background(
     half: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where nothing is said of ``--overlap``, a run chooses "off" by itself."""
-    window = ("resnet18", "--k", "1", "--k-prime", "1", "--optimizer-on", "device", "--precision")
-    chosen, off = (plan(capsys, *window, half, *more) for more in ((), ("--overlap", "off")))
-    wide, wide_off = (plan(capsys, *window, "bf16-mixed", *more) for more in ((), ("--overlap", "off")))
+    """Where nothing is said of ``--optimizer-overlap``, a run chooses "off" by itself."""
+    window = ("resnet18", "--k", "1", "--k-prime", "1", "--optimizer-on", "gpu", "--precision")
+    chosen, off = (plan(capsys, *window, half, *more) for more in ((), ("--optimizer-overlap", "off")))
+    wide, wide_off = (plan(capsys, *window, "bf16-mixed", *more) for more in ((), ("--optimizer-overlap", "off")))
     seconds = [found["windows"][0]["seconds"] for found in (chosen, off, wide, wide_off)]
     assert seconds[0] == seconds[1]
     assert seconds[2] < seconds[3]
@@ -324,12 +348,12 @@ def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.
     def faster(*more: str) -> tuple[str, str, str]:
         main(["plan", "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1", *more])
         (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
-        found = re.findall(r"--optimizer-on device takes (\S+) s, and (\S+ GiB) of device memory(.*)\.$", line)
+        found = re.findall(r"--optimizer-on gpu takes (\S+) s, and (\S+ GiB) of device memory(.*)\.$", line)
         return found[0]  # type: ignore[no-any-return]
 
     host, found = (
         plan(capsys, "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1", "--optimizer-on", where)
-        for where in ("host", "device")
+        for where in ("cpu", "gpu")
     )
     there, needed = found["windows"][0]["seconds"], found["windows"][0]["device_bytes"]
     assert faster() == (f"{there:.3g}", in_gib(needed), "")
@@ -340,17 +364,17 @@ def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.
 
 
 def test_updates_that_backward_would_hide_are_tried_there(capsys: pytest.CaptureFixture[str]) -> None:
-    window = ("--k", "1", "--k-prime", "1", "--batch", "16", "--dram", "100GB/s")
+    window = ("--k", "1", "--k-prime", "1", "--batch-size", "16", "--host-bandwidth", "100GB/s")
 
     def faster(*more: str) -> list[str]:
         main(["plan", "vit_b_16", *window, *more])
         (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
-        return re.findall(r"Without --overlap takes (\S+) s\.", line)
+        return re.findall(r"Without --optimizer-overlap takes (\S+) s\.", line)
 
     default = plan(capsys, "vit_b_16", *window)
-    assert faster("--overlap", "forward") == [f"{default['windows'][0]['seconds']:.3g}"]
+    assert faster("--optimizer-overlap", "forward") == [f"{default['windows'][0]['seconds']:.3g}"]
     assert faster() == []
-    assert faster("--clip", "norm") == [], "which needs all gradients at once"
+    assert faster("--gradient-clip", "norm") == [], "which needs all gradients at once"
     assert faster("--optimizer", "muon", "--host-tflops", "20") == [], "which runs when backward is over"
 
 

@@ -30,7 +30,7 @@ def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str
     start = time.perf_counter()
     found = plan(
         capsys, str(SHAPES / "llama-3-70b.json"), "--precision", "bf16-true", "--gpu-memory", "24GiB",
-        "--host-memory", "560GiB", "--checkpointing", "--k", "1", "2",
+        "--host-memory", "560GiB", "--gradient-checkpointing", "--k", "1", "2",
     )  # fmt: skip
     assert time.perf_counter() - start < 120
     assert found["parameters"] == 70_553_706_496
@@ -48,10 +48,10 @@ def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str
     ("arguments", "layers"),
     first(
         [
-            ([str(SHAPES / "vit-giant.json"), "--batch", "4"], 40),
+            ([str(SHAPES / "vit-giant.json"), "--batch-size", "4"], 40),
             ([str(SHAPES / "llava-1.5-7b.json")], 45),
             ([str(SHAPES / "llama-3-8b.json"), "--predict"], 33),
-            (["resnet18", "--batch", "2"], 7),
+            (["resnet18", "--batch-size", "2"], 7),
             (["vit_b_16", "--predict"], 12),
         ],
         if_=lambda each: each[0][0] == "resnet18",
@@ -75,7 +75,7 @@ def test_generation_counts_keys_and_values(capsys: pytest.CaptureFixture[str]) -
     model = str(SHAPES / "llama-3-8b.json")
     cache = 2 * 32 * 8 * 128 * 2  # bytes of a token
     options = ["--precision", "bf16-true", "--generate", "64", "--tokens", "448", "--k", "2"]
-    found = {batch: plan(capsys, model, *options, "--batch", str(batch)) for batch in (1, 16)}
+    found = {batch: plan(capsys, model, *options, "--batch-size", str(batch)) for batch in (1, 16)}
     for batch, answer in found.items():
         assert batch * 512 * cache < answer["activation_bytes"] < 3 * batch * 512 * cache + 2**29
         assert answer["training"] is False
@@ -102,7 +102,7 @@ def test_generation_of_an_encoder_and_a_decoder(tmp_path: Path, capsys: pytest.C
     config = transformers.T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=4, num_heads=4, vocab_size=4096)
     config.architectures = ["T5ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    options = ["--generate", "16", "--tokens", "128", "--batch", "4", "--k", "1"]
+    options = ["--generate", "16", "--tokens", "128", "--batch-size", "4", "--k", "1"]
     found = plan(capsys, str(tmp_path), *options)
     cache = 4 * (2 * 4 * 256 * (128 + 16)) * 4  # bytes: sequences × (keys and values, layers, width) of both attentions
     assert cache < found["activation_bytes"]
@@ -189,7 +189,7 @@ def test_bad_models(model: Any, message: str, tmp_path: Path, capsys: pytest.Cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--gpu-memory=24", "--gpu-memory=much", "--k=0", "--pcie=-1", "--batch=x"])
+@pytest.mark.parametrize("option", ["--gpu-memory=24", "--gpu-memory=much", "--k=0", "--pcie=-1", "--batch-size=x"])
 def test_bad_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", "resnet50", option])
@@ -414,17 +414,19 @@ def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixtu
 
     waited = r"with k = 1 and k' = 1, ([\d.e+-]+) of ([\d.e+-]+) s are waited for "
     rarer = "updates; a larger batch, or accumulate_grad_batches, makes them rarer\\. "
-    assert re.fullmatch(waited + rarer + r"--overlap backward takes \S+ s\.", faster())
-    fetches = waited + "fetches; a larger k or memory_budget, or more work.*"
-    assert re.fullmatch(fetches, faster("--pcie", "3", "--dram", "1000"))
-    all_of_it = re.fullmatch(fetches, faster("--predict", "--dram", "40", "--batch", "1", "--tokens", "16"))
+    assert re.fullmatch(waited + rarer + r"--optimizer-overlap backward takes \S+ s\.", faster())
+    fetches = waited + "fetches; a larger k or gpu_memory, or more work.*"
+    assert re.fullmatch(fetches, faster("--pcie", "3", "--host-bandwidth", "1000"))
+    all_of_it = re.fullmatch(
+        fetches, faster("--predict", "--host-bandwidth", "40", "--batch-size", "1", "--tokens", "16")
+    )
     assert all_of_it is not None
     assert float(all_of_it[1]) >= 0.9 * float(all_of_it[2])
     computes = (
         r"with k = 1 and k' = 1, the device computes (9\d|100)% of the time; fewer operations or a faster device help\."
     )
-    assert re.fullmatch(computes, faster("--dram", "1000"))
-    assert re.fullmatch(computes, faster("--tokens", "8192", "--dram", "120"))  # what helps
+    assert re.fullmatch(computes, faster("--host-bandwidth", "1000"))
+    assert re.fullmatch(computes, faster("--tokens", "8192", "--host-bandwidth", "120"))  # what helps
 
 
 def test_layers_too_small_for_the_host_are_named_with_what_helps(
@@ -463,7 +465,7 @@ def test_plain_training_is_shown_with_its_optimizer_state(capsys: pytest.Capture
 @pytest.mark.rest("models of real size are counted")
 def test_times_of_images_are_not_guessed_from_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--batch", "2"])
+        main(["plan", "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--batch-size", "2"])
     text = capsys.readouterr().out
     assert "as if each weight was used 392 times in a forward" in text  # 2 images of 14 × 14 patches
     assert "token" not in text.replace("(tokens, images)", "")  # of any batch
@@ -550,7 +552,7 @@ def test_logits_are_told_where_they_are_much(tmp_path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "note: 12.2 MiB are saved outside of all layers (largest: float32 (64, 50000), 12.2 MiB), whatever" in text
     assert "see examples/guide/activations.md" in text
-    main(["plan", config("gpt2", tmp_path), "--tokens", "512", "--batch", "8", "--k", "1", "--verbose"])
+    main(["plan", config("gpt2", tmp_path), "--tokens", "512", "--batch-size", "8", "--k", "1", "--verbose"])
     text = capsys.readouterr().out
     assert "  recompute  " in text
     assert "MiB on the host" in text

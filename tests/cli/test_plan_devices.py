@@ -13,7 +13,7 @@ from tests.support.answers import plan
 from tests.support.tiers import some
 
 DEVICES = 4
-MODEL = ("vit_b_16", "--batch", "2", "--k", "1", "--k-prime", "1", "--precision", "32-true")
+MODEL = ("vit_b_16", "--batch-size", "2", "--k", "1", "--k-prime", "1", "--precision", "32-true")
 WEIGHTS = 4 * 86_567_656
 GIGA = 1e9
 
@@ -52,7 +52,7 @@ def test_gradients_of_several_devices_are_as_wide_as_parameters(capsys: pytest.C
 
 @pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 def test_each_device_fetches_all_and_sends_a_part(capsys: pytest.CaptureFixture[str]) -> None:
-    plans = answers(capsys, "--dram", "1000", "--pcie", "5", of_several=("--links", "10"))
+    plans = answers(capsys, "--host-bandwidth", "1000", "--pcie", "5", of_several=("--links", "10"))
     one, several = (each["windows"][0] for each in plans)
     assert several["busy_seconds"]["fetch"] == one["busy_seconds"]["fetch"]
     assert several["busy_seconds"]["compute"] == one["busy_seconds"]["compute"]
@@ -78,10 +78,16 @@ def test_a_device_has_room_for_what_is_sent_and_received(capsys: pytest.CaptureF
 @pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 @pytest.mark.parametrize(
     ("slow", "binds"),
-    [("--links", "links"), ("--pcie", "fetch"), ("--dram", "host memory"), ("--tflops", "compute")],
+    [("--links", "links"), ("--pcie", "fetch"), ("--host-bandwidth", "host memory"), ("--tflops", "compute")],
 )
 def test_what_is_slow_binds(slow: str, binds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fast = {"--links": "1e3", "--pcie": "1e3", "--dram": "1e5", "--tflops": "1e4", "--device-bandwidth": "1e6"}
+    fast = {
+        "--links": "1e3",
+        "--pcie": "1e3",
+        "--host-bandwidth": "1e5",
+        "--tflops": "1e4",
+        "--device-bandwidth": "1e6",
+    }
     rates = [each for pair in {**fast, slow: "0.01"}.items() for each in pair]
     found = plan(capsys, *MODEL, *rates, "--devices", str(DEVICES))
     assert found["windows"][0]["binds"] == binds
@@ -90,7 +96,7 @@ def test_what_is_slow_binds(slow: str, binds: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 def test_slices_cross_each_link_once(capsys: pytest.CaptureFixture[str]) -> None:
-    rates = ("--devices", str(DEVICES), "--dram", "1000", "--links", "10", "--pcie", "5")
+    rates = ("--devices", str(DEVICES), "--host-bandwidth", "1000", "--links", "10", "--pcie", "5")
     whole, sliced = (plan(capsys, *MODEL, *rates, "--transfer", each) for each in ("whole", "sliced"))
     fetch, links, memory = (
         [each["windows"][0]["busy_seconds"][of] for each in (whole, sliced)] for of in ("fetch", "links", "host memory")
@@ -100,16 +106,16 @@ def test_slices_cross_each_link_once(capsys: pytest.CaptureFixture[str]) -> None
     assert fetch[0] - fetch[1] == pytest.approx(twice * (1 - 1 / DEVICES) / 5e9, rel=0.05)
     assert links[1] - links[0] == pytest.approx(twice * (1 - 1 / DEVICES) / 10e9, rel=0.05)
     assert memory[0] - memory[1] == pytest.approx(twice * (DEVICES - 1) / 1000e9, rel=0.05)  # the last layer comes once
-    assert 'transfer="sliced"' in sliced["verdict"]
+    assert 'transfer="sharded"' in sliced["verdict"]
 
 
 def test_slices_are_advised_where_something_else_is_waited_for_most(capsys: pytest.CaptureFixture[str]) -> None:
-    rates = ("--predict", "--devices", str(DEVICES), "--dram", "1000", "--links", "1000", "--pcie", "5")
+    rates = ("--predict", "--devices", str(DEVICES), "--host-bandwidth", "1000", "--links", "1000", "--pcie", "5")
     main(["plan", *MODEL, *rates])
     text = capsys.readouterr().out
     assert "are waited for fetches" in text
-    (seconds,) = re.findall(r'transfer="sliced" takes (\S+) s\.', text)
-    sliced = plan(capsys, *MODEL, *rates, "--transfer", "sliced")["windows"][0]
+    (seconds,) = re.findall(r'transfer="sharded" takes (\S+) s\.', text)
+    sliced = plan(capsys, *MODEL, *rates, "--transfer", "sharded")["windows"][0]
     assert float(seconds) == pytest.approx(sliced["seconds"], rel=0.01)
 
 
@@ -124,7 +130,9 @@ def test_the_text_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 def test_updates_in_backward_keep_few_gradients(capsys: pytest.CaptureFixture[str]) -> None:
-    late, early = (plan(capsys, *MODEL, "--devices", "2", "--overlap", each) for each in ("forward", "backward"))
+    late, early = (
+        plan(capsys, *MODEL, "--devices", "2", "--optimizer-overlap", each) for each in ("forward", "backward")
+    )
     assert 0.6 * WEIGHTS < late["host_bytes"] - early["host_bytes"] < WEIGHTS
 
 
@@ -159,7 +167,7 @@ def test_each_node_sends_its_sums_over_the_network(
 @pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 def test_a_second_node_is_compared_with_one_that_is_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """Alone it has gradients half as wide; it was said to take as long as one that sends them over a network."""
-    options = (*MODEL[:-1], "bf16-mixed", "--dram", "5")
+    options = (*MODEL[:-1], "bf16-mixed", "--host-bandwidth", "5")
     alone = plan(capsys, *options)["windows"][0]["seconds"]
     main(["plan", *options, "--nodes", "2", "--network", "2GB/s"])
     assert f"nodes: one takes {alone:.3g} s per batch" in capsys.readouterr().out
@@ -202,7 +210,7 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("given", "several"),
-    [(("--links", "50GB/s"), "devices"), (("--transfer", "sliced"), "devices"), (("--network", "100Gb/s"), "nodes")],
+    [(("--links", "50GB/s"), "devices"), (("--transfer", "sharded"), "devices"), (("--network", "100Gb/s"), "nodes")],
 )
 def test_what_counts_with_several_alone_is_refused_for_one(
     given: tuple[str, ...], several: str, capsys: pytest.CaptureFixture[str]

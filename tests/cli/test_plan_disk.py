@@ -13,7 +13,7 @@ from sp_lightning.plan.units import parse_bytes
 from tests.support.answers import plan
 from tests.support.tiers import first, some
 
-MODEL = ("vit_b_16", "--batch", "2", "--k", "1", "--k-prime", "1", "--precision", "32-true")
+MODEL = ("vit_b_16", "--batch-size", "2", "--k", "1", "--k-prime", "1", "--precision", "32-true")
 WEIGHTS = 4 * 86_567_656
 
 
@@ -45,8 +45,8 @@ def test_optimizer_state_is_on_the_disk_as_far_as_memory_does_not_hold_it(capsys
     first(
         [
             ["--disk", "1GB/s", "--host-memory", memory("700MiB")],
-            ["--accumulate", "2", "--disk", "1GB/s", "--host-memory", memory("700MiB")],
-            ["--accumulate", "2", "--precision", "bf16-true"],
+            ["--accumulate-grad-batches", "2", "--disk", "1GB/s", "--host-memory", memory("700MiB")],
+            ["--accumulate-grad-batches", "2", "--precision", "bf16-true"],
             ["--lora", "4", "--activations", "offload", "--precision", "bf16-true"],
             ["--lora", "4", "--predict", "--disk", "1GB/s", "--host-memory", memory("256MiB")],
             ["--devices", "2", "--disk", "1GB/s", "--host-memory", "2500MiB"],
@@ -76,7 +76,7 @@ def test_a_faster_disk_is_faster_and_speeds_are_numbers_too(capsys: pytest.Captu
 
 @pytest.mark.rest("plans of a whole model; the first tier has one of them")
 def test_trained_weights_are_on_the_disk_where_state_alone_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    backward = ("--overlap", "backward", "--disk", "1GB/s", "--host-memory")
+    backward = ("--optimizer-overlap", "backward", "--disk", "1GB/s", "--host-memory")
     found, more = answer(capsys, *backward, memory("400MiB")), answer(capsys, *backward, memory("600MiB"))
     assert found["host_fits"]
     assert found["host_bytes"] <= 400 * 2**20 < WEIGHTS + 100 * 2**20
@@ -87,7 +87,7 @@ def test_trained_weights_are_on_the_disk_where_state_alone_is_not_enough(capsys:
 
 @pytest.mark.rest("plans of a whole model; the first tier has one of them")
 def test_gradients_are_on_the_disk_where_all_of_them_are_there_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    little = ("--disk", "1GB/s", "--host-memory", memory("700MiB"), "--overlap")
+    little = ("--disk", "1GB/s", "--host-memory", memory("700MiB"), "--optimizer-overlap")
     early, late = answer(capsys, *little, "backward"), answer(capsys, *little, "forward")
     assert late["host_fits"]
     assert late["host_bytes"] <= 700 * 2**20
@@ -130,7 +130,7 @@ def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pyte
 def test_the_memory_that_is_said_to_be_enough_is(
     overlap: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["plan", *MODEL[:-1], precision, "--disk", "1GB/s", "--overlap", overlap, "--host-memory"]
+    arguments = ["plan", *MODEL[:-1], precision, "--disk", "1GB/s", "--optimizer-overlap", overlap, "--host-memory"]
 
     def enough(limit: str) -> float:
         with pytest.raises(SystemExit):
@@ -162,7 +162,7 @@ def test_processes_take_memory_without_a_disk_too(devices: str, capsys: pytest.C
 @pytest.mark.rest("plans of a whole model; the first tier has one of them")
 def test_several_devices_have_state_on_the_disk_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     """As a run has. The second process takes memory, too."""
-    asked = ("--devices", "2", "--disk", "1GB/s", "--overlap", "backward", "--host-memory")
+    asked = ("--devices", "2", "--disk", "1GB/s", "--optimizer-overlap", "backward", "--host-memory")
     found = answer(capsys, *asked, "2500MiB")
     assert found["host_fits"]
     assert found["host_bytes"] <= 2500 * 2**20 - kept_for_processes(2500 * 2**20, 2, disk=True)

@@ -37,5 +37,5 @@ def test_a_token_brings_its_experts_and_a_prompt_all(tmp_path: Path, capsys: pyt
     assert one == pytest.approx([layers * expert * routed * (1 - hits) for hits in (0, 0.25, 0.5, 0.75)], rel=0.003)
     prompt = kib_of_experts(tmp_path, capsys, "--predict", "--tokens", "512")
     assert prompt[0] == pytest.approx(layers * expert * count, rel=0.01)
-    some = kib_of_experts(tmp_path, capsys, "--generate", "4", "--tokens", "4", "--batch", "2")
+    some = kib_of_experts(tmp_path, capsys, "--generate", "4", "--tokens", "4", "--batch-size", "2")
     assert some[0] == pytest.approx(layers * expert * count * (1 - (1 - routed / count) ** 2), rel=0.003)

@@ -59,7 +59,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_what_a_time_is_enough_for_is_the_best_rows_arithmetic(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    data = ("--dataset-tokens", "100k", "--price", "3", "--batch", "2", "--precision", "bf16-mixed")
+    data = ("--dataset-tokens", "100k", "--price", "3", "--batch-size", "2", "--precision", "bf16-mixed")
     found = plan(capsys, config, "--hours", "0.5", "--least-steps", "10", *data)
     best, row = found["budget"], found["best"]
     step = best["batch"] * best["tokens"] * best["accumulate"]
@@ -76,7 +76,7 @@ def test_what_a_time_is_enough_for_is_the_best_rows_arithmetic(config: str, caps
 
 @pytest.mark.rest("seconds of planning; tests/cli/test_plan_measured.py has the parts of it")
 def test_samples_are_so_many_tokens(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = (config, "--hours", "0.5", "--batch", "1", "--precision", "bf16-mixed", "--tokens", "32")
+    asked = (config, "--hours", "0.5", "--batch-size", "1", "--precision", "bf16-mixed", "--tokens", "32")
     found = plan(capsys, *asked, "--samples", "1k")["budget"]
     assert found["epochs"] == found["total_tokens"] / 32_000
     said = plan(capsys, *asked, "--devices", "2")["trainer"]
@@ -85,11 +85,12 @@ def test_samples_are_so_many_tokens(config: str, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.rest("a dozen plans")
 def test_no_other_way_that_was_asked_for_is_faster(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = (config, "--precision", "bf16-mixed", "--batch", "2", "--hours", "1", "--least-steps", "1")
+    asked = (config, "--precision", "bf16-mixed", "--batch-size", "2", "--hours", "1", "--least-steps", "1")
     best = plan(capsys, *asked)["budget"]
     for way in (
-        (), ("--overlap", "backward"), ("--optimizer-on", "device"), ("--accumulate", "4"), ("--accumulate", "16"),
-        ("--overlap", "backward", "--accumulate", "16"), ("--overlap", "off"),
+        (), ("--optimizer-overlap", "backward"), ("--optimizer-on", "gpu"),
+        ("--accumulate-grad-batches", "4"), ("--accumulate-grad-batches", "16"),
+        ("--optimizer-overlap", "backward", "--accumulate-grad-batches", "16"), ("--optimizer-overlap", "off"),
     ):  # fmt: skip
         other = plan(capsys, *asked, *way)["budget"]
         assert other["total_tokens"] <= 1.02 * best["total_tokens"]
@@ -102,7 +103,7 @@ def test_a_step_that_cannot_overlap_on_the_host_may_on_the_device(
         config,
         "--hours",
         "1",
-        "--batch",
+        "--batch-size",
         "4",
         "--precision",
         "bf16-mixed",
@@ -111,12 +112,17 @@ def test_a_step_that_cannot_overlap_on_the_host_may_on_the_device(
         "--least-steps",
         "1",
     )
-    best = plan(capsys, *asked, "--accumulate", "1")["budget"]
-    early = plan(capsys, *asked, "--accumulate", "1", "--overlap", "backward", "--optimizer-on", "device")["budget"]
+    best = plan(capsys, *asked, "--accumulate-grad-batches", "1")["budget"]
+    early = plan(
+        capsys, *asked, "--accumulate-grad-batches", "1", "--optimizer-overlap", "backward", "--optimizer-on", "gpu"
+    )["budget"]
     assert best["total_tokens"] >= early["total_tokens"] > 0
 
 
-GIVEN = [["--batch", "1", "--accumulate", "1"], ["--optimizer-on", "host", "--overlap", "forward"]]
+GIVEN = [
+    ["--batch-size", "1", "--accumulate-grad-batches", "1"],
+    ["--optimizer-on", "cpu", "--optimizer-overlap", "forward"],
+]
 
 
 @pytest.mark.parametrize("given", first(GIVEN, GIVEN[0], why="looks for a batch among all, twice"))
@@ -133,7 +139,7 @@ def test_the_printed_command_answers_the_same(
 def test_what_fits_by_computing_again_alone_is_found(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (config, "--precision", "bf16-mixed", "--gpu-memory", "1400KiB")
     assert plan(capsys, *asked, "--activations", "recompute")["best"] is not None
-    found = plan(capsys, *asked, "--hours", "1", "--batch", "1")
+    found = plan(capsys, *asked, "--hours", "1", "--batch-size", "1")
     assert found["strategy"]["activations"] in ("auto", "recompute")
 
 
@@ -143,16 +149,16 @@ def test_batches_of_a_factory_are_not_counted_as_samples(capsys: pytest.CaptureF
         "1",
         "--precision",
         "bf16-mixed",
-        "--overlap",
+        "--optimizer-overlap",
         "forward",
         "--optimizer-on",
-        "host",
-        "--accumulate",
+        "cpu",
+        "--accumulate-grad-batches",
         "1",
     )
     assert "--input SIZE SIZE" in refused(capsys, FACTORY, *hours, "--samples", "1k")
     assert plan(capsys, FACTORY, *hours, "--samples", "1k", "--input", "4", "16")["budget"]["epochs"] > 0
-    image = ("--batch", "1", "--dataset-tokens", "1M")
+    image = ("--batch-size", "1", "--dataset-tokens", "1M")
     assert "give --samples in place" in refused(capsys, "resnet18", *hours, *image)
 
 
@@ -163,13 +169,22 @@ def test_nothing_that_fits_is_json_too(config: str, capsys: pytest.CaptureFixtur
 
 
 def test_less_than_a_step_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--hours", "1e-9", "--batch", "1", "--precision", "bf16-mixed")
+    asked = ("--hours", "1e-9", "--batch-size", "1", "--precision", "bf16-mixed")
     assert "is less than one step, which takes" in refused(capsys, config, *asked)
 
 
 def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--batch", "3", "--accumulate", "2", "--precision", "32-true", "--overlap", "forward")
-    found = plan(capsys, config, "--hours", "1", "--optimizer-on", "host", *given)
+    given = (
+        "--batch-size",
+        "3",
+        "--accumulate-grad-batches",
+        "2",
+        "--precision",
+        "32-true",
+        "--optimizer-overlap",
+        "forward",
+    )
+    found = plan(capsys, config, "--hours", "1", "--optimizer-on", "cpu", *given)
     assert (found["budget"]["batch"], found["budget"]["accumulate"], found["precision"]) == (3, 2, "32-true")
     assert found["strategy"]["optimizer_overlap"] == "forward"
 
@@ -180,14 +195,14 @@ def test_enough_steps_come_before_more_tokens(config: str, capsys: pytest.Captur
         config,
         "--hours",
         "0.01",
-        "--batch",
+        "--batch-size",
         "8",
-        "--dram",
+        "--host-bandwidth",
         "0.1GB/s",
-        "--overlap",
+        "--optimizer-overlap",
         "forward",
         "--optimizer-on",
-        "host",
+        "cpu",
     )
     few = plan(capsys, *asked, "--least-steps", "1")["budget"]
     assert few["accumulate"] > 1, "because an update takes long"
@@ -199,7 +214,7 @@ def test_enough_steps_come_before_more_tokens(config: str, capsys: pytest.Captur
 @pytest.mark.rest("two searches over everything; the arithmetic of one is in the first tier")
 def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, config, "--hours", "1")["precision"] == "bf16-mixed"
-    main(["plan", config, "--hours", "1", "--batch", "1", "--dram", "1GB/s"])
+    main(["plan", config, "--hours", "1", "--batch-size", "1", "--host-bandwidth", "1GB/s"])
     said = capsys.readouterr().out
     assert "bf16-true reaches " in said
     assert "rounded to 8 bits" in said
@@ -211,7 +226,7 @@ def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixtu
         (("--hours", "0"), "argument --hours"),
         (("--hours", "-1"), "argument --hours"),
         (
-            ("--hours", "1", "--dataset-tokens", "10", "--batch", "1", "--precision", "32-true"),
+            ("--hours", "1", "--dataset-tokens", "10", "--batch-size", "1", "--precision", "32-true"),
             "The data has 10 tokens, and one step takes ",
         ),
         (("--hours", "1", "--predict"), "--hours is for training"),
@@ -257,7 +272,7 @@ def test_a_scaled_config_has_the_size_and_the_shape(
 
 @pytest.mark.rest("seconds of planning; tests/cli/test_plan_measured.py has the parts of it")
 def test_sizes_are_compared_by_a_law(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", config, "--hours", "0.1", "--scale", "400k", "4M", "--batch", "4", "--precision", "bf16-mixed"])
+    main(["plan", config, "--hours", "0.1", "--scale", "400k", "4M", "--batch-size", "4", "--precision", "bf16-mixed"])
     said = capsys.readouterr().out
     assert scaling.LAW in said
     assert "The law was fitted to 44M parameters and more" in said
@@ -341,7 +356,7 @@ def test_rates_follow_the_precision_that_a_report_has(
         "2",
         "--k-prime",
         "1",
-        "--overlap",
+        "--optimizer-overlap",
         json.loads(report.read_text())["overlap"],
         "--rates",
         str(file),
@@ -438,7 +453,7 @@ def test_a_plan_is_corrected_by_what_a_run_has_reached(tmp_path: Path, capsys: p
         FACTORY,
         "--precision",
         found["precision"],
-        "--overlap",
+        "--optimizer-overlap",
         found["overlap"],
         "--k",
         "2",

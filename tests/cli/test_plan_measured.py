@@ -49,14 +49,14 @@ def answered(*options: str) -> Answer:
 
 
 def test_updates_that_cannot_run_in_the_background_do_so_in_no_way() -> None:
-    ways = _ways(answered("--optimizer", "muon", "--accumulate", "1").estimate)
-    found = {(each.question.overlap, each.question.optimizer_on) for each in ways}
-    assert found == {("auto", "host"), ("auto", "device"), ("backward", "device")}
+    ways = _ways(answered("--optimizer", "muon", "--accumulate-grad-batches", "1").estimate)
+    found = {(each.question.optimizer_overlap, each.question.optimizer_on) for each in ways}
+    assert found == {("auto", "cpu"), ("auto", "gpu"), ("backward", "gpu")}
 
 
 def test_what_is_given_and_what_does_not_fit_are_not_accumulated() -> None:
-    given, open_ = (answered("--k", "1", "--k-prime", "1", *more) for more in (("--accumulate", "1"), ()))
-    assert [each.question.accumulate for each in _accumulated(open_)] == [1, 4, 16]
+    given, open_ = (answered("--k", "1", "--k-prime", "1", *more) for more in (("--accumulate-grad-batches", "1"), ()))
+    assert [each.question.accumulate_grad_batches for each in _accumulated(open_)] == [1, 4, 16]
     for alone in (given, replace(open_, best=None)):
         assert list(_accumulated(alone)) == [alone]
 
@@ -110,11 +110,11 @@ def with_rates(folder: Path, *options: str) -> Any:
 
 
 def test_a_command_names_the_file_and_not_what_is_in_it(tmp_path: Path) -> None:
-    found = with_rates(tmp_path, "--dram", "9GB/s")
+    found = with_rates(tmp_path, "--host-bandwidth", "9GB/s")
     assert (found.pcie, found.tflops) == (5e9, 2)
     said = command(found)
     assert f"--rates {tmp_path}" in said
-    assert "--dram 9GB/s" in said
+    assert "--host-bandwidth 9GB/s" in said
     assert "--pcie" not in said
     assert "--tflops" not in said
 
@@ -197,7 +197,7 @@ def test_memory_that_is_not_locked_is_no_measure_of_a_link() -> None:
 REPORT: dict[str, Any] = {
     "kind": "report", "seconds": 1.0, "batches": 8, "model": "Small", "devices": 1, "parameters": 288, "trained": 288,
     "k": 2, "k_prime": 1, "accumulate": 1, "precision": "32-true", "activations": "keep", "overlap": "backward",
-    "optimizer_on": "host", "shape": [4, 16],
+    "optimizer_on": "cpu", "shape": [4, 16],
 }  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def test_why_a_file_is_none_is_said(option: str, found: dict[str, Any], why: str
 
 
 def test_a_run_that_updated_in_backward_has_not_clipped() -> None:
-    asked = question(SMALL, "--clip", "norm")
+    asked = question(SMALL, "--gradient-clip", "norm")
     assert measured._as_reached(asked, REPORT)["clip"] is None
     assert "clip" not in measured._as_reached(asked, {**REPORT, "overlap": "off"})
 
@@ -240,7 +240,7 @@ def test_a_batch_is_as_large_as_the_run_had_it(model: str, shape: list[int], ask
     assert {name: found[name] for name in ("batch", "tokens", "image", "input") if name in found} == asked
 
 
-@pytest.mark.parametrize("slow", ["--tflops 1e-9", "--device-bandwidth 1e-6", "--pcie 1e-6", "--dram 1e-6"])
+@pytest.mark.parametrize("slow", ["--tflops 1e-9", "--device-bandwidth 1e-6", "--pcie 1e-6", "--host-bandwidth 1e-6"])
 def test_whatever_binds_is_slower(slow: str) -> None:
     found = answered("--k", "1", "--k-prime", "1", *slow.split())
     asked = found.question.but(measured=Measured(slower=2))

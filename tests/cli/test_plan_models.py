@@ -164,7 +164,7 @@ def test_labels_of_a_factorys_model_count(capsys: pytest.CaptureFixture[str]) ->
 
 def test_tokens_of_a_factorys_model(capsys: pytest.CaptureFixture[str]) -> None:
     """They were ignored: "no batch known"."""
-    found = plan(capsys, f"{__name__}:WithLoss", "--tokens", "64", "--batch", "2", "--k", "1")
+    found = plan(capsys, f"{__name__}:WithLoss", "--tokens", "64", "--batch-size", "2", "--k", "1")
     assert found["batch"] == "a batch of 2 × 64 whole numbers, which are the labels, too"
     with pytest.raises(SystemExit) as ended:
         main(["plan", f"{__name__}:WithLoss", "--tokens", "64", "--input", "1", "64"])

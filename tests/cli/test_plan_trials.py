@@ -13,7 +13,7 @@ from sp_lightning.__main__ import main
 from tests.support.answers import plan
 
 SHAPE = "examples/shapes/llama-3-8b.json"
-HOW = ("--precision", "bf16-true", "--lora", "16", "--checkpointing", "--tokens", "512")
+HOW = ("--precision", "bf16-true", "--lora", "16", "--gradient-checkpointing", "--tokens", "512")
 LORA = (SHAPE, *HOW)
 
 
@@ -107,7 +107,7 @@ def test_the_base_is_in_host_memory_once(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_trials_are_asked_of_one_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["plan", *LORA, "--batch", "1", "2", "--trials", "2"])
+        main(["plan", *LORA, "--batch-size", "1", "2", "--trials", "2"])
     assert ended.value.code == 2
     assert "--trials is for one answer, and these are 2 questions." in capsys.readouterr().err
 

@@ -68,7 +68,7 @@ def small_llama(folder: Path, **more: Any) -> str:
 def test_a_model_that_fits_is_left_to_plain_lightning(
     model: str, batch: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [model, "--batch", str(batch), "--k", "1", "--k-prime", "1"]
+    asked = [model, "--batch-size", str(batch), "--k", "1", "--k-prime", "1"]
     found = plan(capsys, *asked, "--gpu-memory", "40GiB")
     needed = found["plain_bytes"]
     assert needed > found["activation_bytes"] + found["parameters"] * 16, "weights, gradients, two moments"
@@ -93,7 +93,7 @@ def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
     real: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = [small_llama(tmp_path), "--tokens", "64", "--gpu-memory", "14MiB"]
-    asked = [LLAMA, "--tokens", "6144", "--checkpointing", "--gpu-memory", "22GiB"] if real else small
+    asked = [LLAMA, "--tokens", "6144", "--gradient-checkpointing", "--gpu-memory", "22GiB"] if real else small
     found = plan(capsys, *asked)
     (best,) = [each for each in found["windows"] if {name: each[name] for name in ("k", "k_prime")} == found["best"]]
     lines = said(capsys, *asked).splitlines()
@@ -119,7 +119,7 @@ def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
 
 def test_speed_is_of_all_devices_and_of_what_the_model_takes(capsys: pytest.CaptureFixture[str]) -> None:
     for options, count, what in (
-        (["resnet18", "--batch", "3", "--devices", "2", "--nodes", "2"], 12, "images"),
+        (["resnet18", "--batch-size", "3", "--devices", "2", "--nodes", "2"], 12, "images"),
         (["tests.support.models:Stack", "--input", "4", "16"], 4, "samples"),
     ):
         asked = [*options, "--k", "1", "--k-prime", "1"]
@@ -150,7 +150,7 @@ def test_activations_that_do_not_all_fit_are_chosen_by_default(
         "It does not"
     )
     lines = said(capsys, *asked).splitlines()
-    assert re.match(rf'It fits: .*activations="auto", memory_budget="{limit}"\)', lines[0])
+    assert re.match(rf'It fits: .*activations="auto", gpu_memory="{limit}"\)', lines[0])
     assert re.fullmatch(r"Not all activations fit: keep \d+ \(.*\); (recompute|offload) \d+ \(.*\)\.", lines[1])
 
 
@@ -182,7 +182,7 @@ def check_remedies(capsys: pytest.CaptureFixture[str], text: str) -> list[str]:
         pytest.param(
             ["--gpu-memory", "8MiB"], "device", ["--activations recompute", "--gpu-memory 0.5GiB"], marks=SEVERAL
         ),
-        pytest.param(["--gpu-memory", "4MiB", "--batch", "4"], "device", ["--gpu-memory 0.5GiB"], marks=SEVERAL),
+        pytest.param(["--gpu-memory", "4MiB", "--batch-size", "4"], "device", ["--gpu-memory 0.5GiB"], marks=SEVERAL),
         (
             ["--tokens", "1024", "--gpu-memory", "60MiB", "--activations", "keep"],
             "device",
@@ -223,7 +223,7 @@ def test_remedies_of_a_large_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.long(BILLIONS)
 def test_a_loss_in_chunks_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [LLAMA, "--checkpointing", "--tokens", "8192", "--precision", "bf16-true", "--gpu-memory", "16GiB"]
+    asked = [LLAMA, "--gradient-checkpointing", "--tokens", "8192", "--precision", "bf16-true", "--gpu-memory", "16GiB"]
     asked += ["--activations", "keep"]
     changes = check_remedies(capsys, said(capsys, *asked, status=1))
     assert changes[0] == "--loss-tokens 1024"
@@ -240,7 +240,7 @@ def test_where_adapters_let_plain_lightning_do_that_is_said(tmp_path: Path, caps
     text = said(capsys, *asked, status=1)
     changes = check_remedies(capsys, text)
     assert changes == [
-        "--overlap backward --disk 7GB/s",
+        "--optimizer-overlap backward --disk 7GB/s",
         "--precision bf16-true",
         "--precision bf16-true --loss-tokens 1024 --lora 16",
         "--host-memory 1GiB",
@@ -262,7 +262,7 @@ def test_where_a_loss_in_chunks_lets_plain_lightning_do_that_is_said(
     lora: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What fitted here alone, because of its logits, was all that was said."""
-    asked = [small_llama(tmp_path), "--tokens", "2048", "--checkpointing", "--k", "1", "--k-prime", "1", *lora]
+    asked = [small_llama(tmp_path), "--tokens", "2048", "--gradient-checkpointing", "--k", "1", "--k-prime", "1", *lora]
     found, chunked = plan(capsys, *asked), plan(capsys, *asked, "--loss-tokens", "1024")
     assert found["windows"][0]["device_bytes"] < found["plain_bytes"]
     text = said(capsys, *asked, "--gpu-memory", f"{found['plain_bytes'] - 1}B")
@@ -289,14 +289,14 @@ def test_what_fits_with_checkpoints_alone_does_not_fit_as_it_was_asked(
     assert text.startswith("It does not fit: ")
     again = "\nIt fits without us if each layer runs in torch.utils.checkpoint: plain Lightning needs "
     assert f"{again}{in_gib(found['checkpointed_bytes'])} of " in text
-    (line,) = re.findall(r"  --checkpointing: plain Lightning fits with .*\n    (.*)", text)
+    (line,) = re.findall(r"  --gradient-checkpointing: plain Lightning fits with .*\n    (.*)", text)
     assert said(capsys, *shlex.split(line)[4:]).startswith("It fits without us: ")
 
 
 def test_the_wait_says_what_bounds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Host memory or PCIe: a user had to know which of the two updates and fetches depend on."""
     asked = [small_llama(tmp_path), "--tokens", "64", "--k", "1", "--k-prime", "1"]
-    assert re.search(r"[( ]\d\d% for updates in DRAM", said(capsys, *asked, "--dram", "0.1"))
+    assert re.search(r"[( ]\d\d% for updates in DRAM", said(capsys, *asked, "--host-bandwidth", "0.1"))
     assert re.search(r"[( ]\d\d% for fetches over PCIe", said(capsys, *asked, "--pcie", "0.1"))
     measured = said(capsys, *asked, "--step-seconds", "1")
     assert re.search(r"\d\d% for updates[,)]", measured)
@@ -305,18 +305,19 @@ def test_the_wait_says_what_bounds_it(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.long(BILLIONS)
 def test_the_batch_that_fits_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [LLAMA, "--precision", "bf16-true", "--generate", "64", "--tokens", "448", "--k", "1"]
-    text = said(capsys, *asked, "--batch", "400", "--gpu-memory", "16GiB", status=1)
+    text = said(capsys, *asked, "--batch-size", "400", "--gpu-memory", "16GiB", status=1)
     changes = check_remedies(capsys, text)
     assert changes[-1].startswith("--gpu-memory ")
-    (count,) = re.findall(r"^  --batch (\d+): ", text, re.MULTILINE)
-    assert plan(capsys, *asked, "--batch", str(int(count) * 5 // 4), "--gpu-memory", "16GiB")["best"] is None
+    (count,) = re.findall(r"^  --batch-size (\d+): ", text, re.MULTILINE)
+    assert plan(capsys, *asked, "--batch-size", str(int(count) * 5 // 4), "--gpu-memory", "16GiB")["best"] is None
 
 
 def test_the_command_asks_the_same_question() -> None:
     asked = [
-        "plan", "a model.json", "--batch", "3", "--k", "2", "4", "--gpu-memory", "10737418241B", "--disk", "3.5GB/s",
-        "--network", "200Gb/s", "--nodes", "2", "--layers", "a.*", "b", "--checkpointing", "--tflops", "312.5", "--clip", "norm",
-        "--loss-tokens", "64", "--lora", "8", "--step-seconds", "0.25", "--overlap", "off", "--precision", "16-mixed",
+        "plan", "a model.json", "--batch-size", "3", "--k", "2", "4", "--gpu-memory", "10737418241B", "--disk", "3.5GB/s",
+        "--network", "200Gb/s", "--nodes", "2", "--layers", "a.*", "b",
+        "--gradient-checkpointing", "--tflops", "312.5", "--gradient-clip", "norm",
+        "--loss-tokens", "64", "--lora", "8", "--step-seconds", "0.25", "--optimizer-overlap", "off", "--precision", "16-mixed",
     ]  # fmt: skip
     question = Question(**{**vars(make_parser().parse_args(asked)), "model": "a model.json", "batch": 3})
     question = Question(**{**vars(question), "precision": "16-mixed"})

@@ -86,7 +86,7 @@ def test_a_weight_that_is_written_behind_the_engine_s_back_is_named() -> None:
     report = check(planted.writes_unseen)
     assert report.status == 1
     ((what, found),) = findings(report).items()
-    assert what == "the run itself", "here the write changes no number, and check_writes alone finds it"
+    assert what == "the run itself", "here the write changes no number, and debug_writes alone finds it"
     assert "'net.1.second.weight' was written within a step" in found
     assert any("limits.md" in sentence for sentence in report.explanation)
 
@@ -131,10 +131,10 @@ def test_a_defect_of_the_strategy_is_no_refusal() -> None:
 
 
 def test_steps_on_the_device_are_compared_with_plains_there() -> None:
-    report = check(lambda: Module(Stack()), vectors, optimizer_on="device", optimizer_overlap="backward")
+    report = check(lambda: Module(Stack()), vectors, optimizer_on="gpu", optimizer_overlap="backward")
     assert report.status == 0, str(report)
     assert "fused on the host" not in report.reference
-    with pytest.raises(ValueError, match=r'A check is of one place: give optimizer_on="host" or "device"'):
+    with pytest.raises(ValueError, match=r'A check is of one place: give optimizer_on="cpu" or "device"'):
         check(lambda: Module(Stack()), vectors, optimizer_on="auto")
 
 

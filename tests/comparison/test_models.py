@@ -140,7 +140,7 @@ def test_a_config_without_a_module_says_so(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.rest("nine pairs of modes; each is in the first tier by itself, in tests/equality")
 def test_every_mode_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tests.support.planted:Everything", "--accelerator", "cpu", "--k", "1", "--activations", "all"]
-    status, printed = run(capsys, *arguments, "--overlap", "all")
+    status, printed = run(capsys, *arguments, "--optimizer-overlap", "all")
     assert status == 0, printed
     modes = [f"streamed, {mode}, {overlap}" for mode in ("keep", "recompute", "offload") for overlap in _OVERLAPS]
     assert [each["name"] for each in printed["runs"]] == ["plain", *modes]

@@ -27,7 +27,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="differ"):
         compare(lambda way: way.fit(lambda: Net(lr=1e-2 if way.overlap is None else 1.1e-2)), tmp_path)
     with pytest.raises(AssertionError, match="nothing was streamed"):
-        compare(lambda way: way.fit(), tmp_path / "resident", resident=["**"])
+        compare(lambda way: way.fit(), tmp_path / "resident", keep_on_gpu=["**"])
 
 
 def with_a_row() -> Iterator[str]:

@@ -102,8 +102,8 @@ ENDS: dict[str, Callable[[], Any]] = {
     "training": lambda: fit(CASES["vit"].make, CASES["vit"].batches(), superpipeline(k=1)),
     "offload": lambda: fit(lambda: Module(Stack()), vectors(), superpipeline(k=1, activations="offload")),
     "mixed precision": lambda: fit(lambda: Module(Stack()), vectors(), superpipeline(k=1), precision="bf16-mixed"),
-    "residents": lambda: predicted(lambda: Module(Stack()), resident=["net"]),
-    "rows of a table": lambda: predicted(lambda: Module(Lookup()), resident=["net.stem", "net.blocks", "net.head"]),
+    "residents": lambda: predicted(lambda: Module(Stack()), keep_on_gpu=["net"]),
+    "rows of a table": lambda: predicted(lambda: Module(Lookup()), keep_on_gpu=["net.stem", "net.blocks", "net.head"]),
     "exchanged weights": lambda: predicted(lambda: SwapsThenPredicts(Stack())),
     "failure": fails,
 }

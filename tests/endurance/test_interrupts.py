@@ -42,8 +42,8 @@ from tests.support.runs import loader, trainer_for
 WAYS: list[dict[str, Any]] = [
     {"optimizer_overlap": "forward"},
     {"optimizer_overlap": "backward"},
-    {"optimizer_on": "device", "optimizer_overlap": "forward"},
-    {"optimizer_on": "device", "optimizer_overlap": "backward"},
+    {"optimizer_on": "gpu", "optimizer_overlap": "forward"},
+    {"optimizer_on": "gpu", "optimizer_overlap": "backward"},
     {},
     {"activations": "recompute"},
     {"activations": "offload", "optimizer_overlap": "forward"},

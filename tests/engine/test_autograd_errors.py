@@ -65,7 +65,7 @@ def test_torch_func_grad_through_a_streamed_layer() -> None:
         def loss(self, batch: Any) -> Tensor:
             return torch.func.grad(lambda x: self.net(x).sum())(batch).sum()
 
-    with pytest.raises(RuntimeError, match=r"torch\.func\.grad.*create_graph=True.*resident="):
+    with pytest.raises(RuntimeError, match=r"torch\.func\.grad.*create_graph=True.*keep_on_gpu="):
         start(superpipeline(), Transforms(Stack()))
 
 
@@ -75,7 +75,7 @@ def test_torch_func_grad_where_nothing_is_streamed(activations: Any) -> None:
         def loss(self, batch: Any) -> Tensor:
             return torch.func.grad(lambda x: self.net(x).square().sum())(batch).square().sum() + super().loss(batch)
 
-    ours = fit(lambda: Transforms(Stack()), vectors(), superpipeline(resident=["**"], activations=activations))
+    ours = fit(lambda: Transforms(Stack()), vectors(), superpipeline(keep_on_gpu=["**"], activations=activations))
     assert_same(ours, fit(lambda: Transforms(Stack()), vectors()))
 
 
@@ -84,7 +84,7 @@ def test_torch_func_grad_outside_a_step_names_the_layer() -> None:
         def on_train_epoch_start(self) -> None:
             torch.func.grad(lambda x: self.net(x).sum())(torch.ones(2, 16))
 
-    with pytest.raises(RuntimeError, match=r"reached the streamed layer 'net\.stem'.*resident=\['net\.stem'\]"):
+    with pytest.raises(RuntimeError, match=r"reached the streamed layer 'net\.stem'.*keep_on_gpu=\['net\.stem'\]"):
         start(superpipeline(), Transforms(Stack()))
 
 

@@ -51,8 +51,8 @@ READS = [
 ]  # fmt: skip
 PRECISIONS: list[Any] = ["32-true", "bf16-mixed", "bf16-true"]
 REVERSE = ("grad", "vjp", "jacrev", "hessian")
-NOT_REVERSE = r"torch\.func\.grad \(or vjp, .*torch\.autograd\.grad\(\.\.\., create_graph=True\).*resident=\["
-HIDDEN = r"memory of the weight 'net\.\d\.(linear|norm)\.weight' was read.*weight\.clone\(\).*resident=\['net\.\d\."
+NOT_REVERSE = r"torch\.func\.grad \(or vjp, .*torch\.autograd\.grad\(\.\.\., create_graph=True\).*keep_on_gpu=\["
+HIDDEN = r"memory of the weight 'net\.\d\.(linear|norm)\.weight' was read.*weight\.clone\(\).*keep_on_gpu=\['net\.\d\."
 TRACES = r"torch\.func\.linearize .*torch\.func\.jvp.*copy\.deepcopy\(module\)"
 
 
@@ -172,7 +172,7 @@ def test_a_transform_computes_what_it_does_on_plain_lightning_or_is_refused(
 ) -> None:
     plain = run(transform, read, precision, "auto", trains=trains)
     traces = TRACES if transform == "linearize" and read != "outside, a clone passed" else ""
-    for options, said in (({"k": 1}, refusal(transform, read, precision)), ({"resident": ["**"]}, traces)):
+    for options, said in (({"k": 1}, refusal(transform, read, precision)), ({"keep_on_gpu": ["**"]}, traces)):
         with pytest.raises(RuntimeError, match=said) if said else nullcontext():
             ours = run(transform, read, precision, superpipeline(**options), trains=trains)
         if not said and trains:
@@ -205,8 +205,8 @@ class Ensemble(pl.LightningModule):
 def test_an_ensemble_of_stacked_weights_is_refused_with_a_remedy_that_works() -> None:
     batches = [torch.randn(4, 4) for _ in range(3)]
     plain = fit(lambda: Ensemble(clones=False), batches)
-    with pytest.raises(RuntimeError, match=r"memory of the weight 'weights\.\d'.*resident=\['weights\.\d'\]"):
+    with pytest.raises(RuntimeError, match=r"memory of the weight 'weights\.\d'.*keep_on_gpu=\['weights\.\d'\]"):
         fit(lambda: Ensemble(clones=False), batches, superpipeline())
     assert_same(fit(lambda: Ensemble(clones=True), batches, superpipeline()), plain)
     names = [f"weights.{index}" for index in range(4)]
-    assert_same(fit(lambda: Ensemble(clones=False), batches, superpipeline(resident=names)), plain)
+    assert_same(fit(lambda: Ensemble(clones=False), batches, superpipeline(keep_on_gpu=names)), plain)

@@ -128,7 +128,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "half": ({"k": 2}, {"precision": "bf16-true"}),
     "offload": ({"k": 1, "activations": "offload"}, {}),
     "recompute": ({"k": 1, "activations": "recompute"}, {"precision": "bf16-mixed"}),
-    "residents": ({"k": 1, "resident": ["**"]}, {}),
+    "residents": ({"k": 1, "keep_on_gpu": ["**"]}, {}),
     "scaled": ({"k": 1}, {"precision": "16-mixed", "gradient_clip_val": 0.1}),
     "under forward": ({"k": 1, "optimizer_overlap": "forward"}, {}),
     "all under forward": (

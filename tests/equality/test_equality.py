@@ -71,7 +71,7 @@ def test_training_is_bitwise_equal(name: str, variant_name: str) -> None:
 def test_the_same_with_steps_on_the_device(name: str, variant_name: str) -> None:
     """Equal, or refused by name: what the host does there, and the device does not."""
     case, on_host = CASES[name], VARIANTS[variant_name]
-    variant = replace(on_host, strategy={**on_host.strategy, "optimizer_on": "device"})
+    variant = replace(on_host, strategy={**on_host.strategy, "optimizer_on": "gpu"})
     with as_torch_can():
         reference = None if {name, "*"} & variant.refused.keys() else plain(name, case, variant)
     said, outcome = "", None

@@ -40,7 +40,7 @@ FEW = ("vit", "conditional", "gan", "rows/written", "clamped-in-forward", "lbfgs
 @pytest.mark.rest("the first tier has random paths, and what is gathered")
 @pytest.mark.parametrize("name", some(TRAINED, *FEW, why="some of each kind are in the second tier"))
 def test_two_ranks_are_lightnings_ddp(name: str) -> None:
-    compare(name, 2, {"k": 1, "transfer": "sliced"}, reference=reference(name, 2))
+    compare(name, 2, {"k": 1, "transfer": "sharded"}, reference=reference(name, 2))
 
 
 @pytest.mark.rest("the first tier has random paths, and what is gathered")
@@ -50,7 +50,7 @@ def test_two_ranks_are_lightnings_ddp(name: str) -> None:
 )
 def test_modes(name: str, mode: str) -> None:
     strategy, options = MODES[mode]
-    compare(name, 2, {**strategy, "transfer": "sliced"}, options, reference(name, 2))
+    compare(name, 2, {**strategy, "transfer": "sharded"}, options, reference(name, 2))
 
 
 @pytest.mark.rest("the same on simulated devices")
@@ -58,13 +58,15 @@ def test_modes(name: str, mode: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_with_devices_of_their_own(size: int, mode: str) -> None:
     strategy, options = MODES[mode]
-    compare("llama-dropout", size, {**strategy, "transfer": "sliced"}, options, reference("vit", size), on_devices=True)
+    compare(
+        "llama-dropout", size, {**strategy, "transfer": "sharded"}, options, reference("vit", size), on_devices=True
+    )
 
 
 @pytest.mark.rest("four processes")
 @pytest.mark.parametrize("name", some(["vit", "conditional", "t5"], "conditional", why="one shows it"))
 def test_nodes(name: str) -> None:
-    compare(name, (2, 2), {"k": 1, "transfer": "sliced"}, reference=reference(name, (2, 2)))
+    compare(name, (2, 2), {"k": 1, "transfer": "sharded"}, reference=reference(name, (2, 2)))
 
 
 # ---------------------------------------------------------------------- what is gathered
@@ -111,7 +113,7 @@ def test_half_of_each_layer_comes_from_the_other_device() -> None:
 
 
 def train_without_hooks() -> int:
-    strategy = SuperpipelineStrategy(k=1, transfer="sliced")
+    strategy = SuperpipelineStrategy(k=1, transfer="sharded")
     with pytest.MonkeyPatch.context() as patch:  # the process stays for the next test
         if rank() == 0:
             patch.setattr(uploads, "LOOK", 1000.0)  # no thread issues what the engine does not come by
@@ -212,5 +214,5 @@ def test_another_transfer_is_refused() -> None:
 def test_slices_of_one_device_are_said_to_change_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr(messages, "_SAID", set())
     caplog.set_level(logging.INFO, "lightning.pytorch")
-    fit(Wide, list(torch.randn(2, 2, 32)), SuperpipelineStrategy(k=1, transfer="sliced"))
-    assert caplog.text.count('transfer="sliced" changes nothing') == 1
+    fit(Wide, list(torch.randn(2, 2, 32)), SuperpipelineStrategy(k=1, transfer="sharded"))
+    assert caplog.text.count('transfer="sharded" changes nothing') == 1

@@ -364,7 +364,7 @@ def on_device() -> Iterator[Variant]:
         yield Variant(
             f"stepped on the device, {mode}, {trainer.get('precision', '32-true')}, {memory}",
             "weights, gradients and state that pass through the device for their update are the whole step's to the bit",
-            {"k": 1, "optimizer_on": "device", "optimizer_overlap": mode}, trainer, memory, "losses",
+            {"k": 1, "optimizer_on": "gpu", "optimizer_overlap": mode}, trainer, memory, "losses",
             BASIC | {"rows/looked-up", "rows/padding", "rows/frozen", "experts/mixture", "quantised/int8"},
             quick.get((mode, trainer.get("precision", "32-true"), memory), frozenset({"stack"})),
             refused=early if mode == "backward" else ON_DEVICE,

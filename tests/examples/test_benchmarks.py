@@ -315,7 +315,7 @@ def test_bad_options_say_what_is_wrong(arguments: list[str], message: str, capsy
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
-        (predict.main, ["--checkpointing"], "unrecognized arguments: --checkpointing"),
+        (predict.main, ["--gradient-checkpointing"], "unrecognized arguments: --gradient-checkpointing"),
         (everything.main, ["--list", "h200", "--size", "3B"], "leave out --size"),
         (everything.main, ["--list", "h200", "--precision", "bf16-mixed"], "leave out --size"),
         (everything.main, ["--minutes", "0"], "0 is not above zero"),
@@ -451,7 +451,7 @@ def test_a_window_that_takes_more_than_planned_is_a_failure(monkeypatch: pytest.
 
 def test_a_machines_rates_are_arguments_of_plan() -> None:
     row = {"matrix_flops": {"bf16": 750e12}, "dram_bytes": 120e9, "duplex_bytes": 40e9, "device_bytes": 3e12}
-    host = ["--tflops", "750", "--dram", "120GB/s"]
+    host = ["--tflops", "750", "--host-bandwidth", "120GB/s"]
     assert limits.plan_arguments(row) == [*host, "--pcie", "40GB/s", "--device-bandwidth", "3000GB/s"]
     assert limits.plan_arguments({**row, "duplex_bytes": None, "device_bytes": None}) == host
 

@@ -30,7 +30,7 @@ STEPS = 3
 BATCHES = [CAPTIONS.for_training(PAIRS)] * STEPS
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "host": ({"k": 1}, {}),
-    "device": ({"k": 1, "optimizer_on": "device"}, {}),
+    "device": ({"k": 1, "optimizer_on": "gpu"}, {}),
     "recompute": ({"k": 2, "activations": "recompute"}, {}),
     "forward": ({"k": 1, "optimizer_overlap": "forward"}, {}),
     "backward": ({"k": 1, "optimizer_overlap": "backward"}, {}),
@@ -105,7 +105,7 @@ def test_frozen_layers_travel_one_way() -> None:
         versions.append({name: p._version for name, p in module.named_parameters() if not p.requires_grad})
         return module
 
-    host, device = superpipeline(k=1), superpipeline(k=1, optimizer_on="device")
+    host, device = superpipeline(k=1), superpipeline(k=1, optimizer_on="gpu")
     outcome = fit(noting, BATCHES, host)
     assert {name: p._version for name, p in outcome.module.named_parameters() if not p.requires_grad} == versions[0]
     assert host.stats().host_waits == 0  # it waits for each weight that it takes back
@@ -188,7 +188,7 @@ def test_the_recipe_says_what_a_bridge_costs(
     assert [f"model.{name}" for name in saved] == TRAINED
     assert 4 * sum(p.numel() for p in saved.values()) == 4 * result.trained
 
-    full = finetune_vlm.main([*arguments, "--optimizer-on", "device", "--output", str(tmp_path / "full")])
+    full = finetune_vlm.main([*arguments, "--optimizer-on", "gpu", "--output", str(tmp_path / "full")])
     assert full.trained == full.parameters
     assert full.drained_bytes > 50 * result.drained_bytes
     assert full.taken_bytes > 2 * full.drained_bytes

@@ -312,7 +312,7 @@ def test_one_block_alone_stays_on_the_device(
     monkeypatch.setattr(cram_llm, "SuperpipelineStrategy", strategy)
     with pytest.raises(Killed):
         cram(*PSEUDO, ticks=Ticks(until=0.8 * SECONDS))
-    alone, planned = {"resident": ["**"]}, PLAN["strategy"]
+    alone, planned = {"keep_on_gpu": ["**"]}, PLAN["strategy"]
     # a look at the options; validation, training; validation before and after; training
     assert asked == [planned, alone, alone, alone, planned, planned]
 
@@ -360,7 +360,7 @@ def test_the_plan_is_asked_for_with_what_was_given(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(hours, "now", Ticks())
     (tmp_path / "rates.json").write_text("{}")
     (tmp_path / "text.txt").write_text(read_text(None)[:60_000])
-    arguments = ["--hours", HOURS, "--rates", str(tmp_path / "rates.json"), "--accumulate", "2", *SMALL]
+    arguments = ["--hours", HOURS, "--rates", str(tmp_path / "rates.json"), "--accumulate-grad-batches", "2", *SMALL]
     arguments += ["--text", str(tmp_path / "text.txt")]
     result = cram_llm.main([*arguments, "--output", str(tmp_path / "run")])
     assert result.tokens % (2 * 2 * 16) == 0
@@ -371,7 +371,7 @@ def test_the_plan_is_asked_for_with_what_was_given(tmp_path: Path, monkeypatch: 
     assert 0.8 * SECONDS < 3600 * float(options.pop("--hours")) < SECONDS
     assert int(options.pop("--dataset-tokens")) > 10_000
     assert options == {
-        "--tokens": "16", "--clip": "norm", "--accumulate": "2", "--rates": str(tmp_path / "rates.json"),
+        "--tokens": "16", "--gradient-clip": "norm", "--accumulate-grad-batches": "2", "--rates": str(tmp_path / "rates.json"),
     }  # fmt: skip
     assert command[-1] == "--json"
 
@@ -401,7 +401,18 @@ def test_nothing_is_planned_where_all_is_given(tmp_path: Path, monkeypatch: pyte
     text, rates = tmp_path / "text.txt", tmp_path / "rates.json"
     text.write_text(read_text(None)[:20_000])
     rates.write_text("{}")
-    given = ["--batch", "2", "--accumulate", "2", "--precision", "bf16-true", "--k", "1", "--activations", "recompute"]
+    given = [
+        "--batch-size",
+        "2",
+        "--accumulate-grad-batches",
+        "2",
+        "--precision",
+        "bf16-true",
+        "--k",
+        "1",
+        "--activations",
+        "recompute",
+    ]
     arguments = ["--hours", HOURS, "--text", str(text), *SMALL, *given, "--output", str(tmp_path / "run")]
     result = cram_llm.main(arguments)
     planned = read_note(result.checkpoint)["planned"]
@@ -420,7 +431,7 @@ def test_the_plan_of_this_package_is_understood(tmp_path: Path) -> None:
     assert planned.steps * planned.seconds_per_step == pytest.approx(360, rel=0.01)
     cram_llm.SuperpipelineStrategy(**planned.strategy)
     with pytest.raises(
-        ValueError, match=r"--batch 2 --gpu-memory 1kB .* ended with status 1: It does not fit\. The same"
+        ValueError, match=r"--batch-size 2 --gpu-memory 1kB .* ended with status 1: It does not fit\. The same"
     ):
         ask_plan(tmp_path, hours=0.1, tokens=16, batch=2, gpu_memory="1kB", precision="bf16-true", accumulate=1)
 
@@ -438,7 +449,9 @@ def test_a_plan_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for stderr, said in (("", "It does not fit"), ("error: no", "error: no")):
         failed = SimpleNamespace(returncode=1, stdout="{}", stderr=stderr)
         monkeypatch.setattr(subprocess, "run", lambda *_, failed=failed, **__: failed)
-        with pytest.raises(ValueError, match=rf"plan \S+ --hours 0.5 --batch 3 --json` ended with status 1: {said}"):
+        with pytest.raises(
+            ValueError, match=rf"plan \S+ --hours 0.5 --batch-size 3 --json` ended with status 1: {said}"
+        ):
             ask_plan(tmp_path, hours=0.5, batch=3, rates=None)
 
 
@@ -466,10 +479,10 @@ def test_another_text_is_no_plan(answer: str) -> None:
         (["--length", "1"], "--length 1: must be at least 2"),
         (["--length", "100000"], "too short for one step: it has 0 training windows"),
         (["--layers", "0"], "--layers 0: must be at least 1"),
-        (["--batch", "0"], "--batch 0: must be at least 1"),
-        (["--batch", "5000", "--accumulate", "9"], "too short for one step"),
+        (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
+        (["--batch-size", "5000", "--accumulate-grad-batches", "9"], "too short for one step"),
         (["--plan", __file__], "is no answer of `python -m sp_lightning plan"),
-        (["--plan", __file__, "--batch", "2"], "says all that --batch is for"),
+        (["--plan", __file__, "--batch-size", "2"], "says all that --batch-size is for"),
         (["--plan", __file__, "--k-prime", "2"], "says all that --k-prime is for"),
         (["--plan", "/no/such/file"], "--plan /no/such/file: there is no such file"),
         (["--text", "/no/such/file"], "--text /no/such/file: there is no such file"),
@@ -481,7 +494,7 @@ def test_another_text_is_no_plan(answer: str) -> None:
         (["--plot", "curves.docx"], "--plot curves.docx: must end in one of "),
         (["--config", "/no/such/folder/x"], "/no/such/folder/x"),
         (["--config", "/no/such/folder/x", "--layers", "2"], "or leave --config out"),
-        (["--batch", "1", "--accumulate", "1", "--accelerator", "abacus"], "abacus"),
+        (["--batch-size", "1", "--accumulate-grad-batches", "1", "--accelerator", "abacus"], "abacus"),
     ],
     ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
 )
@@ -552,6 +565,8 @@ def test_blocks_of_several_kinds_are_not_shared(tmp_path: Path, capsys: pytest.C
             share_block(each)
     model.config.save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
-        cram_llm.main(["--config", str(tmp_path), "--pseudo", "0.3", "--batch", "1", "--output", str(tmp_path / "run")])
+        cram_llm.main(
+            ["--config", str(tmp_path), "--pseudo", "0.3", "--batch-size", "1", "--output", str(tmp_path / "run")]
+        )
     assert "blocks are of several kinds" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -106,7 +106,7 @@ def test_activations_leave_the_device(mode: Any) -> None:
         return strategy.stats().peak_allocated_bytes
 
     everything = peak(k=99, k_prime=1)
-    budget = {"memory_budget": int(0.4 * everything)} if mode == "auto" else {"k": 2, "k_prime": 1}
+    budget = {"gpu_memory": int(0.4 * everything)} if mode == "auto" else {"k": 2, "k_prime": 1}
     assert peak(activations=mode, **budget) < 0.4 * everything
 
 
@@ -183,7 +183,7 @@ def test_the_window_chooses_itself_within_the_budget() -> None:
         trainer_for(strategy, accelerator="gpu").fit(module, loader([batch] * 6))
         return {name: value.cpu() for name, value in module.state_dict().items()}, strategy.stats().peak_allocated_bytes
 
-    strategy = superpipeline(memory_budget=budget)
+    strategy = superpipeline(gpu_memory=budget)
     ours, peak = run(strategy)
     assert peak <= budget
     assert strategy.plan.slot_bytes + strategy.plan.resident_bytes <= budget

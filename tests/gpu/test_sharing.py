@@ -29,7 +29,7 @@ class Drawn(Learner):
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward"])
-@pytest.mark.parametrize("options", [{}, {"activations": "recompute"}, {"optimizer_on": "device"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"activations": "recompute"}, {"optimizer_on": "gpu"}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_trials_are_what_they_are_alone(precision: Any, options: dict[str, Any], overlap: Any) -> None:
     def run(rate: float) -> Outcome:

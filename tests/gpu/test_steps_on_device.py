@@ -34,7 +34,7 @@ def assert_plains(make: Callable[[], Any], batches: Any, mode: str, **options: A
         return fit(make, batches, strategy, recorded="losses", accelerator="gpu", **options)
 
     plain = run("auto")
-    ours = run(SuperpipelineStrategy(k=1, optimizer_on="device", optimizer_overlap=mode))  # type: ignore[arg-type]
+    ours = run(SuperpipelineStrategy(k=1, optimizer_on="gpu", optimizer_overlap=mode))  # type: ignore[arg-type]
     for what in ("losses", "state", "optimizers"):
         assert_equal(on_host(getattr(ours, what)), on_host(getattr(plain, what)), what)
 
@@ -118,7 +118,7 @@ def test_the_models_kernels_do_not_wait_for_uploads_of_steps() -> None:
 
 
 def test_state_is_in_host_memory() -> None:
-    strategy = SuperpipelineStrategy(k=1, optimizer_on="device")
+    strategy = SuperpipelineStrategy(k=1, optimizer_on="gpu")
     outcome = fit(
         lambda: Stepped(OPTIMIZERS["AdamW, fused"]), vectors(), strategy, recorded="losses", accelerator="gpu"
     )

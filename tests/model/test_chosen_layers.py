@@ -25,11 +25,11 @@ from tests.support.starts import start
             {"layers": ["net.block.*"]},
             r"layers='net\.block\.\*' matches nothing in Module\. Closest names: \['net\.blocks.*Largest modules: \['net'",
         ),
-        ({"resident": ["net.haed"]}, r"resident='net\.haed' matches nothing.*net\.head"),
+        ({"keep_on_gpu": ["net.haed"]}, r"keep_on_gpu='net\.haed' matches nothing.*net\.head"),
         ({"layers": [nn.Conv2d]}, r"layers= names the class Conv2d, which the module has none of\. It has: .*Stack"),
         ({"layers": ["net.blocks.*", "net.blocks.0.inner"]}, r"Overlapping layers: 'net\.blocks\.0\.inner' is inside"),
         (
-            {"layers": ["net.head"], "resident": ["net.head"]},
+            {"layers": ["net.head"], "keep_on_gpu": ["net.head"]},
             r"Overlapping layers: 'net\.head' is chosen by layers= and",
         ),
     ],
@@ -72,7 +72,7 @@ def test_layers_can_be_chosen(layers: Any, names: set[str]) -> None:
 
 
 def test_residents_can_be_chosen() -> None:
-    strategy = superpipeline(resident=["net.head", "net.blocks.1.inner.weight"])
+    strategy = superpipeline(keep_on_gpu=["net.head", "net.blocks.1.inner.weight"])
     fit(lambda: Module(Stack()), vectors(), strategy)
     assert {span.name for span in strategy.plan.residents.spans} == {
         "net.head.weight", "net.head.bias", "net.blocks.1.inner.weight",
@@ -109,19 +109,19 @@ class Nested(pl.LightningModule):
 def test_layers_that_are_advised_were_tried(inner: tuple[int, ...], pattern: str) -> None:
     """What the error says can be pasted, and then the least is what it says."""
     batches = [torch.randn(2, 64)]
-    with pytest.raises(ValueError, match="and with memory_budget=1024 there are 1024 bytes") as told:
-        fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(memory_budget="1KiB", layers="net.*"))
+    with pytest.raises(ValueError, match="and with gpu_memory=1024 there are 1024 bytes") as told:
+        fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(gpu_memory="1KiB", layers="net.*"))
     advised = re.search(r"SuperpipelineStrategy\((layers=\[.*\])\), whose least is (.*)\.$", str(told.value))
     assert advised is not None, str(told.value)
     assert advised[1] == f'layers=["{pattern}"]'
-    least = parse_bytes("memory_budget", advised[2])
+    least = parse_bytes("gpu_memory", advised[2])
     with pytest.raises(ValueError, match=re.escape(f"The least is {advised[2]}")):
-        fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(memory_budget=least // 2, layers=[pattern]))
-    fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(memory_budget=int(least * 1.01), layers=[pattern]))
+        fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(gpu_memory=least // 2, layers=[pattern]))
+    fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(gpu_memory=int(least * 1.01), layers=[pattern]))
 
 
 @pytest.mark.parametrize("inner", [(0, 0, 0), (1, 1)])
 def test_no_layers_are_advised_where_none_are_smaller(inner: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"There are no smaller layers in it\. Use precision=\"bf16-true\"") as told:
-        fit(lambda: Nested(*inner), [torch.randn(2, 64)], SuperpipelineStrategy(memory_budget="1KiB"))
+        fit(lambda: Nested(*inner), [torch.randn(2, 64)], SuperpipelineStrategy(gpu_memory="1KiB"))
     assert "layers=[" not in str(told.value)

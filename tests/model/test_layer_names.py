@@ -39,7 +39,7 @@ def line_for(module: nn.Module) -> tuple[str, str]:
         "layers": [layer.name for layer in found.layers],
         "tables": [table.name for table in found.tables],
         "units": list(found.units),
-        "resident": [name for name, _ in found.residents.parameters],
+        "keep_on_gpu": [name for name, _ in found.residents.parameters],
         "experts": [str(index) for index in sorted(found.experts)],
     }
     inside = [f"{layer.name} {name}" for layer in found.layers for name, _ in layer.parameters]

@@ -54,7 +54,7 @@ def test_nothing_to_stream_just_runs() -> None:
     strategy = superpipeline()
     trainer_for(strategy).validate(NoParameters(nn.Tanh()), loader(vectors()), verbose=False)
     assert strategy.plan.layers == ()
-    everything = superpipeline(resident=["**"])
+    everything = superpipeline(keep_on_gpu=["**"])
     ours = fit(llama, tokens(), everything)
     assert everything.plan.layers == ()
     assert_equal(ours.state, fit(llama, tokens()).state, "state")
@@ -92,15 +92,15 @@ def test_script_modules_are_refused_where_they_do_not_fit(blocks: int) -> None:
     with pytest.raises(
         ValueError, match=r"need .*\. What stays on the device takes .*'net.0' .*in place of its Script"
     ):
-        fit(lambda: module(script=True), vectors(1), superpipeline(memory_budget="40KiB"))
-    strategy = superpipeline(memory_budget="40KiB")
+        fit(lambda: module(script=True), vectors(1), superpipeline(gpu_memory="40KiB"))
+    strategy = superpipeline(gpu_memory="40KiB")
     fit(lambda: module(script=False), vectors(1), strategy)
     assert strategy.plan.peak_device_bytes <= 40 * 1024
-    trainer = trainer_for(superpipeline(memory_budget="60KiB"))
+    trainer = trainer_for(superpipeline(gpu_memory="60KiB"))
     trainer.predict(module(script=True), loader(vectors(1)))  # which has no gradients
 
 
-@pytest.mark.parametrize("options", [{"layers": "net.blocks"}, {"layers": "net"}, {"resident": ["**"]}], ids=str)
+@pytest.mark.parametrize("options", [{"layers": "net.blocks"}, {"layers": "net"}, {"keep_on_gpu": ["**"]}], ids=str)
 def test_a_plan_that_saves_nothing_says_so(options: dict[str, Any]) -> None:
     strategy = superpipeline(**options)
     fit(lambda: Module(Stack()), vectors(1), strategy)

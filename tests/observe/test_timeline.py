@@ -146,7 +146,7 @@ def stats(**seconds: float) -> Stats:
     [
         (
             {"stall_seconds": 4.0, "update_stall_seconds": 1.0},
-            "40% were waited for fetches; a larger k or memory_budget",
+            "40% were waited for fetches; a larger k or gpu_memory",
         ),
         ({"drain_stall_seconds": 2.0}, "20% were waited for gradients to leave; a larger k_prime"),
         ({"update_stall_seconds": 3.0}, "30% were waited for updates; a larger batch"),

@@ -429,7 +429,7 @@ def test_what_cannot_step_in_the_background(
     make: Callable[[], Stepped], asked: str, options: dict[str, Any], said: str, other: str
 ) -> None:
     """The remedy keeps the place, and works."""
-    remedy = rf'Use SuperpipelineStrategy\(optimizer_on="device", optimizer_overlap="{other}"\)\.'
+    remedy = rf'Use SuperpipelineStrategy\(optimizer_on="gpu", optimizer_overlap="{other}"\)\.'
     with pytest.raises(ValueError, match=rf'optimizer_overlap="{asked}" cannot be used: {said}.*{remedy}'):
         trainer_for(on_device(optimizer_overlap=asked), **options).fit(make(), loader(vectors()))
     trainer_for(on_device(optimizer_overlap=other), **options).fit(make(), loader(vectors()))

@@ -113,7 +113,7 @@ def test_an_update_survives_looks_at_weights_before_it(kind: Any, when: str, how
         return kind(when, how)  # type: ignore[no-any-return]
 
     plain = fit(make, vectors(3))
-    for ours in (superpipeline(k=1, k_prime=1), superpipeline(k=3), superpipeline(resident=["**"])):
+    for ours in (superpipeline(k=1, k_prime=1), superpipeline(k=3), superpipeline(keep_on_gpu=["**"])):
         streamed = fit(make, vectors(3), ours)
         assert_same(streamed, plain)
         if (how, when) != ("kept", "closure"):  # what is kept of a weight of the device has the values of then
@@ -173,7 +173,7 @@ class WritesOnBoth(Module):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"resident": ["net.head"]}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"keep_on_gpu": ["net.head"]}], ids=str)
 def test_a_weight_that_host_and_device_write_is_refused(options: dict[str, Any]) -> None:
     ours = superpipeline(k=1, k_prime=1, **options)
     with pytest.raises(RuntimeError, match=r"Parameter 'net\..*' was written on the host.*one of both would be lost"):

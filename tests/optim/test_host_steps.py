@@ -83,8 +83,8 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[float, 
 
 @pytest.mark.rest("a model of real size is counted")
 def test_plan_counts_other_optimizers_than_adamw(capsys: pytest.CaptureFixture[str]) -> None:
-    adamw, _ = answer(capsys, "--dram", "1e-3")
-    sgd, said = answer(capsys, "--dram", "1e-3", "--optimizer", "sgd")
+    adamw, _ = answer(capsys, "--host-bandwidth", "1e-3")
+    sgd, said = answer(capsys, "--host-bandwidth", "1e-3", "--optimizer", "sgd")
     assert sgd < adamw, "it has one tensor of state and not two"
     assert "training, SGD with momentum" in said
     muon, said = answer(capsys, "--optimizer", "muon", "--host-tflops", "1e-6")
@@ -110,7 +110,7 @@ def test_plan_counts_eight_bits_of_state(capsys: pytest.CaptureFixture[str]) -> 
         answered: dict[str, Any] = json.loads(capsys.readouterr().out)
         return answered
 
-    adamw, bits = found(), found("--optimizer", "adamw8bit", "--step-seconds", "9", "--overlap", "off")
+    adamw, bits = found(), found("--optimizer", "adamw8bit", "--step-seconds", "9", "--optimizer-overlap", "off")
     saved = (adamw["host_bytes"] - bits["host_bytes"]) / adamw["parameters"]
     assert 3.5 < saved < 4.5, "8 bytes of state against 2, and gradients that are widened: 2 more"
     behind = found("--optimizer", "adamw8bit", "--step-seconds", "9")

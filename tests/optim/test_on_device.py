@@ -176,8 +176,8 @@ def test_users_find_plains_state_on_the_host() -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     first(
-        [("plain", "device"), ("device", "plain"), ("host", "device"), ("device", "host"), ("device", "device")],
-        ("plain", "device"), ("device", "plain"), why="the others read the same files",
+        [("plain", "gpu"), ("gpu", "plain"), ("cpu", "gpu"), ("gpu", "cpu"), ("gpu", "gpu")],
+        ("plain", "gpu"), ("gpu", "plain"), why="the others read the same files",
     ),
 )  # fmt: skip
 def test_a_checkpoint_goes_on_elsewhere(before: str, after: str, tmp_path: Path) -> None:
@@ -483,13 +483,13 @@ def test_gradients_come_while_norms_of_others_are_computed(sizes: list[int], mon
     ("options", "said"),
     [
         ({"fused_optimizer": True}, "torch.optim.AdamW"),
-        ({"optimizer_on": "gpu"}, "optimizer_on"),
+        ({"optimizer_on": "device"}, "optimizer_on"),
     ],
     ids=["fused", "unknown"],
 )
 def test_options_that_exclude_each_other(options: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
-        SuperpipelineStrategy(**{"optimizer_on": "device", **options})
+        SuperpipelineStrategy(**{"optimizer_on": "gpu", **options})
 
 
 class Unknown(torch.optim.SGD):

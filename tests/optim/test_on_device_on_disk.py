@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def both(folder: Path, **options: Any) -> SuperpipelineStrategy:
-    return on_disk(folder, optimizer_on="device", fused_optimizer="auto", **options)
+    return on_disk(folder, optimizer_on="gpu", fused_optimizer="auto", **options)
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["CPU", "device"])
@@ -121,7 +121,7 @@ def test_checkpoints_are_plains(second: str, tmp_path: Path, monkeypatch: pytest
     strategies: dict[str, Callable[[], Any]] = {
         "plain": lambda: "auto",
         "host": lambda: on_disk(tmp_path),
-        "device": lambda: SuperpipelineStrategy(k=1, optimizer_on="device"),
+        "device": lambda: SuperpipelineStrategy(k=1, optimizer_on="gpu"),
         "disk": lambda: both(tmp_path),
     }
     path = tmp_path / "last.ckpt"

@@ -424,7 +424,7 @@ def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pyt
 
     monkeypatch.setattr(HostSource, "stage", interrupted)
     monkeypatch.setattr("sp_lightning.optim.on_device.FRESH", 99)  # all of the first step, which is waited for
-    strategy = SuperpipelineStrategy(k=2, k_prime=2, optimizer_on="device", optimizer_overlap="forward")
+    strategy = SuperpipelineStrategy(k=2, k_prime=2, optimizer_on="gpu", optimizer_overlap="forward")
     with simulated():
         fit(Catches, vectors(), strategy, recorded="nothing", precision="bf16-mixed")
     assert left

@@ -184,7 +184,9 @@ OF_EACH_KIND = (
 def test_all_that_is_on_the_device_is_in_the_plan(name: str) -> None:
     """Modules that are moved whole were counted nowhere, nor were buffers: a budget of 1 MiB took a scripted front of 4."""
     case, plain = {**STAYING, **REGISTRY}[name], name not in STAYING
-    strategy = superpipeline(k=1, k_prime=1, resident=() if plain else ("net.1.inner.weight",) * (name == "subclass"))
+    strategy = superpipeline(
+        k=1, k_prime=1, keep_on_gpu=() if plain else ("net.1.inner.weight",) * (name == "subclass")
+    )
     with simulated() as made:
         seen = AddsUp(made)
         fit(case.make, case.batches(), strategy, callbacks=[seen], recorded="nothing")

@@ -52,7 +52,7 @@ def train(
     batches = [torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(6 * total(ranks))]
     batches = [batch.to(torch.bfloat16) if precision == "bf16-true" else batch for batch in batches]
     with simulated(capacity=2**40) as made:
-        strategy = SuperpipelineStrategy(fused_optimizer=False, memory_budget=budget, **options)
+        strategy = SuperpipelineStrategy(fused_optimizer=False, gpu_memory=budget, **options)
         make = lambda: Module(Tower(shuffles=shuffles))  # noqa: E731
         fit(make, batches, strategy, recorded="losses", precision=precision, **devices(ranks))
     return made[0].peak, strategy.plan.peak_device_bytes
@@ -81,7 +81,7 @@ def test_sums_over_nodes_are_in_the_plan(ranks: Number, precision: Any) -> None:
 
 def test_a_budget_without_room_for_sums_is_refused_before_any_batch() -> None:
     budget = make_plan(find_layers(Tower(shuffles=False)), k=1, k_prime=1).peak_device_bytes
-    with pytest.raises(RanksFailed, match=f"memory_budget={budget} there are .* The least is"):
+    with pytest.raises(RanksFailed, match=f"gpu_memory={budget} there are .* The least is"):
         in_ranks(RANKS, train, False, budget)
 
 

@@ -54,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {"activations": "recompute"},
     "offload": {"activations": "offload"},
     "k2": {"k": 2},
-    "device": {"optimizer_on": "device"},
+    "device": {"optimizer_on": "gpu"},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
     "accumulated": {"accumulate_grad_batches": 2},

@@ -84,7 +84,7 @@ def test_a_device_is_told_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> N
         assert (then == "end_turn") <= (device == other), "in another one's turn"
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"optimizer_on": "device"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"optimizer_on": "gpu"}], ids=str)
 def test_all_that_a_trial_copies_is_page_locked(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its adapters were not: the host waited for each of their copies, in the trial's turn, and the others with it."""
     locked, other = list[tuple[int, int]](), list[int]()

@@ -36,7 +36,7 @@ class Stepped(Module):
 
 def on_device(**options: Any) -> SuperpipelineStrategy:
     """The smallest window, with steps on the device."""
-    return superpipeline(k=1, optimizer_on="device", **options)
+    return superpipeline(k=1, optimizer_on="gpu", **options)
 
 
 class Alternates(nn.Module):

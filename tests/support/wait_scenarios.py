@@ -123,7 +123,7 @@ def in_the_background(strategy: Any, **options: Any) -> Outcome:
 
 def on_device(strategy: Any) -> Outcome:
     if isinstance(strategy, SuperpipelineStrategy):
-        choose(strategy, optimizer_on="device")
+        choose(strategy, optimizer_on="gpu")
     case = CASES["vit"]
     options: Any = {"gradient_clip_val": 0.05, "precision": "bf16-mixed", "recorded": "losses"}
     return fit(case.make, case.batches(), strategy, val=case.batches()[:2], **options)
@@ -132,7 +132,7 @@ def on_device(strategy: Any) -> Outcome:
 def fetched_on_device(strategy: Any) -> Outcome:
     """Fetches read the casts that steps have left on the device."""
     if isinstance(strategy, SuperpipelineStrategy):
-        choose(strategy, optimizer_on="device", optimizer_overlap="forward")
+        choose(strategy, optimizer_on="gpu", optimizer_overlap="forward")
     return fit(lambda: Module(Stack()), vectors(), strategy, precision="bf16-mixed", recorded="losses")
 
 
@@ -215,7 +215,7 @@ def left_out_with_a_cache(strategy: Any, *, kept: int = 2, run: Callable[..., Ou
     if isinstance(strategy, SuperpipelineStrategy):
         plan = make_plan(find_layers(LeavesOut()), k=2, k_prime=1, training=run is not None)
         kept *= max(layer.row_bytes for layer in plan.layers)
-        choose(strategy, k=2, k_prime=1, memory_budget=plan.peak_device_bytes + kept)
+        choose(strategy, k=2, k_prime=1, gpu_memory=plan.peak_device_bytes + kept)
     batches = torch.randn(12, 4, 16, generator=torch.Generator().manual_seed(1)).unbind()
     return (run or predicted)(LeavesOut, batches, strategy)
 
@@ -223,7 +223,7 @@ def left_out_with_a_cache(strategy: Any, *, kept: int = 2, run: Callable[..., Ou
 def predicted_unseen(strategy: Any) -> Outcome:
     """Nothing but residents: their transfer is waited for by compute alone, and compute by nobody."""
     if isinstance(strategy, SuperpipelineStrategy):
-        choose(strategy, resident=("net",))
+        choose(strategy, keep_on_gpu=("net",))
     case = CASES["vit"]
     pl.seed_everything(7, verbose=False)
     trainer, module = trainer_for(strategy), case.make()

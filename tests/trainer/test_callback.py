@@ -92,7 +92,7 @@ def test_what_a_run_waited_for_is_said_at_its_end(heard: Any, monkeypatch: pytes
     trainer_for(SuperpipelineStrategy(k=1)).fit(llama(layers=20), loader(tokens()))
     assert heard()[0] == TRAINING
     assert [re.sub(r"of \d+\.\d s", "of 1.0 s", line) for line in heard()[1:]] == [
-        "Superpipeline: of 1.0 s, 100% were waited for fetches; a larger k or memory_budget, or more work per batch (tokens, "
+        "Superpipeline: of 1.0 s, 100% were waited for fetches; a larger k or gpu_memory, or more work per batch (tokens, "
         "images) hides them."
     ]
 

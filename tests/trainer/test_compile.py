@@ -269,7 +269,7 @@ class BesideResidents(InOneGraph):
 def test_a_graph_ends_at_a_part_that_stays_on_the_device() -> None:
     """Or ``activations`` would not count for it."""
     graphs = Graphs()
-    strategy = superpipeline(k=1, resident="net", activations="recompute")
+    strategy = superpipeline(k=1, keep_on_gpu="net", activations="recompute")
     ours = fit(lambda: BesideResidents(graphs), vectors(2), strategy)
     assert max([graph.count("linear") for graph in graphs.seen], default=0) <= 2, "one graph has two parts"
     torch._dynamo.reset()

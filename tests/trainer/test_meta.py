@@ -107,7 +107,7 @@ def test_values_from_safetensors(name: str, tmp_path: Path) -> None:
     make, batches = CASES[name]
     source = other_values(make)
     save_model(source.net, str(tmp_path / "net.safetensors"))
-    ours = fit(on_meta(make), batches, superpipeline(weights=tmp_path / "net.safetensors"))
+    ours = fit(on_meta(make), batches, superpipeline(load_weights_from=tmp_path / "net.safetensors"))
     plain = fit(loaded(make, source.state_dict()), batches)
     assert_same(ours, plain)
     assert_equal(dict(ours.module.named_buffers()), dict(plain.module.named_buffers()), "buffers")
@@ -134,7 +134,7 @@ def test_what_save_pretrained_writes(precision: str, tmp_path: Path) -> None:
         def configure_model(self) -> None:
             self.net = kind.from_pretrained(tmp_path).train()
 
-    ours = fit(Ours, tokens(), superpipeline(weights=str(tmp_path)), precision=precision)
+    ours = fit(Ours, tokens(), superpipeline(load_weights_from=str(tmp_path)), precision=precision)
     plain = fit(Plain, tokens(), precision=precision)
     assert_same(ours, plain)
     assert_equal(dict(ours.module.named_buffers()), dict(plain.module.named_buffers()), "buffers")
@@ -152,7 +152,7 @@ def test_values_from_files_of_torch(content: str, tmp_path: Path) -> None:
     else:
         torch.save(source.net.state_dict(), tmp_path / "one.ckpt")
     make = CASES["normed"][0]
-    ours = fit(on_meta(make), vectors(), superpipeline(weights=tmp_path / "one.ckpt"))
+    ours = fit(on_meta(make), vectors(), superpipeline(load_weights_from=tmp_path / "one.ckpt"))
     assert_same(ours, fit(loaded(make, source.state_dict()), vectors()))
 
 
@@ -169,7 +169,7 @@ def test_a_parameter_keeps_its_dtype_its_strides_and_its_identity(tmp_path: Path
     module = on_meta(make)()
     kept, declared = list(module.parameters()), [(p.dtype, p.stride(), p.requires_grad) for p in module.parameters()]
     kept[0].note = "kept"
-    strategy = superpipeline(weights=tmp_path / "net.safetensors")
+    strategy = superpipeline(load_weights_from=tmp_path / "net.safetensors")
     strategy.connect(module)
     strategy._given.complete(module, training=True)
     assert all(ours is before for ours, before in zip(module.parameters(), kept, strict=True))
@@ -211,7 +211,7 @@ def test_what_has_values_already_takes_those_of_the_file_too(tmp_path: Path) -> 
         torch.set_rng_state(state)
         return module
 
-    ours = fit(WithHead, vectors(), superpipeline(weights=tmp_path / "net.safetensors"))
+    ours = fit(WithHead, vectors(), superpipeline(load_weights_from=tmp_path / "net.safetensors"))
     assert_same(ours, fit(plain, vectors()))
 
 
@@ -220,7 +220,7 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
     make = CASES["normed"][0]
     save_model(other_values(make).net, str(tmp_path / "net.safetensors"))
     module = on_meta(make)()
-    trainer = trainer_for(superpipeline(weights=tmp_path / "net.safetensors"))
+    trainer = trainer_for(superpipeline(load_weights_from=tmp_path / "net.safetensors"))
     trainer.fit(module, loader(vectors()))
     trained = {name: value.clone() for name, value in module.state_dict().items()}
     trainer.validate(module, loader(vectors()), verbose=False)
@@ -346,13 +346,13 @@ def test_buffers_that_are_nowhere(tmp_path: Path) -> None:
     source = other_values(make)
     save_model(source.net, str(tmp_path / "net.safetensors"))
     with pytest.raises(ValueError, match=r"Buffer 'net\.0\.mask' is on the meta device.*init_empty_weights"):
-        start(superpipeline(weights=tmp_path / "net.safetensors"), on_meta(make)())
+        start(superpipeline(load_weights_from=tmp_path / "net.safetensors"), on_meta(make)())
 
     def remedied() -> Module:
         with accelerate.init_empty_weights():
             return make()
 
-    ours = fit(remedied, vectors(), superpipeline(weights=tmp_path / "net.safetensors"))
+    ours = fit(remedied, vectors(), superpipeline(load_weights_from=tmp_path / "net.safetensors"))
     plain = fit(loaded(make, source.state_dict()), vectors())
     assert_equal(ours.state, plain.state, "state")  # accelerate draws what it throws away
 
@@ -388,7 +388,7 @@ def test_buffers_that_transformers_computes_in_part() -> None:
 def test_values_that_nobody_needs(tmp_path: Path) -> None:
     save_model(Stack(), str(tmp_path / "net.safetensors"))
     with pytest.raises(ValueError, match=r"all parameters of Module have values. Leave it out"):
-        start(superpipeline(weights=tmp_path / "net.safetensors"))
+        start(superpipeline(load_weights_from=tmp_path / "net.safetensors"))
 
 
 def hooked(weight: nn.Parameter) -> None:
@@ -423,7 +423,7 @@ def test_parameters_that_are_not_simple(name: str, tmp_path: Path) -> None:
     module = on_meta(lambda: Module(Stack()))()
     make_special(module)
     with pytest.raises(ValueError, match=rf"'net\.stem\.(weight|bias)' is on the meta device and .*{said}.*on the CPU"):
-        start(superpipeline(weights=tmp_path / "net.safetensors"), module)
+        start(superpipeline(load_weights_from=tmp_path / "net.safetensors"), module)
 
 
 def changed(**changes: Tensor | None) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -454,7 +454,7 @@ def test_files_that_do_not_fit(name: str, tmp_path: Path) -> None:
     save_file(change(dict(Stack().state_dict())), tmp_path / "net.safetensors")
     module = on_meta(lambda: Module(Stack()))()
     with pytest.raises(ValueError, match=said):
-        start(superpipeline(weights=tmp_path / "net.safetensors"), module)
+        start(superpipeline(load_weights_from=tmp_path / "net.safetensors"), module)
     assert all(parameter.is_meta for parameter in module.parameters())
 
 
@@ -463,7 +463,7 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: Any) -> None:
 
     def refused(kind: type[Exception], said: str, path: Path = tmp_path) -> None:
         with pytest.raises(kind, match=said):
-            start(superpipeline(weights=path), module)
+            start(superpipeline(load_weights_from=path), module)
 
     refused(FileNotFoundError, "there is no such file", tmp_path / "none.safetensors")
     refused(ValueError, "found neither.*save_pretrained")
@@ -479,18 +479,21 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: Any) -> None:
     refused(ValueError, "found int", tmp_path / "numbers.pt")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     refused(ImportError, "pip install safetensors", tmp_path / "one.safetensors")
-    with pytest.raises(TypeError, match=r'path of a file or a folder, found 3. For example weights="model"'):
-        superpipeline(weights=3)
+    with pytest.raises(TypeError, match=r'path of a file or a folder, found 3. For example load_weights_from="model"'):
+        superpipeline(load_weights_from=3)
 
 
 def test_more_than_the_host_has(tmp_path: Path, monkeypatch: Any) -> None:
     save_model(Stack(), str(tmp_path / "net.safetensors"))
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match="for the weights"):
-        start(superpipeline(weights=tmp_path / "net.safetensors"), on_meta(lambda: Module(Stack()))())
+        start(superpipeline(load_weights_from=tmp_path / "net.safetensors"), on_meta(lambda: Module(Stack()))())
     # All of them are trained, so that none stays in the file.
     with pytest.raises(MemoryError, match="for the weights"):
-        start(superpipeline(weights=tmp_path / "net.safetensors", disk=tmp_path), on_meta(lambda: Module(Stack()))())
+        start(
+            superpipeline(load_weights_from=tmp_path / "net.safetensors", disk=tmp_path),
+            on_meta(lambda: Module(Stack()))(),
+        )
 
 
 # ---------------------------------------------------------------------- memory
@@ -524,7 +527,7 @@ def watch():
         time.sleep(0.001)
 
 weights, checkpoint = {"weights": (file, None), "checkpoint": (None, file), "cpu": (None, None)}[how]
-strategy = SuperpipelineStrategy(k=1, k_prime=1, weights=weights)
+strategy = SuperpipelineStrategy(k=1, k_prime=1, load_weights_from=weights)
 trainer = pl.Trainer(
     strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
     enable_checkpointing=False, inference_mode=False,

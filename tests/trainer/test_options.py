@@ -24,7 +24,7 @@ import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.engine.streamer import Streamer
-from sp_lightning.plan.options import checked_path
+from sp_lightning.plan.options import HABITS, checked_path
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import loader, trainer_for
 
@@ -35,10 +35,10 @@ from tests.support.runs import loader, trainer_for
     [
         (0, ValueError, "must be at least 1, found 0"),
         (-3, ValueError, "must be at least 1, found -3"),
-        (1.5, TypeError, "whole number of layers, found 1.5"),
-        ("2", TypeError, "whole number of layers, found '2'"),
-        (True, TypeError, "whole number of layers, found True"),
-        (None, TypeError, "whole number of layers, found None"),
+        (1.5, TypeError, "integer (a number of layers), found 1.5"),
+        ("2", TypeError, "integer (a number of layers), found '2'"),
+        (True, TypeError, "integer (a number of layers), found True"),
+        (None, TypeError, "integer (a number of layers), found None"),
     ],
 )
 def test_k_and_k_prime(option: str, value: Any, error: type[Exception], message: str) -> None:
@@ -47,7 +47,7 @@ def test_k_and_k_prime(option: str, value: Any, error: type[Exception], message:
 
 
 def test_options_are_keyword_only() -> None:
-    with pytest.raises(TypeError, match=r"^SuperpipelineStrategy takes its options by name, found 2\."):
+    with pytest.raises(TypeError, match=r"^SuperpipelineStrategy takes keyword arguments only, found 2\."):
         SuperpipelineStrategy(2)  # type: ignore[misc]
 
 
@@ -55,9 +55,9 @@ def test_options_are_keyword_only() -> None:
     ("option", "hint"),
     [
         ("kprime", "Did you mean k_prime?"),
-        ("budget", "Did you mean memory_budget?"),
-        ("fused", "Did you mean fused_optimizer?"),
-        ("banana", f"There are {', '.join(inspect.signature(SuperpipelineStrategy).parameters)}."),
+        ("gpu_mem", "Did you mean gpu_memory?"),
+        ("fused_optimiser", "Did you mean fused_optimizer?"),
+        ("banana", f"Valid options: {', '.join(inspect.signature(SuperpipelineStrategy).parameters)}."),
     ],
 )
 @pytest.mark.parametrize("kind", [SuperpipelineStrategy, type("Own", (SuperpipelineStrategy,), {})])
@@ -71,7 +71,7 @@ def test_an_option_that_is_not_there(kind: type[SuperpipelineStrategy], option: 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("memory_budget: lots", "python -m sp_lightning fit: memory_budget takes a number with a unit"),
+        ("gpu_memory: lots", "python -m sp_lightning fit: gpu_memory takes a number with a unit"),
         pytest.param("kprime: 2", "Option 'kprime' is not accepted", marks=pytest.mark.long("jsonargparse refuses it")),
     ],
 )
@@ -122,15 +122,15 @@ def test_one_strategy_has_one_trainer_and_a_name_as_many_as_it_likes() -> None:
         ({"layers": [5]}, TypeError, r"layers= takes names.*found 5"),
         ({"layers": []}, ValueError, r"layers= is empty"),
         ({"layers": nn.Linear(1, 1)}, TypeError, r"layers= takes names.*found Linear"),
-        ({"resident": None}, TypeError, r"resident= takes names or glob patterns, found None"),
-        ({"resident": [3]}, TypeError, r"resident= takes names or glob patterns"),
+        ({"keep_on_gpu": None}, TypeError, r"keep_on_gpu= takes names or glob patterns, found None"),
+        ({"keep_on_gpu": [3]}, TypeError, r"keep_on_gpu= takes names or glob patterns"),
         ({"fused_optimizer": None}, TypeError, r'fused_optimizer must be "auto", True or False, found None'),
         ({"pin_memory": "no"}, TypeError, r"pin_memory must be True or False, found 'no'"),
         ({"disk": ""}, TypeError, r'disk must be the path of .*, found \'\'\. For example disk="'),
         ({"disk": "/tmp", "host_memory": 64}, ValueError, r'64 is too small\. With a unit: "64GiB"'),
         ({"disk": "/tmp", "host_memory": 2.0}, ValueError, r'2 is too small\. With a unit: "2GiB"'),
         ({"disk": "/tmp", "host_memory": 0}, ValueError, r'0 is too small\. With a unit: "8GiB"'),
-        ({"memory_budget": 1023}, ValueError, r'1023 is too small\. With a unit: "1023GiB"'),
+        ({"gpu_memory": 1023}, ValueError, r'1023 is too small\. With a unit: "1023GiB"'),
         ({"callback": None}, TypeError, r"callback must be True or False, found None"),
     ],
 )
@@ -235,3 +235,49 @@ def test_the_name_is_registered() -> None:
     assert trainer.strategy.root_device.type == "cpu"
     assert "superpipeline" in pl.strategies.StrategyRegistry
     assert sp_lightning.__version__
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cpu_offload": True}, "always offloaded"),
+        ({"offload_optimizer": True}, 'optimizer_on="gpu"'),
+        ({"blocks_to_swap": 20}, "k=2"),
+        ({"num_blocks_per_group": 2}, "k=2"),
+        ({"nvme_path": "/scratch"}, 'disk="/scratch"'),
+        ({"precision": "bf16-mixed"}, r'Trainer\(precision="bf16-mixed"\)'),
+        ({"gradient_checkpointing": True}, 'activations="recompute"'),
+        ({"activations": True}, 'Use activations="recompute"'),
+        ({"activations": "checkpoint"}, 'Use activations="recompute"'),
+        ({"activations": {"a.*": "cpu"}}, 'Use activations="offload"'),
+        ({"optimizer_on": "cuda"}, 'Use optimizer_on="gpu"'),
+        ({"optimizer_overlap": False}, 'Use optimizer_overlap="off"'),
+        ({"transfer": "sliced"}, 'Use transfer="sharded"'),
+        ({"gpu_memory": 24}, '"24GiB"'),
+        ({"gpu_memory": "24"}, '"8GiB"'),
+        ({"gpu_memory": "150%"}, "not a fraction between 0 and 1"),
+    ],
+)
+def test_what_other_libraries_call_it_gets_an_answer(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        SuperpipelineStrategy(**options)
+
+
+def test_each_habit_names_an_option_that_exists() -> None:
+    known = set(inspect.signature(SuperpipelineStrategy).parameters)
+    assert not known & set(HABITS)
+    for option, instead in HABITS.items():
+        named = re.search(r"[Uu]se (\w+)[=,]", instead)
+        assert named is None or named[1] in known, (option, instead)
+
+
+def test_sizes_as_people_type_them() -> None:
+    sizes = {"16G": 16 * 2**30, "16Gi": 16 * 2**30, "16GiB": 16 * 2**30, "16GB": 16 * 10**9, "80%": 0.8}
+    for text, size in sizes.items():
+        assert SuperpipelineStrategy(gpu_memory=text)._options.gpu_memory == size
+
+
+def test_its_repr_shows_the_options_that_were_given() -> None:
+    strategy = SuperpipelineStrategy(k=2, layers="net.*", activations="keep")
+    assert repr(strategy) == "SuperpipelineStrategy(k=2, activations='keep', layers=('net.*',))"
+    assert repr(SuperpipelineStrategy()) == "SuperpipelineStrategy()"

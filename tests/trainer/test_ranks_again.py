@@ -71,10 +71,10 @@ def test_trainers_take_turns(number: Number) -> None:
 def end_all_groups() -> bool:
     trainer = new_trainer(2, "sliced")
     trainer.fit(make(), loader(vectors()))
-    ranks: Any = trainer.strategy.ranks
+    ranks: Any = trainer.strategy._all_ranks
     dist.destroy_process_group()
     ranks.close()
-    return ranks.closed and trainer.strategy._ranks is None
+    return ranks.closed and trainer.strategy._all_ranks is None
 
 
 def test_groups_that_the_user_has_ended_are_not_ended_again() -> None:

@@ -136,7 +136,7 @@ def test_everybody_ends_where_updates_run_under_forward(who: int, how: str, wher
 @pytest.mark.parametrize("how", some(["raise", "kill"], "kill", why="the test above has the other"))
 @pytest.mark.parametrize("who", [0, 1])
 def test_everybody_ends_where_layers_come_from_other_devices(who: int, how: str, where: str, tmp_path: Any) -> None:
-    check(who, where, how, tmp_path, {"transfer": "sliced", "k": 1})
+    check(who, where, how, tmp_path, {"transfer": "sharded", "k": 1})
 
 
 INTERRUPTS = [

@@ -39,10 +39,10 @@ def train(strategy: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ({"check_writes": True}, "check_writes=True looks at the weights of one process"),
+        ({"debug_writes": True}, "debug_writes=True looks at the weights of one process"),
         pytest.param(
-            {"optimizer_on": "device"},
-            'optimizer_on="device" steps layers of one device',
+            {"optimizer_on": "gpu"},
+            'optimizer_on="gpu" steps layers of one device',
             marks=pytest.mark.rest("it is refused beside the other"),
         ),
     ],

@@ -67,7 +67,7 @@ def outer(where: str, how: str, strategy: Any, inner: Callable[[], Any]) -> Outc
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward"])
-@pytest.mark.parametrize("on", first(["device", "host"], "device", why="the device alone refuses steps of others"))
+@pytest.mark.parametrize("on", first(["gpu", "cpu"], "gpu", why="the device alone refuses steps of others"))
 @pytest.mark.parametrize(
     ("where", "how"),
     [
@@ -76,7 +76,7 @@ def outer(where: str, how: str, strategy: Any, inner: Callable[[], Any]) -> Outc
     ],
 )  # fmt: skip
 def test_both_are_what_they_are_on_plain_lightning(where: str, how: str, on: Any, overlap: Any) -> None:
-    if on == "host":
+    if on == "cpu":
         overlap = "off"
 
     def strategy() -> Any:
@@ -94,6 +94,6 @@ def test_weights_that_are_in_a_step_are_refused() -> None:
 
 
 def test_a_run_that_would_step_the_device_s_weights_on_the_host_is_refused() -> None:
-    strategy = superpipeline(k=1, optimizer_on="device")
+    strategy = superpipeline(k=1, optimizer_on="gpu")
     with pytest.raises(RuntimeError, match=r"SGD is not what Outer.configure_optimizers .* on the host"):
         outer("end", "itself", strategy, lambda: superpipeline(k=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +40,7 @@ def auto(**options: Any) -> SuperpipelineStrategy:
 
 def place_of(strategy: SuperpipelineStrategy) -> str:
     """Where a run's optimizers have stepped."""
-    return "device" if strategy.stats().brought_bytes else "host"
+    return "gpu" if strategy.stats().brought_bytes else "cpu"
 
 
 def adamw(parameters: Any) -> Optimizer:
@@ -53,10 +54,10 @@ def muon(parameters: Any) -> Optimizer:
 @pytest.mark.parametrize(
     ("machine", "make", "overlap", "place"),
     [
-        (SLOW_MEMORY, adamw, "backward", "device"),  # where gradients never reach the host
-        (SLOW_LINKS, adamw, "backward", "host"),
-        (SLOW_LINKS, muon, "auto", "host"),
-        (SLOW_PROCESSOR, muon, "auto", "device"),
+        (SLOW_MEMORY, adamw, "backward", "gpu"),  # where gradients never reach the host
+        (SLOW_LINKS, adamw, "backward", "cpu"),
+        (SLOW_LINKS, muon, "auto", "cpu"),
+        (SLOW_PROCESSOR, muon, "auto", "gpu"),
     ],
     ids=["slow memory", "slow links", "Muon", "Muon, slow processor"],
 )
@@ -65,8 +66,11 @@ def test_the_faster_place_is_taken_and_said(machine: Machine, make: Any, overlap
     with on(machine):
         ours = fit(lambda: Stepped(make), vectors(), strategy, recorded="losses")
     assert place_of(strategy) == place
-    assert f'Optimizers step on the {place} (optimizer_on="auto": links and memory take ' in strategy.remarks()[-1]
-    assert strategy.plan.steps_on_device is (place == "device")
+    assert (
+        f'Optimizers step on the {place.upper()} (optimizer_on="auto": estimated time of an update: '
+        in strategy.remarks()[-1]
+    )
+    assert strategy.plan.steps_on_device is (place == "gpu")
     named = SuperpipelineStrategy(k=1, optimizer_on=place, optimizer_overlap=overlap)
     with simulated():
         assert_same(ours, fit(lambda: Stepped(make), vectors(), named, recorded="losses"))
@@ -87,7 +91,7 @@ class Whole(torch.optim.SGD):
         (lambda ps: Unknown(ps, lr=0.1), {}, "Unknown is not known to step each parameter by itself"),
         (lambda ps: Whole(ps, lr=0.1), {}, "what the state of Whole will be is not known"),
         (adamw, {"fused_optimizer": True}, "fused_optimizer=True is about steps there"),
-        (adamw, {"memory_budget": "40KiB"}, "the device has no room for two layers' state"),
+        (adamw, {"gpu_memory": "40KiB"}, "the device has no room for two layers' state"),
     ],
     ids=["unknown", "of unknown state", "fused", "no room"],
 )
@@ -95,8 +99,8 @@ def test_the_host_steps_where_the_device_cannot(make: Any, options: dict[str, An
     strategy = auto(**options)
     with on(SLOW_PROCESSOR):
         fit(lambda: Stepped(make), vectors(), strategy, recorded="losses")
-    assert place_of(strategy) == "host"
-    assert f'Optimizers step on the host (optimizer_on="auto": {why}' in strategy.remarks()[-1]
+    assert place_of(strategy) == "cpu"
+    assert f'Optimizers step on the CPU (optimizer_on="auto": {why}' in strategy.remarks()[-1]
 
 
 def of_eight_bits(parameters: Any) -> Optimizer:
@@ -116,8 +120,8 @@ def test_the_device_steps_where_the_host_cannot(make: Any, overlap: str, why: st
     strategy = auto(optimizer_overlap=overlap)
     with on(SLOW_LINKS):
         fit(lambda: Stepped(make), vectors(), strategy, recorded="losses")
-    assert place_of(strategy) == "device"
-    assert f'Optimizers step on the device (optimizer_on="auto": {why})' in strategy.remarks()[-1]
+    assert place_of(strategy) == "gpu"
+    assert f'Optimizers step on the GPU (optimizer_on="auto": {why})' in strategy.remarks()[-1]
 
 
 def test_what_no_place_can_do_is_refused() -> None:
@@ -136,13 +140,13 @@ def test_a_device_that_is_too_full_to_be_measured_does_not_step() -> None:
 
     class Asks(Stepped):
         def on_train_end(self) -> None:
-            found.append(self.trainer.strategy.better_steps())
+            found.append(self.trainer.strategy._better_steps())
 
     strategy = auto()
     with pytest.MonkeyPatch.context() as patch, simulated():
         patch.setattr(step_place, "measure", full)
         fit(Asks, vectors(), strategy, recorded="losses")
-    assert place_of(strategy) == "host"
+    assert place_of(strategy) == "cpu"
     assert "or the device has no room to be measured" in strategy.remarks()[-1]
     assert found == [""]
 
@@ -150,8 +154,8 @@ def test_a_device_that_is_too_full_to_be_measured_does_not_step() -> None:
 def test_on_a_cpu_there_is_one_place() -> None:
     strategy = auto()
     fit(Stepped, vectors(), strategy, recorded="losses")
-    assert place_of(strategy) == "host"
-    assert strategy.remarks() == ['Optimizers step on the host (optimizer_on="auto": the model computes there, too).']
+    assert place_of(strategy) == "cpu"
+    assert strategy.remarks() == ['Optimizers step on the CPU (optimizer_on="auto": the model computes there, too).']
 
 
 def test_the_place_of_a_run_does_not_change_when_its_model_does() -> None:
@@ -182,18 +186,18 @@ def test_a_run_says_that_the_other_place_is_faster() -> None:
 
     class Asks(Stepped):
         def on_train_end(self) -> None:
-            found.append(self.trainer.strategy.better_steps())
+            found.append(self.trainer.strategy._better_steps())
 
-    for where in ("host", "device"):
+    for where in ("cpu", "gpu"):
         for machine in (SLOW_MEMORY, SLOW_LINKS):
             with on(machine):
                 strategy = SuperpipelineStrategy(k=1, optimizer_on=where, optimizer_overlap="backward")
                 fit(Asks, vectors(), strategy, recorded="nothing")
-    assert [said.split(" links")[0] for said in found] == [
-        'With optimizer_on="device"',
-        "",
-        "",
-        'With optimizer_on="host"',
+    assert [re.findall(r'with (optimizer_on="\w+")', said) for said in found] == [
+        ['optimizer_on="gpu"'],
+        [],
+        [],
+        ['optimizer_on="cpu"'],
     ]
 
 
@@ -216,7 +220,7 @@ def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible
 
     class Asks(Stepped):
         def on_train_end(self) -> None:
-            found.append(self.trainer.strategy.better_steps())
+            found.append(self.trainer.strategy._better_steps())
 
     def stalled(device: Any, *why: Wait) -> float:
         return waited if Wait.FETCH_AFTER_UPDATE in why else 0.5 if Wait.USE_AFTER_FETCH in why else 0.0

@@ -32,7 +32,7 @@ GB = 10**9
 def balance(
     *, link: float = 10 * GB, seconds: float = 0.01, saved: int = GB, inputs: int = GB // 10, resident: int = 0
 ) -> Balance:
-    """Eight equal units, the first ``resident`` ones without a layer."""
+    """Eight equal units, the first ``keep_on_gpu`` ones without a layer."""
     index_of = {unit: index - resident for index, unit in enumerate(UNITS) if index >= resident}
     layers = list(index_of.values())
     forwards = [Visit((index,), seconds) for index in layers]
@@ -211,7 +211,7 @@ def test_without_a_limit_all_is_kept(seen: list[Activations]) -> None:
 
 def test_a_budget_counts_activations_on_the_cpu_too(seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
-    strategy = superpipeline(k=2, k_prime=1, activations="auto", memory_budget=4 * Saves.SIZE + 24_000)
+    strategy = superpipeline(k=2, k_prime=1, activations="auto", gpu_memory=4 * Saves.SIZE + 24_000)
     ours = fit(lambda: saving([1] * 8), rows() * 2, strategy)
     assert_same(ours, fit(lambda: saving([1] * 8), rows() * 2))
     modes = list(seen[0].modes.values())

@@ -20,7 +20,7 @@ RATES = Rates(upload=1e9, download=1e9, update=1e9, host_memory=math.inf, visit_
 
 def plan_of_stack() -> Any:
     module = Module(Stack())
-    found = find_layers(module, layers=None, resident=(), autocast=None)
+    found = find_layers(module, layers=None, keep_on_gpu=(), autocast=None)
     return make_plan(found, k=1, k_prime=1)
 
 

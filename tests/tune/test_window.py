@@ -102,7 +102,7 @@ def test_batches_of_any_size_stay_within_the_budget(sizes: tuple[int, ...], soft
     batches = rows(*sizes)
     _, least = train(2**40, batches, k=1, k_prime=1)
     budget = max(least.peaks) + 4 * LAYER
-    ours, meter = train(2**40 if soft else budget, batches, memory_budget=budget if soft else 1.0)
+    ours, meter = train(2**40 if soft else budget, batches, gpu_memory=budget if soft else 1.0)
     assert_same(ours, fit(lambda: Module(Tower()), batches))
     assert max(meter.peaks) <= budget
     assert meter.windows[-1][0] > 3
@@ -155,7 +155,7 @@ def test_what_others_take_in_the_first_batch_is_not_there_for_the_window(budget:
     with simulated(capacity=24 * LAYER) as devices:
         meter = Meter(devices)
         callbacks = [meter, Takes(devices, 12 * LAYER)]
-        ours = fit(lambda: Module(Tower()), batches, superpipeline(memory_budget=budget), callbacks=callbacks)
+        ours = fit(lambda: Module(Tower()), batches, superpipeline(gpu_memory=budget), callbacks=callbacks)
     assert_same(ours, fit(lambda: Module(Tower()), batches))
     assert meter.windows[-1][0] > 3
     assert meter.windows[-1][0] < LAYERS, "all layers fit in what was free at first"
@@ -168,7 +168,7 @@ def test_a_choice_of_the_window_hides_no_peak() -> None:
     batches = rows(*[4] * 4)
     batches[0][0, 0] = 200.0  # takes most
     with simulated(capacity=2**40) as devices:
-        strategy, meter = superpipeline(memory_budget=2**30), Meter(devices)
+        strategy, meter = superpipeline(gpu_memory=2**30), Meter(devices)
         fit(lambda: Module(Swelling()), batches, strategy, callbacks=[meter])
         assert devices[-1].peak < max(meter.peaks)
     assert strategy.stats().peak_allocated_bytes == max(meter.peaks)

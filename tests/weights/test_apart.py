@@ -106,7 +106,7 @@ MODELS: dict[str, Callable[[], pl.LightningModule]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "one layer at once": {"k": 1},
     "three": {"k": 3},
-    "resident": {"k": 1, "resident": ["net.1"]},
+    "keep_on_gpu": {"k": 1, "keep_on_gpu": ["net.1"]},
     "offload": {"k": 1, "activations": "offload"},
 }
 

@@ -227,7 +227,7 @@ def test_only_what_autocast_casts_is_lowered() -> None:
 
     blocks = of_blocks(Block)()
     assert lowered(blocks) == {name for name, _ in blocks.named_parameters()}
-    assert lowered(blocks, resident=["blocks.1"]) == {n for n, _ in blocks.named_parameters() if "blocks.1" not in n}
+    assert lowered(blocks, keep_on_gpu=["blocks.1"]) == {n for n, _ in blocks.named_parameters() if "blocks.1" not in n}
     assert lowered(blocks.bfloat16()) == set()
     assert lowered(Tied()) == {n for n, _ in Tied().named_parameters() if "head" not in n and "table" not in n}
     assert lowered(Readers()) == {f"decoder.linear{i}.{n}" for i in (1, 2) for n in ("weight", "bias")}

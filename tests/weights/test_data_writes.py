@@ -41,7 +41,7 @@ def test_backward_sees_what_plain_autograd_sees(block: str, write: Callable[[Any
     plain = fit(make, vectors(2), precision=precision)
     inner = "**.wide" if block == "scalar" else "**.second"
     options: list[dict[str, Any]] = [
-        {"k": 1}, {"k": 4}, {"k": 1, "activations": "offload"}, {"k": 2, "resident": ["net"]}, {"k": 2, "resident": [inner]}
+        {"k": 1}, {"k": 4}, {"k": 1, "activations": "offload"}, {"k": 2, "keep_on_gpu": ["net"]}, {"k": 2, "keep_on_gpu": [inner]}
     ]  # fmt: skip
     for each in options:
         assert_same(fit(make, vectors(2), superpipeline(k_prime=1, **each), precision=precision), plain)
@@ -72,7 +72,7 @@ def test_on_a_device_of_its_own(write: Callable[[Any], None], activations: Any, 
     plain = fit(make, vectors(), precision=precision)
     for resident in ([], ["**.second"]):  # whose memory is exchanged, too: it was offloaded then
         with simulated():
-            strategy = superpipeline(k=1, k_prime=1, activations=activations, resident=resident)
+            strategy = superpipeline(k=1, k_prime=1, activations=activations, keep_on_gpu=resident)
             assert_same(fit(make, vectors(), strategy, precision=precision), plain)
 
 
@@ -81,7 +81,7 @@ def test_auto_offloads_what_is_written_in_between() -> None:
     def make() -> Module:
         return Writes(Linears, rebind)
 
-    strategy = superpipeline(k=2, k_prime=1, activations="auto", memory_budget="64KiB")
+    strategy = superpipeline(k=2, k_prime=1, activations="auto", gpu_memory="64KiB")
     assert_same(fit(make, vectors(), strategy), fit(make, vectors()))
     assert "recompute" not in strategy.activations.values()
 

@@ -45,7 +45,7 @@ def test_another_order_inside_a_step_is_refused(resident: list[str]) -> None:
     with pytest.raises(
         RuntimeError, match=r"'net\.0\.first\.weight' has strides \(16, 1\) and was given .*\(1, 16\).*empty_like"
     ):
-        fit(make, vectors(), superpipeline(k=2, k_prime=1, resident=resident))
+        fit(make, vectors(), superpipeline(k=2, k_prime=1, keep_on_gpu=resident))
 
 
 class BlendsInPlace(Module):
@@ -78,7 +78,7 @@ def test_writes_to_memory_that_a_weight_was_given(trained: bool, before: bool, p
         return BlendsInPlace(trained, before)
 
     plain = fit(make, vectors(), precision=precision)
-    for options in ({"k": 1}, {"k": 8}, {"k": 1, "activations": "offload"}, {"k": 1, "resident": ["target"]}):
+    for options in ({"k": 1}, {"k": 8}, {"k": 1, "activations": "offload"}, {"k": 1, "keep_on_gpu": ["target"]}):
         assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options), precision=precision), plain)
     with simulated():
         assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1), precision=precision), plain)
@@ -152,7 +152,7 @@ def test_the_same_memory_is_the_same_weight(block: str, write: Callable[[Any], N
             return case(BLOCKS[block], write)
 
         plain = fit(make, vectors())
-        for options in ({"k": 1}, {"k": 4}, {"k": 1, "activations": "offload"}, {"k": 1, "resident": ["net.3"]}):
+        for options in ({"k": 1}, {"k": 4}, {"k": 1, "activations": "offload"}, {"k": 1, "keep_on_gpu": ["net.3"]}):
             assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options)), plain)
         with poisoned():
             assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1)), plain)
@@ -175,7 +175,7 @@ def test_tying_inside_a_step_is_refused(resident: list[str]) -> None:
         fit(
             lambda: Ties(nn.Sequential(*(Linears() for _ in range(4)))),
             vectors(),
-            superpipeline(k=2, resident=resident),
+            superpipeline(k=2, keep_on_gpu=resident),
         )
 
 
@@ -212,7 +212,7 @@ def test_averages_by_all_ways(how: str, precision: Any) -> None:
 
     plain = fit(make, vectors(), precision=precision)
     # Residents are plain parameters within a step, and nobody notices that they are detached.
-    resident = {"resident": ["target"], "check_writes": how != "references"}
+    resident = {"keep_on_gpu": ["target"], "debug_writes": how != "references"}
     for options in ({"k": 1}, {"k": 8}, {"k": 2, **resident}):
         assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options), precision=precision), plain)
 
@@ -253,7 +253,7 @@ def test_writes_between_a_batchs_start_and_its_step(how: str) -> None:
         return WritesBeforeItsStep(how)
 
     plain = fit(make, vectors())
-    for options in ({"k": 1}, {"k": 4}, {"k": 2, "resident": ["net.0"]}):
+    for options in ({"k": 1}, {"k": 4}, {"k": 2, "keep_on_gpu": ["net.0"]}):
         assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options)), plain)
     with simulated():
         assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1)), plain)
@@ -280,7 +280,7 @@ class Sharpness(Module):
         return loss
 
 
-@pytest.mark.parametrize("options", [{}, {"resident": ["net.0"]}, {"resident": ["net"]}, {"check_writes": True}])
+@pytest.mark.parametrize("options", [{}, {"keep_on_gpu": ["net.0"]}, {"keep_on_gpu": ["net"]}, {"debug_writes": True}])
 def test_weights_that_are_moved_between_two_backwards(options: dict[str, Any]) -> None:
     def make() -> Module:
         return Sharpness(nn.Sequential(*(Linears() for _ in range(4))))
@@ -318,7 +318,7 @@ def test_the_poison_of_tests_changes_no_numbers_itself(resident: list[str]) -> N
     plain = fit(Adversarial, words)
     for options in ({"k": 1}, {"k": 3}):
         with poisoned():
-            assert_same(fit(Adversarial, words, superpipeline(k_prime=1, resident=resident, **options)), plain)
+            assert_same(fit(Adversarial, words, superpipeline(k_prime=1, keep_on_gpu=resident, **options)), plain)
 
 
 @pytest.mark.parametrize("what", ["weight", "tied", "module", "pruned", "bias"])
@@ -366,7 +366,7 @@ def test_what_got_its_own_memory_back_still_does_not_leave() -> None:
     def make() -> Module:
         return PutsBackOnce(Linears, multiply)
 
-    options = {"resident": ["**.second"], "activations": "offload"}
+    options = {"keep_on_gpu": ["**.second"], "activations": "offload"}
     assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1, **options)), fit(make, vectors()))
 
 
@@ -396,7 +396,7 @@ class KeepsTheOldMemory(Module):
 @pytest.mark.parametrize("write", ["copy", "mul"])
 def test_a_block_that_left_its_memory_to_somebody_is_not_out_of_date_for_ever(write: str, resident: Any) -> None:
     batches = [torch.ones(2, 8) * i for i in range(1, 6)]
-    strategy = superpipeline(k=1, resident=resident)
+    strategy = superpipeline(k=1, keep_on_gpu=resident)
     ours = fit(lambda: KeepsTheOldMemory(write), batches, strategy, recorded="losses")
     assert_same(ours, fit(lambda: KeepsTheOldMemory(write), batches, recorded="losses"))
     if not resident:
@@ -419,7 +419,7 @@ def test_weights_that_are_given_other_memory_before_a_prediction(resident: list[
         module = Module(nn.Sequential(*(Linears() for _ in range(4))))
         return trainer_for(strategy, callbacks=[GivesOtherMemory()]).predict(module, loader(vectors()))
 
-    assert_equal(predictions(superpipeline(k=2, k_prime=1, resident=resident)), predictions("auto"), "predictions")
+    assert_equal(predictions(superpipeline(k=2, k_prime=1, keep_on_gpu=resident)), predictions("auto"), "predictions")
 
 
 class GivesItsOwnValues(nn.Module):

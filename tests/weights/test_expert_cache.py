@@ -61,7 +61,7 @@ def test_the_budget_is_filled_with_experts_and_fewer_come(name: str) -> None:
     fetched, hits = [], []
     for share in (0.0, 0.5, 1.0):
         budget = least.peak_device_bytes + int(share * least.stack_bytes)
-        strategy = superpipeline(k=1, k_prime=1, memory_budget=budget)
+        strategy = superpipeline(k=1, k_prime=1, gpu_memory=budget)
         with poisoned_slots():
             assert_equal(generated(strategy, name), plain, "tokens")
         stats = strategy.stats()
@@ -90,7 +90,7 @@ def test_a_larger_window_holds_other_layers_and_not_experts() -> None:
 
 def test_copies_within_a_device_of_its_own_wait_for_transfers() -> None:
     plan = make_plan(find_layers(Generates(stacked.transformer("qwen3").net)), k=1, k_prime=1)
-    strategy = superpipeline(k=1, k_prime=1, memory_budget=plan.peak_device_bytes + plan.stack_bytes // 2)
+    strategy = superpipeline(k=1, k_prime=1, gpu_memory=plan.peak_device_bytes + plan.stack_bytes // 2)
     with simulated():
         ours = generated(strategy)
     assert_equal(ours, generated("auto"), "tokens")
@@ -118,7 +118,7 @@ def test_what_comes_into_a_slot_waits_for_experts_that_were_copied_there(kept: i
 def test_experts_that_were_updated_are_not_taken_from_the_cache() -> None:
     make, batches = stacked.CASES["few"]
     budget = make_plan(find_layers(make()), k=1, k_prime=1).peak_device_bytes + 60_000
-    strategy = superpipeline(k=1, k_prime=1, memory_budget=budget)
+    strategy = superpipeline(k=1, k_prime=1, gpu_memory=budget)
     many = [*batches(), *batches(), *batches()]
     with poisoned_slots():
         ours = fit(make, many, strategy)
@@ -135,7 +135,7 @@ def test_experts_written_in_a_forward_are_not_taken_from_the_cache() -> None:
 
     budget = make_plan(find_layers(make()), k=1, k_prime=1).peak_device_bytes + 60_000
     with poisoned_slots():
-        ours = results(superpipeline(k=1, k_prime=1, memory_budget=budget))
+        ours = results(superpipeline(k=1, k_prime=1, gpu_memory=budget))
     assert_equal(ours, results("auto"), "predictions")
 
 

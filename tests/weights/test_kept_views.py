@@ -102,7 +102,7 @@ WAYS = {
     )
     if (manual or written != "after step") and (taken, written) != ("after backward", "before backward")
 }
-# While a step runs, check_writes alone finds what torch shows no sign of (limits.md): writes to the .data of a view, numpy's,
+# While a step runs, debug_writes alone finds what torch shows no sign of (limits.md): writes to the .data of a view, numpy's,
 # a storage's, and those of the host's weights, which modules hold after backward.
 UNSEEN = {
     name
@@ -140,7 +140,7 @@ def judge(way: str, precision: Any, **options: Any) -> None:
     assert_same(ours, plain)
 
 
-OPTIONS: list[dict[str, Any]] = [{"k": 1, "k_prime": 1}, {"k": 4, "k_prime": 1}, {"k": 2, "resident": ["net.1"]}]
+OPTIONS: list[dict[str, Any]] = [{"k": 1, "k_prime": 1}, {"k": 4, "k_prime": 1}, {"k": 2, "keep_on_gpu": ["net.1"]}]
 
 
 @pytest.mark.parametrize("way", first(WAYS, *FIRST, second=list(WAYS)[::18], why="the same at other moments"))
@@ -148,7 +148,7 @@ def test_writes_of_what_was_kept(way: str) -> None:
     for options in OPTIONS:
         if way not in UNSEEN:
             judge(way, "32-true", **options)
-        judge(way, "32-true", check_writes=True, **options)
+        judge(way, "32-true", debug_writes=True, **options)
 
 
 @pytest.mark.rest("the same where weights travel as casts")
@@ -157,7 +157,7 @@ def test_in_mixed_precision(way: str) -> None:
     for options in OPTIONS[:2]:
         if way not in UNSEEN:
             judge(way, "bf16-mixed", **options)
-        judge(way, "bf16-mixed", check_writes=True, **options)
+        judge(way, "bf16-mixed", debug_writes=True, **options)
 
 
 # After backward modules hold the host's weights, which a device may be reading from the next forward on.
@@ -260,7 +260,7 @@ def test_parameters_that_were_taken_in_a_step_are_the_hosts_between_steps(precis
 
     plain = fit(make, vectors(4), precision=precision)
     for options in OPTIONS:
-        assert_same(fit(make, vectors(4), superpipeline(check_writes=True, **options), precision=precision), plain)
+        assert_same(fit(make, vectors(4), superpipeline(debug_writes=True, **options), precision=precision), plain)
     with simulated():
         assert_same(fit(make, vectors(4), superpipeline(k=1, k_prime=1), precision=precision), plain)
 
@@ -277,7 +277,7 @@ class WritesBoth(Keeps):
 @pytest.mark.parametrize("resident", [[], ["net.1"]])
 def test_a_weight_that_is_written_in_both_ways_is_refused(resident: list[str]) -> None:
     with pytest.raises(RuntimeError, match=r"'net\.1\.0\.weight' was written .* on the host, and .*kept"):
-        fit(lambda: WritesBoth("data", "start", "", False), vectors(), superpipeline(k=1, resident=resident))
+        fit(lambda: WritesBoth("data", "start", "", False), vectors(), superpipeline(k=1, keep_on_gpu=resident))
 
 
 def test_a_long_kept_view_follows_its_weight() -> None:

@@ -64,7 +64,7 @@ def test_predicts_and_keeps_experts() -> None:
         return trainer.predict(quantised(), loader(stacked.tokens(6)))
 
     least = make_plan(find_layers(quantised()), k=1, k_prime=1)
-    strategy = superpipeline(k=1, k_prime=1, memory_budget=least.peak_device_bytes + least.stack_bytes // 2)
+    strategy = superpipeline(k=1, k_prime=1, gpu_memory=least.peak_device_bytes + least.stack_bytes // 2)
     by_rows = superpipeline(k=1)
     with poisoned():
         ours = predictions(by_rows)

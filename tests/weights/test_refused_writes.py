@@ -146,9 +146,11 @@ def test_data_of_another_dtype_in_mixed_precision() -> None:
     def run(strategy: Any) -> Outcome:
         return fit(lambda: Halves(Stack()), vectors(), strategy, precision="bf16-mixed")
 
-    with pytest.raises(RuntimeError, match=r"and was given torch.bfloat16.*resident=\['net.blocks.1.inner.weight'\]"):
+    with pytest.raises(
+        RuntimeError, match=r"and was given torch.bfloat16.*keep_on_gpu=\['net.blocks.1.inner.weight'\]"
+    ):
         run(superpipeline(k=1))
-    assert_same(run(superpipeline(k=1, resident=["net.blocks.1.inner"])), run("auto"))
+    assert_same(run(superpipeline(k=1, keep_on_gpu=["net.blocks.1.inner"])), run("auto"))
 
 
 def test_a_weight_that_was_kept_from_a_step_is_told_after_the_run() -> None:

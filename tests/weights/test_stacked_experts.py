@@ -89,7 +89,7 @@ def test_the_plan_says_what_it_found() -> None:
 def test_the_user_decides() -> None:
     net = Routers()
     assert not any(layer.rows for layer in find_layers(net, layers="layers.*").layers)
-    kept = find_layers(net, resident=["layers.0.experts.inner"])
+    kept = find_layers(net, keep_on_gpu=["layers.0.experts.inner"])
     assert [layer.rows for layer in kept.layers if "experts" in layer.name] == [0, EXPERTS, EXPERTS]
     assert "experts are stacked in 3 modules that move whole" in str(
         make_plan(find_layers(net, layers="layers.*"), k=1, k_prime=1)

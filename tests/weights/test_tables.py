@@ -98,7 +98,7 @@ def test_rows_of_generated_text() -> None:
     assert [table.name for table in strategy.plan.tables] == ["net.model.embed_tokens"]
 
 
-@pytest.mark.parametrize("choice", [{"layers": ["net.table"]}, {"resident": ["net.table"]}], ids=str)
+@pytest.mark.parametrize("choice", [{"layers": ["net.table"]}, {"keep_on_gpu": ["net.table"]}], ids=str)
 def test_may_be_chosen_whole(choice: dict[str, Any]) -> None:
     strategy = superpipeline(k=1, **choice)
     assert_same(fit(CASES["looked-up"], numbers(), strategy), fit(CASES["looked-up"], numbers()))
@@ -304,7 +304,7 @@ def test_rows_are_gathered_after_the_update_in_the_background() -> None:
     assert_same(ours, fit(fused(CASES["looked-up"]), numbers(), recorded="losses"))
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
 def test_an_update_under_way_is_no_write_of_a_forward_that_is_recomputed(place: str) -> None:
     """It showed between the look at the table's version before the forward and the one after it."""
     submit, options = BackgroundUpdates.submit, {"optimizer_overlap": "forward", "activations": "recompute"}
@@ -312,7 +312,7 @@ def test_an_update_under_way_is_no_write_of_a_forward_that_is_recomputed(place: 
     def slow(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         submit(self, layer, lambda: (time.sleep(0.02), work())[1], *then)  # type: ignore[func-returns-value]
 
-    make = CASES["looked-up"] if place == "device" else fused(CASES["looked-up"])
+    make = CASES["looked-up"] if place == "gpu" else fused(CASES["looked-up"])
     with simulated(), mock.patch.object(BackgroundUpdates, "submit", slow):
         ours = fit(make, numbers(), superpipeline(k=1, optimizer_on=place, **options), recorded="losses")
     assert_same(ours, fit(make, numbers(), recorded="losses"))

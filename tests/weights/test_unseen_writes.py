@@ -1,4 +1,4 @@
-"""Writes of which torch shows no sign, which ``check_writes=True`` looks for."""
+"""Writes of which torch shows no sign, which ``debug_writes=True`` looks for."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def test_unseen_writes_on_the_device_are_looked_for(how: str, resident: list[str
     def make() -> Module:
         return WritesUnseen(how)
 
-    strategy = superpipeline(k=1, k_prime=1, resident=resident, check_writes=True)
+    strategy = superpipeline(k=1, k_prime=1, keep_on_gpu=resident, debug_writes=True)
     assert_same(fit(make, vectors(), strategy), fit(make, vectors()))
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_unseen_writes_on_the_host_are_refused(activations: Any) -> None:
-    strategy = superpipeline(k=1, k_prime=1, activations=activations, check_writes=True)
+    strategy = superpipeline(k=1, k_prime=1, activations=activations, debug_writes=True)
     with pytest.raises(RuntimeError, match=r"'net\.1\.second\.weight' was written within a step by a way.*its module"):
         fit(lambda: WritesUnseen("reference"), vectors(), strategy)
 
@@ -64,7 +64,7 @@ class WritesOldMemory(Module):
 def test_unseen_writes_inside_of_the_layers_call_are_refused(how: str, manual: bool) -> None:
     """In manual optimization nobody compared before the modules had the host's weights again."""
     with pytest.raises(RuntimeError, match=r"'net\.blocks\.1\.outer\.weight' was written (on the host|within a step)"):
-        fit(lambda: WritesOldMemory(how, manual), vectors(), superpipeline(k=1, check_writes=True))
+        fit(lambda: WritesOldMemory(how, manual), vectors(), superpipeline(k=1, debug_writes=True))
 
 
 class Alternates(Module):
@@ -89,17 +89,17 @@ class Alternates(Module):
     "options", [{}, {"activations": "recompute"}, {"optimizer_overlap": "forward", "fused_optimizer": True}]
 )
 def test_looking_finds_nothing_where_nothing_is(options: dict[str, Any]) -> None:
-    strategy = superpipeline(k=2, k_prime=1, check_writes=True, **options)
+    strategy = superpipeline(k=2, k_prime=1, debug_writes=True, **options)
     make = fused(lambda: Module(Stack())) if "fused_optimizer" in options else lambda: Module(Stack())
     assert_same(
         fit(make, vectors(), strategy, val=vectors(), accumulate_grad_batches=2),
         fit(make, vectors(), val=vectors(), accumulate_grad_batches=2),
     )
     if "optimizer_overlap" not in options:
-        strategy = superpipeline(k=2, k_prime=1, check_writes=True, **options)
+        strategy = superpipeline(k=2, k_prime=1, debug_writes=True, **options)
         assert_same(fit(lambda: Alternates(Stack()), vectors(), strategy), fit(lambda: Alternates(Stack()), vectors()))
 
 
 def test_looking_goes_with_no_update_inside_backward() -> None:
-    with pytest.raises(ValueError, match=r'check_writes=True.*optimizer_overlap="off"'):
-        superpipeline(check_writes=True, optimizer_overlap="backward")
+    with pytest.raises(ValueError, match=r'debug_writes=True.*optimizer_overlap="off"'):
+        superpipeline(debug_writes=True, optimizer_overlap="backward")

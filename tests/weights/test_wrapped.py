@@ -112,7 +112,7 @@ def test_quantised_again_between_batches() -> None:
 
 
 def test_residents_may_be_quantised() -> None:
-    strategy = superpipeline(k=1, resident=["net.blocks.2"])
+    strategy = superpipeline(k=1, keep_on_gpu=["net.blocks.2"])
     assert_same(fit(partly_quantised, vectors(), strategy), fit(partly_quantised, vectors()))
     assert "net.blocks.2" not in [layer.name for layer in strategy.plan.layers]
 
@@ -134,10 +134,10 @@ def trainable() -> nn.Module:
 )  # fmt: skip
 def test_others_are_refused_by_name(make: Callable[[], nn.Module], remedy: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"'blocks.1.inner.weight' is of class (Opaque|Int8Tensor).*{remedy}.*resident="
+        ValueError, match=rf"'blocks.1.inner.weight' is of class (Opaque|Int8Tensor).*{remedy}.*keep_on_gpu="
     ):
         find_layers(make())
-    found = find_layers(make(), resident=["blocks.1.inner.weight"])
+    found = find_layers(make(), keep_on_gpu=["blocks.1.inner.weight"])
     assert [name for name, _ in found.aside] == ["blocks.1.inner"]
     assert any("stays on the device whole" in note for note in found.notes)
 

@@ -280,7 +280,7 @@ class KeepsState(Module):
 def test_kept_tensors_follow_the_weights_that_keep_their_memory(how: str, precision: str) -> None:
     """Those of a layer's other weights did not; and where a step had exchanged a weight, its old tensor showed new values."""
     plain = bare(lambda: KeepsState(how), "auto", vectors(6), precision=precision)
-    for options in ({"k": 1}, {"k": 1, "resident": ["net.blocks.0"]}):
+    for options in ({"k": 1}, {"k": 1, "keep_on_gpu": ["net.blocks.0"]}):
         with simulated():
             ours = bare(lambda: KeepsState(how), superpipeline(**options), vectors(6), precision=precision)
         assert_equal(ours, plain, str(options))
