@@ -1,13 +1,14 @@
-"""The entry of ``python -m sp_lightning``. The commands are in :mod:`sp_lightning.cli`."""
+"""The entry of ``python -m sp_lightning`` and of ``superpipeline``. The commands are in :mod:`sp_lightning.cli`."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser, separate
-from sp_lightning.cli.commands import run_check, run_convert, run_lightning, run_plan
-from sp_lightning.cli.measured import run_rates
+import sp_lightning
+from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser, read, separate
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -18,23 +19,41 @@ def main(argv: Sequence[str] | None = None) -> None:
             a command cannot do what it is asked to do. The message says why.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in LIGHTNING:
-        run_lightning(arguments)
-        return
     parser = make_parser()
-    given = parser.parse_args(arguments, namespace=Question())
+    given = None if arguments and arguments[0] in LIGHTNING else read(parser, arguments)
+    _import_the_rest()
     try:
-        if given.command == "convert":
-            run_convert(given.source, given.target, trust=given.trust)
-        elif given.command == "check":
-            run_check(given)
-        elif given.command == "rates":
-            print(run_rates(given))
-        else:
-            given.given = frozenset(vars(make_parser(usual=False).parse_args(arguments)))
-            run_plan(separate(given))
+        _run(given, arguments)
+    except BrokenPipeError:  # the reader has seen enough (plan … | head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     except (ValueError, TypeError, ImportError, OSError) as error:
-        parser.exit(2, f"{parser.prog} {given.command}: {error}\n")
+        parser.exit(2, f"{parser.prog} {arguments[0]}: {error}\n")
+
+
+def _import_the_rest() -> None:
+    """Gives the package its public names. Factories of users import them."""
+    from sp_lightning import _public
+
+    for name in _public.__all__:
+        setattr(sp_lightning, name, getattr(_public, name))
+
+
+def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
+    from sp_lightning.cli import commands, measured
+
+    if given is None:
+        commands.run_lightning(arguments)
+    elif given.command == "convert":
+        commands.run_convert(given.source, given.target, trust=given.trust)
+    elif given.command == "check":
+        commands.run_check(given)
+    elif given.command == "rates":
+        print(measured.run_rates(given))
+    else:
+        assert isinstance(given, Question)
+        given.given = frozenset(vars(make_parser(usual=False).parse_args(arguments)))
+        commands.run_plan(separate(given))
 
 
 if __name__ == "__main__":

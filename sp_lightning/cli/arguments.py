@@ -1,40 +1,43 @@
-"""The arguments of the command line; those of ``plan`` are a :class:`Question`."""
+"""The arguments of the command line; those of ``plan`` are a :class:`Question`. Nothing here imports torch (see ``_public``)."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import itertools
 import math
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
-import torch
-
-from sp_lightning.comparison.subject import OPTIONS
-from sp_lightning.plan.activation_policy import Mode
-from sp_lightning.plan.options import Overlap as AskedOverlap
+from sp_lightning.plan.choices import CHECKED, HABITS, Mode
+from sp_lightning.plan.choices import Overlap as AskedOverlap
 from sp_lightning.plan.units import exact_bytes, parse_bytes
 
+PROGRAM = "superpipeline" if Path(sys.argv[0]).name == "superpipeline" else "python -m sp_lightning"
+"""How the user has called the command line."""
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
 WANTED = (
     "a factory (package.module:Factory), a transformers config (a folder with config.json, or such a file), a name of the "
     "Hugging Face hub whose config.json is in the cache (Qwen/Qwen2.5-0.5B), or the name of a torchvision model (vit_h_14)"
 )
-"""The ways to name a model on the command line."""
+"""The ways to name a model on the command line, for ``--help``."""
+EXPECTED = "Expected package.module:Factory, a config.json, a folder with one, a hub name or a torchvision model"
+"""The same in a message."""
 PRECISIONS = {
-    "32-true": (torch.float32, None),
-    "bf16-true": (torch.bfloat16, None),
-    "16-true": (torch.float16, None),
-    "bf16-mixed": (torch.float32, torch.bfloat16),
-    "16-mixed": (torch.float32, torch.float16),
+    "32-true": ("float32", None),
+    "bf16-true": ("bfloat16", None),
+    "16-true": ("float16", None),
+    "bf16-mixed": ("float32", "bfloat16"),
+    "16-mixed": ("float32", "float16"),
 }
-"""By Lightning's name: the dtype of the parameters, and the dtype of autocast, if there is one."""
+"""By Lightning's name: torch's name of the parameters' dtype, and of autocast's dtype, if there is one."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 Overlap = Literal["off", "forward", "backward"]
 Place = Literal["cpu", "gpu"]
@@ -78,17 +81,18 @@ _MEASURE_HOST = "measure what Python takes of this machine's processor for each 
 
 
 def _size(text: str) -> int:
+    """Bytes, from ``24GiB``, ``24GB`` (10⁹), or ``24G`` and ``24``, which are GiB as cards are sold."""
     try:
-        return parse_bytes("it", text)
+        return parse_bytes("it", f"{text}GiB" if re.fullmatch(r"\d+(\.\d+)?", text) else text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size. For example 24GiB, 24GB or 24 (GiB)") from error
 
 
 def _rate(text: str) -> float:
     """Bytes per second, from ``7GB/s``, from ``56Gb/s`` or ``56Gbit/s``, as networks are sold, or from a number of GB/s."""
     match = re.fullmatch(r"(\d*\.?\d+(?:e[+-]?\d+)?) *(?:([kMGT]?)(i?)(B|b|bit)(?:/s|ps)?)?", text)
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate; give GB/s, such as 25, 25GB/s or 200Gb/s")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate. For example 25 (GB/s), 25GB/s or 200Gb/s")
     number, prefix, binary, unit = match.groups(default="")
     scale = (1024 if binary else 1000) ** " kMGT".index(prefix or " ") if unit else 1e9
     return float(number) * scale / (8 if unit in ("b", "bit") else 1)
@@ -96,7 +100,7 @@ def _rate(text: str) -> float:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")
     return int(text)
 
 
@@ -105,15 +109,18 @@ def _amount(text: str) -> int:
     match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?) *([kKMGBT]?)", text)
     found = match and round(float(match[1]) * 1000 ** (" KMBT".index((match[2] or " ").upper().replace("G", "B"))))
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount; give a number, such as 500M or 1.5B")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount. For example 500M or 1.5B")
     return found
 
 
 def positive_number(text: str) -> float:
-    """A number. argparse names this function where it raises a ValueError."""
-    number = float(text)
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
     if not 0 < number < math.inf:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
     return number
 
 
@@ -132,7 +139,7 @@ class Measured:
 
     Attributes:
         names: the arguments whose values were measured.
-        tflops: of the device, by the dtype in which it multiplies.
+        tflops: of the device, by torch's name of the dtype in which it multiplies.
         python: seconds of Python for each visit of a layer, and for each weight in it; None if they were not measured.
         synchronous: whether everything else stands still during a copy, as where the host computes.
         drive: bytes/s that come from a drive, which ``--disk`` alone asks for.
@@ -141,7 +148,7 @@ class Measured:
     """
 
     names: frozenset[str] = frozenset()
-    tflops: Mapping[torch.dtype, float] = field(default_factory=dict)
+    tflops: Mapping[str, float] = field(default_factory=dict)
     python: tuple[float, float] | None = None
     synchronous: bool = False
     drive: float = 7e9
@@ -232,7 +239,7 @@ class Question(argparse.Namespace):
         waits = self.gradient_clip == "norm" or self.precision == "16-mixed"  # for all gradients
         waits |= self.devices * self.nodes > 1 or self.disk is not None
         if self.optimizer_on == "gpu":
-            waits |= self.gradient_clip is not None or PRECISIONS[self.precision][0].itemsize == 2
+            waits |= self.gradient_clip is not None or self.stores_16_bits
         return "forward" if waits else "backward"
 
     @property
@@ -247,6 +254,11 @@ class Question(argparse.Namespace):
             dtype, autocast = PRECISIONS[asked.precision]
             asked.tflops = asked.measured.tflops[autocast or dtype]
         return asked
+
+    @property
+    def stores_16_bits(self) -> bool:
+        """True if weights and optimizer state have 16 bits."""
+        return self.precision in ("bf16-true", "16-true")
 
 
 def contradictions(question: Question) -> Iterator[str]:
@@ -275,10 +287,9 @@ def contradictions(question: Question) -> Iterator[str]:
         )
     if question.optimizer_on == "gpu" and question.devices * question.nodes > 1:
         yield "--optimizer-on gpu works on one device. Leave it out, or leave out --devices and --nodes."
-    of_half, precision = PRECISIONS[question.precision][0].itemsize == 2, question.precision
-    if question.optimizer_on == "gpu" and of_half and question.optimizer_overlap == "backward":
+    if question.optimizer_on == "gpu" and question.stores_16_bits and question.optimizer_overlap == "backward":
         yield (
-            f"--optimizer-on gpu with --precision {precision} steps in optimizer.step(), not in backward. Leave out "
+            f"--optimizer-on gpu with --precision {question.precision} steps in optimizer.step(), not in backward. Leave out "
             "--optimizer-overlap backward."
         )
     if question.trials > 1 and (question.devices * question.nodes > 1 or question.disk is not None):
@@ -303,7 +314,7 @@ def separate(given: Question) -> list[Question]:
 
 def command(question: Question) -> str:
     """The command line that asks a question, with every argument that is not the usual one."""
-    return shlex.join(["python", "-m", "sp_lightning", "plan", question.model, *itertools.chain(*_given(question))])
+    return shlex.join([*PROGRAM.split(), "plan", question.model, *itertools.chain(*_given(question))])
 
 
 def changed(before: Question, after: Question) -> str:
@@ -344,6 +355,39 @@ def number_of(name: str, text: str) -> float:
     return float(dict(_arguments())[name]["type"](text))
 
 
+def read(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Reads the arguments of a command other than Lightning's.
+
+    Raises:
+        SystemExit: with status 2 after a message with the command's usage. It suggests an option in place of an unknown one.
+    """
+    given, unknown = parser.parse_known_args(arguments, namespace=Question())
+    if unknown:
+        _refuse_unknown(_parser_of(parser, given.command), unknown)
+    return given
+
+
+def _parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    chosen: argparse.ArgumentParser = commands.choices[command]
+    return chosen
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    first = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+    known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    longer = [flag for flag in known if flag.endswith(first.removeprefix("-"))]
+    close = longer or difflib.get_close_matches(first, known, 1, cutoff=0.7)
+    name = first.lstrip("-").replace("-", "_")
+    if close:
+        hint = f" Did you mean {close[0]}?"
+    elif name in HABITS:
+        hint = f" {HABITS[name]}"
+    else:
+        hint = f" `{parser.prog} --help` lists all options."
+    parser.error(f"unrecognized argument: {first}.{hint}")
+
+
 def _flag(name: str) -> str:
     return f"--{name.rstrip('_').replace('_', '-')}"
 
@@ -359,13 +403,11 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
     Args:
         usual: whether what is not given has its usual value; otherwise the namespace lacks it.
     """
-    parser = argparse.ArgumentParser(prog="python -m sp_lightning")
+    parser = argparse.ArgumentParser(prog=PROGRAM)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in LIGHTNING:
         commands.add_parser(name, help=f"Lightning's CLI, with this strategy registered: {name} --config FILE")
-    convert = commands.add_parser(
-        "convert", help="a checkpoint that is a folder becomes a file, or the other way round"
-    )
+    convert = commands.add_parser("convert", help="convert a checkpoint folder to a file, or a file to a folder")
     convert.add_argument(
         "source", type=Path, help="a folder of save_distributed_checkpoint=True, or a file of Lightning's"
     )
@@ -374,13 +416,13 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
         "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
     )
     _add_check(commands)
-    rates = commands.add_parser("rates", help="measures this machine for plan --rates, in about a minute")
+    rates = commands.add_parser("rates", help="measure this machine for plan --rates, in about a minute")
     rates.add_argument("--accelerator", help="where layers compute, cuda or cpu (the accelerator that torch finds)")
     rates.add_argument("--disk", type=Path, help="a folder on the drive that is to be measured, too (none)")
     rates.add_argument("--seconds", type=positive_number, default=30, help="for what is repeated (%(default)s)")
     plan = commands.add_parser(
         "plan",
-        help="does a model fit, with which k, and how fast?",
+        help="estimate memory and speed of a model, without loading its weights",
         # The options that take several values would take a model behind them for one more.
         usage="%(prog)s MODEL [MODEL ...] [options]",
         epilog=_STATUS,
@@ -414,7 +456,8 @@ def _value(text: str) -> Any:
 def _add_check(commands: Any) -> None:
     """Adds the command to those of a parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "check", help="is your own model bitwise that of plain Lightning? (exit status 1: it differs, 2: not compared)"
+        "check",
+        help="compare your own model with plain Lightning, bit for bit (exit status 1: different, 2: not compared)",
     )
     parser.add_argument("factory", nargs="?", help="package.module:Factory, which makes the LightningModule")
     parser.add_argument("--data", help="package.module:Name, which makes a LightningDataModule or training batches")
@@ -424,7 +467,7 @@ def _add_check(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
     for name in TRAINER:
         parser.add_argument(f"--{name}", type=_value, help=f"as Trainer({name}=…)")
-    for name in OPTIONS:
+    for name in CHECKED:
         flags = [f"--{name.replace('_', '-')}"]
         meaning = f"as SuperpipelineStrategy({name}=…){_ALL_MODES.get(name, '')}"
         parser.add_argument(*flags, dest=name, type=_value, nargs="+" if name in _LISTS else None, help=meaning)

@@ -202,7 +202,7 @@ def in_words(found: list[Budget], asked: Question) -> list[str]:
         f"In {asked.hours:g} h: {best.steps:,} steps of {best.count:,} {best.unit}, {best.step_seconds:.3g} s each, "
         f"{number(best.total)} {best.unit}{_epochs(best)}{_cost(best)}.",
         f"  {trainer_call(best)}",
-        f"  {row.prediction.binds} binds; {in_gib(row.device_bytes)} of device and {in_gib(best.answer.estimate.host.nbytes)} of "
+        f"  {row.prediction.binds} binds; {in_gib(row.device_bytes)} of GPU and {in_gib(best.answer.estimate.host.nbytes)} of "
         "host memory",
         f"  {command(question)}",
     ]

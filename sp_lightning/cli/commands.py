@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sp_lightning.cli.answer import Answer, answer
-from sp_lightning.cli.arguments import SUBJECT, TRAINER, Question
+from sp_lightning.cli.arguments import PROGRAM, SUBJECT, TRAINER, Question
 from sp_lightning.cli.budget import Budget, best_first, budgets, fields, in_words, sizes
 from sp_lightning.cli.estimate import estimate_model
 from sp_lightning.cli.measured import corrected, with_rates
@@ -25,8 +25,8 @@ from sp_lightning.cli.report import as_fields, as_table, as_text, in_json
 from sp_lightning.cli.trials import lacking
 from sp_lightning.cli.verdict import verdict
 from sp_lightning.comparison.check import check
-from sp_lightning.comparison.subject import OPTIONS
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
+from sp_lightning.plan.choices import CHECKED
 from sp_lightning.trainer.checkpoint_folder import write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
@@ -143,8 +143,15 @@ def run_lightning(arguments: list[str]) -> None:
     """Runs Lightning's CLI.
 
     Raises:
-        SystemExit: jsonargparse is not installed, or a value in the configuration is refused; the message says why.
+        SystemExit: jsonargparse is not installed, there is no model, or a value in the configuration is refused; the message
+            says why.
     """
+    named = [word.partition("=")[0] for word in arguments]
+    if not {"--model", "--config", "-c", "--help", "-h", "--print_config"} & set(named):
+        raise SystemExit(
+            f"{PROGRAM} {arguments[0]}: no model. Expected --config FILE or --model package.Class. For example "
+            f"{PROGRAM} {arguments[0]} --config examples/configs/fit_llm.yaml"
+        )
     try:
         from lightning.pytorch.cli import LightningCLI
 
@@ -160,7 +167,7 @@ def run_lightning(arguments: list[str]) -> None:
         reasons = [reason for reason in tried if reason and not reason.startswith("Expected a ")]
         if not reasons:
             raise
-        raise SystemExit(f"python -m sp_lightning {arguments[0]}: {' '.join(reasons)}") from error
+        raise SystemExit(f"{PROGRAM} {arguments[0]}: {' '.join(reasons)}") from error
 
 
 def run_convert(source: Path, target: Path, *, trust: bool) -> None:
@@ -200,7 +207,7 @@ def run_check(arguments: argparse.Namespace) -> None:
     """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     trainer = {name: given[name] for name in TRAINER if name in given}
-    named = {name: given[name] for name in (*SUBJECT, *OPTIONS) if name in given}
+    named = {name: given[name] for name in (*SUBJECT, *CHECKED) if name in given}
     try:
         report = check(**named, trainer=trainer)
     except (ValueError, TypeError, ImportError, OSError):

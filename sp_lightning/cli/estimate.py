@@ -45,6 +45,12 @@ _DRY_RUN = (
 """What of a question a batch without values, or the optimizer's step, depends on, but for when updates run."""
 
 
+def dtypes(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtype of the parameters, and the dtype of autocast, if there is one, by Lightning's name of a precision."""
+    parameters, autocast = PRECISIONS[precision]
+    return getattr(torch, parameters), None if autocast is None else getattr(torch, autocast)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What is known of a model, whatever the window.
@@ -169,7 +175,7 @@ class Estimate:
         visit, weight = asked.measured.python or host_seconds(training=not asked.predict, measured=asked.measure_host)
         devices, nodes = asked.devices - 1, asked.nodes - 1  # the others
         # Sums of 16 bits travel in float32.
-        wide = 2 if PRECISIONS[asked.precision][0].itemsize == 2 else 1
+        wide = 2 if asked.stores_16_bits else 1
         return Rates(
             upload=asked.pcie,
             download=asked.pcie,
@@ -250,12 +256,12 @@ def estimate_model(question: Question) -> Estimate:
     """
     for reason in contradictions(question):
         raise ValueError(reason)
-    dtype, autocast = PRECISIONS[question.precision]
+    dtype, autocast = dtypes(question.precision)
     with default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = (source := load_model(question)).module
         if not any(True for _ in module.parameters()):
-            raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
+            raise ValueError(f"{question.model!r} has no parameters.")
         notes = [] if question.lora is None else add_adapters(module, question.lora)
         if autocast is None and dtype is not torch.float32:
             module.to(dtype)  # Lightning leaves weights as they are otherwise
@@ -312,7 +318,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
     if not source.batches:
         why = "it is not known what the model takes: say --input SIZE …, or set its example_input_array"
         return items, None, f"ValueError: {why}"
-    autocast, failed = PRECISIONS[question.precision][1], dict[str, Exception]()
+    autocast, failed = dtypes(question.precision)[1], dict[str, Exception]()
     for batch, arguments in source.batches.items():
         try:
             told: list[str] = []
@@ -400,10 +406,9 @@ def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Wo
     """
     if source.generation is None or question.generate is None:
         raise ValueError(
-            f"{question.model!r} is no language model of transformers with a cache of keys and values; "
-            "leave out --generate."
+            f"{question.model!r} is not a language model of transformers with a key-value cache; leave out --generate."
         )
-    autocast = PRECISIONS[question.precision][1]
+    autocast = dtypes(question.precision)[1]
     try:
         with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
             make = partial(source.generation, question.generate)

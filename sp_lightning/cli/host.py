@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.cli.arguments import PRECISIONS, Overlap, Question
+from sp_lightning.cli.arguments import Overlap, Question
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.fused import has_fused_step
 from sp_lightning.optim.step_context import compiles
@@ -69,7 +69,7 @@ def on_device(step: HostStep, question: Question) -> HostStep:
     if seconds is None and step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
     # In the background what an optimizer makes would get the model's dtype.
-    overlap = "off" if PRECISIONS[question.precision][0].itemsize == 2 else beside(step.optimizers, question.mode)
+    overlap = "off" if question.stores_16_bits else beside(step.optimizers, question.mode)
     return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
 
 

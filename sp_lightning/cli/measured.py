@@ -31,7 +31,11 @@ def run_rates(given: Namespace) -> str:
     """
     there = device_found()
     if given.accelerator not in (None, "cpu", there.type):
-        raise ValueError(f"--accelerator {given.accelerator}: torch finds {there.type} here. Leave it out, or say cpu.")
+        raise ValueError(f"--accelerator {given.accelerator}: torch finds {there.type}. Leave it out, or use cpu.")
+    if given.disk is not None and not given.disk.is_dir():
+        raise ValueError(
+            f"--disk {given.disk}: not a folder. Expected a folder on the drive to measure: --disk /scratch"
+        )
     device = device_for(torch.device("cpu") if given.accelerator == "cpu" else there)
     # Without an accelerator nothing is known of the one that a plan is for; by name, the host is what computes.
     unknown = device.computes_on_host and given.accelerator is None
@@ -74,7 +78,7 @@ def with_rates(questions: Sequence[Question]) -> Sequence[Question]:
 
 def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[str]) -> Question:
     values = {name: measured[name] for name in _OPTIONS if name in measured and name not in question.given}
-    tflops = {DTYPES[key]: float(each) for key, each in values.get("tflops", {}).items()}
+    tflops = {str(DTYPES[key]).removeprefix("torch."): float(each) for key, each in values.get("tflops", {}).items()}
     visit, weight = map(float, measured["python"]["inference" if question.predict else "training"])
     seen = replace(
         question.measured,
@@ -111,7 +115,7 @@ def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
         yield found
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ArgumentTypeError) as error:
         raise ValueError(
-            f"{file} is no file of {kind} ({type(error).__name__}: {error}). Make one: {_HOW[kind]}"
+            f"{file} is not a file of {kind} ({type(error).__name__}: {error}). Make one: {_HOW[kind]}"
         ) from error
 
 

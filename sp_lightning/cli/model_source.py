@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.cli.arguments import WANTED, Question, Usual
+from sp_lightning.cli.arguments import EXPECTED, Question, Usual
 from sp_lightning.cli.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
 from sp_lightning.cli.scaling import refuse_another_size, scaled
 from sp_lightning.comparison.subject import resolve
@@ -79,7 +79,7 @@ def load_model(asked: Question) -> ModelSource:
             "--tokens": asked.input and tokens,
         }
     if asked.scale is not None and (factory or find_config(source) is None):
-        raise ValueError(f"--scale is for configs of transformers, and {source!r} is none. Leave it out.")
+        raise ValueError(f"--scale needs a transformers config, got {source!r}. Leave --scale out.")
     if ignored := [option for option, value in given.items() if value]:
         instead = (
             "--input SIZE SIZE …, batch first, or change the module's example_input_array,"
@@ -105,7 +105,7 @@ def find_config(source: str) -> Path | None:
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
-            raise ValueError(f"{str(file)!r} does not exist. Give {WANTED}.")
+            raise ValueError(f"{str(file)!r} does not exist. {EXPECTED}.")
         return file
     if "/" not in source or ":" in source:
         return None
@@ -115,8 +115,8 @@ def find_config(source: str) -> Path | None:
         return Path(try_to_load_from_cache(source, "config.json"))  # type: ignore[arg-type]
     except (ImportError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{source!r} is no folder here, and its config.json is not in the cache of the Hugging Face hub (nothing is "
-            f"downloaded). Save {source}/config.json as a file, and give its path."
+            f"{source!r}: not a folder, and its config.json is not in the cache of the Hugging Face hub. `plan` downloads "
+            f"nothing. Run first: hf download {source} config.json"
         ) from error
 
 
@@ -142,14 +142,14 @@ def _patches(size: Any) -> int:
 
 def _load_factory(asked: Question) -> ModelSource:
     source = asked.model
-    factory = resolve(source, WANTED)
+    factory = resolve(source, EXPECTED.removeprefix("Expected "))
     try:
         with torch.enable_grad():  # a factory may switch gradients off, which ends with this context
             module = answered(factory)
     except Exception as error:
-        raise ValueError(f"{source!r} could not be made without arguments: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{source!r}() failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
-        raise ValueError(f"{source!r} made a {type(module).__name__}, no nn.Module. Give {WANTED}.")
+        raise ValueError(f"{source!r} returned a {type(module).__name__}; expected an nn.Module.")
     if hasattr(module, "configure_model"):  # a LightningModule makes there what is large
         configure: Any = module.configure_model
         configure()
@@ -195,10 +195,12 @@ def _load_torchvision(asked: Question) -> ModelSource:
     try:
         from torchvision import models
     except ImportError as error:
-        raise ImportError(f"{source!r} may be a torchvision model, and torchvision is not installed.") from error
+        raise ImportError(
+            f"{source!r} may be a torchvision model, and torchvision is not installed: pip install torchvision"
+        ) from error
     if source not in models.list_models():
         alike = " or ".join(map(repr, difflib.get_close_matches(source, models.list_models())))
-        raise ValueError(f"Unknown model {source!r}.{f' Did you mean {alike}?' if alike else ''} Give {WANTED}.")
+        raise ValueError(f"Unknown model {source!r}.{f' Did you mean {alike}?' if alike else ''} {EXPECTED}.")
     try:
         # Without weights_backbone, detectors would download the weights of their backbone.
         module = models.get_model(source, weights=None, weights_backbone=None)
@@ -225,10 +227,13 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"{asked.model!r} is a transformers config, and transformers is not installed.") from error
+        raise ImportError(
+            f"{asked.model!r} is a transformers config, and transformers is not installed: pip install transformers"
+        ) from error
     if raw.get("model_type") not in transformers.CONFIG_MAPPING:
         raise ValueError(
-            f"{str(file)!r}: transformers {transformers.__version__} has no model_type {raw.get('model_type')!r}."
+            f"{str(file)!r}: expected a model_type that transformers {transformers.__version__} knows, got "
+            f"{raw.get('model_type')!r}. For any other model, give a factory: package.module:Factory"
         )
     config = transformers.AutoConfig.for_model(**raw)
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
@@ -246,13 +251,9 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
         asked.tokens = Usual(min(asked.tokens, most))
     inputs = _Inputs(module, config, asked.batch_size, asked.tokens)
     if asked.image is not None and not inputs.with_images:
-        raise ValueError(
-            f"--image {asked.image} cannot be used with {asked.model!r}, which takes no images. Leave it out."
-        )
+        raise ValueError(f"--image {asked.image}: {asked.model!r} takes no images. Leave --image out.")
     if inputs.with_text and isinstance(most, int) and asked.tokens > most:
-        raise ValueError(
-            f"{asked.tokens} tokens are more than the {most} positions of {str(file)!r}. Say --tokens {most}."
-        )
+        raise ValueError(f"--tokens {asked.tokens}: {str(file)!r} has {most} positions. Use --tokens {most}.")
     usual = (usual_size(config) or USUAL_IMAGE) if inputs.with_images else None
     size = asked.image or usual
     sizes = (size, usual, None) if inputs.with_text else (size, usual)
@@ -281,10 +282,10 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         raw: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{str(file)!r} is no JSON: {error}.") from error
+        raise ValueError(f"{str(file)!r} is not JSON: {error}.") from error
     if "auto_map" in raw:
         raise ValueError(
-            f"{str(file)!r} needs code from a model hub (auto_map: {raw['auto_map']}), which is not run here."
+            f"{str(file)!r} needs code from a model hub (auto_map: {raw['auto_map']}), which `plan` does not run."
         )
     return raw
 

@@ -7,8 +7,8 @@ from itertools import combinations
 from typing import Any
 
 from sp_lightning.cli.answer import Answer, answer
-from sp_lightning.cli.arguments import PRECISIONS, Question, changed, contradictions
-from sp_lightning.cli.estimate import Estimate, estimate_model
+from sp_lightning.cli.arguments import Question, changed, contradictions
+from sp_lightning.cli.estimate import Estimate, dtypes, estimate_model
 from sp_lightning.cli.verdict import enough_host_memory
 from sp_lightning.plan.activation_policy import FREEING
 
@@ -95,7 +95,7 @@ def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Call
 
 def _is_too_large(refused: Answer, question: Question) -> bool:
     """Whether weights alone are more than the host's memory, so that no batch has to be run."""
-    limit, dtype = refused.estimate.host.limit, PRECISIONS[question.precision][0]
+    limit, dtype = refused.estimate.host.limit, dtypes(question.precision)[0]
     needed = refused.estimate.parameters * dtype.itemsize
     return question.disk is None and question.host_memory == refused.question.host_memory and needed > (limit or needed)
 
@@ -135,7 +135,7 @@ def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
         yield {"optimizer_overlap": "backward"}, _HOST, 1
     if asked.disk is None and asked.host_memory is not None:
         yield {"disk": asked.measured.drive}, _HOST, 2
-    if PRECISIONS[asked.precision][0].itemsize > 2:
+    if not asked.stores_16_bits:
         yield {"precision": "bf16-true"}, _DEVICE | _HOST, 3
     weights, gradients = refused.shown.plan.plain
     if not asked.predict and asked.lora is None and gradients > weights / 2:  # else there are adapters already

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from sp_lightning.cli.answer import Answer, Row, stepped_otherwise
-from sp_lightning.cli.arguments import MODES, PRECISIONS, SEVERAL, Question, changed, command
+from sp_lightning.cli.arguments import MODES, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
 from sp_lightning.cli.trials import best_trials, trials
 from sp_lightning.cli.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
 from sp_lightning.kernels.jit import is_installed
-from sp_lightning.observe.stats import remedy
+from sp_lightning.observe.stats import WAITED, remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import in_gib, number
 
@@ -40,19 +40,19 @@ def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
 
 
 def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
-    heading = "Each of these was planned, and fits:" if answer.best is None else "Planned, too, and it fits without us:"
+    heading = "These changes fit:" if answer.best is None else "With this change, plain Lightning fits:"
     lines = [heading] if remedies else []
     for other in remedies:
         estimate, words = other.estimate, list[str]()
         if other.best is not None:
             device, host = in_gib(other.best.device_bytes), in_gib(estimate.host.nbytes)
-            words.append(f"{device} of device and {host} of host memory, {speed(other)}")
+            words.append(f"{device} of GPU memory and {host} of host memory, {speed(other)}")
         if rounds(other.question) and not rounds(answer.question):
-            words.append(f"its price: {ROUNDED}")
+            words.append(f"but {ROUNDED}")
         if other.question.lora != answer.question.lora:
-            words.append(f"{number(estimate.trained)} parameters are trained")
+            words.append(f"{number(estimate.trained)} trained parameters")
         if other.fits_plain:
-            words.append(f"plain Lightning fits with {in_gib(estimate.plain_bytes)} of device memory, and is faster")
+            words.append(f"plain Lightning fits ({in_gib(estimate.plain_bytes)} of GPU memory) and is faster")
         lines += [
             f"  {changed(answer.question, other.question)}: {'; '.join(words)}",
             f"    {command(other.question)}",
@@ -62,7 +62,7 @@ def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
 
 def rounds(question: Question) -> bool:
     """Whether weights are trained that have no float32 values."""
-    return not question.predict and PRECISIONS[question.precision][0].itemsize == 2
+    return not question.predict and question.stores_16_bits
 
 
 def _reasons(answer: Answer) -> list[str]:
@@ -300,18 +300,18 @@ def _faster(answer: Answer) -> str:
     row, waited = answer.shown, answer.waits
     plan, now = row.plan, row.prediction.seconds
     what = max(waited, key=waited.__getitem__, default="")
-    why = f"the device computes {1 - row.waiting:.0%} of the time; fewer operations or a faster device help."
+    why = f"the GPU computes {1 - row.waiting:.0%} of the time; only fewer operations or a faster GPU help."
     if waited.get(what, 0) >= LEAST_WAITING * now:
         # Seconds, as in the line of a run; their share of the time is in the verdict.
-        why = f"{waited[what]:.3g} of {now:.3g} s are waited for {what}; {remedy(what, plan)}."
+        why = f"the GPU waits {waited[what]:.3g} of {now:.3g} s for {WAITED[what]}. {remedy(what, plan)}."
     sliced = answer.without_waits.get("whole uploads", now)
     if now - sliced >= LEAST_WAITING * now:
         why += f' transfer="sharded" takes {sliced:.3g} s.'
     for options, (seconds, more) in (stepped_otherwise(answer.estimate, row) if "updates" in waited else {}).items():
         if now - seconds >= LEAST_WAITING * now:
             needs, limit = row.device_bytes + more, answer.question.gpu_memory
-            over = f", {in_gib(needs - limit)} more than there are" if limit is not None and needs > limit else ""
-            memory = f", and {in_gib(needs)} of device memory{over}" * bool(more)
+            over = f", {in_gib(needs - limit)} more than available" if limit is not None and needs > limit else ""
+            memory = f" and {in_gib(needs)} of GPU memory{over}" * bool(more)
             why += f" {options[0].upper()}{options[1:]} takes {seconds:.3g} s{memory}."
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
@@ -340,12 +340,10 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
     largest = work.largest_outside
     saved = max((call.saved for call in work.calls), default=0)
     if largest is not None and (work.outside > work.saved(row.modes) / 4 or largest.nbytes > saved):
-        loss = (
-            "If that is the loss, --loss-tokens 1024 says what it takes in chunks: see examples/guide/activations.md."
-        )
+        loss = "If they are the loss's logits, add --loss-tokens 1024 to plan a chunked loss (examples/guide/activations.md)."
         notes.append(
-            f"{in_gib(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says."
-            + f" {loss}" * ("token" in estimate.items)
+            f"{in_gib(work.outside)} of activations lie outside the layers (largest: {largest}). activations= does not reduce "
+            "them." + f" {loss}" * ("token" in estimate.items)
         )
     return notes
 

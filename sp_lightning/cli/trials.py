@@ -102,7 +102,7 @@ def trials(answer: Answer) -> list[str]:
         casts = question.lora is not None or estimate.trained < estimate.parameters
         cast = "frozen float32 weights travel as casts; load the base in bfloat16 (a factory can), or take --precision bf16-true"
         why = cast if casts else "freeze the base (--lora, or a factory)"
-        return [f"trials: they have too little in common of what travels: {why}"]
+        return [f"trials: they share too few of the bytes that are copied: {why}"]
     # More than so many do not save anything where something other than transfers binds already.
     pays = "with any number" if found.most is None else f"and more than {max(found.most, 1)} save nothing"
     limit, row, lacks = question.gpu_memory, found.row, lacking(answer, found)
@@ -110,15 +110,15 @@ def trials(answer: Answer) -> list[str]:
     if limit is not None or answer.estimate.host.limit is not None:
         fits = f" lack {' and '.join(lacks)} memory" if lacks else " fit"
     if limit is not None:
-        room = f" are needed, {in_gib(limit)} are there"
+        room = f" needed, {in_gib(limit)} available"
         most = max(0, limit * (1 + found.count) // found.device_bytes - 1)
-        room += f", which is enough for {most} trial{'s' * (most != 1)}" * ("device" in lacks)
+        room += f" (enough for {most} trial{'s' * (most != 1)})" * ("device" in lacks)
     window = f"with k = {row.plan.k} and k' = {row.plan.k_prime}"
     return [
         f"trials{fits}: {found.count} at once over one SharedBase, {window}: a step of all takes at least "
         f"{found.count * found.seconds:.3g} s, {found.seconds:.3g} s for each ({found.binds} binds, {pays}), one of a trial "
         f"alone with that window {found.alone:.3g} s; {in_gib(int(found.nbytes))} come to the device per step and trial in place "
-        f"of {in_gib(found.alone_bytes)}; {in_gib(found.device_bytes)} of device memory{room}, in {1 + found.count} equal "
+        f"of {in_gib(found.alone_bytes)}; {in_gib(found.device_bytes)} of GPU memory{room}, in {1 + found.count} equal "
         f"shares; {in_gib(found.host_bytes)} of host memory",
         "",
         "One alone:",

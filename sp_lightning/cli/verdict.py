@@ -7,6 +7,7 @@ import json
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.estimate import Estimate
+from sp_lightning.observe.stats import WAITED
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.plan import Plan
@@ -14,7 +15,7 @@ from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib
 
 LEAST_WAITING = 0.05
 """Waiting that takes a smaller share of the time is not worth a word of advice."""
-_OVER = {"updates": " in DRAM", "fetches": " over PCIe", "gradients to leave": " over PCIe"}
+_OVER = {"updates": " in host memory", "fetches": " over PCIe", "gradients to leave": " over PCIe"}
 
 
 def verdict(answer: Answer) -> str:
@@ -22,10 +23,10 @@ def verdict(answer: Answer) -> str:
     estimate, limit, lines = answer.estimate, answer.question.gpu_memory or 0, list[str]()
     if answer.fits_plain:
         needed = _of(estimate.plain_bytes, limit)
-        lines.append(f"It fits without us: plain Lightning needs {needed} and is faster. Use it.")
+        lines.append(f"You don't need sp_lightning: plain Lightning fits ({needed}) and is faster.")
     elif answer.fits_checkpointed:
         needed = _of(estimate.checkpointed_bytes, limit)
-        lines.append(f"{_CHECKPOINTED}: plain Lightning needs {needed} then.")
+        lines.append(f"{_CHECKPOINTED} ({needed}).")
     if answer.best is not None:
         return "\n".join([*lines, _recommended(answer, answer.best), *_modes(estimate, answer.best)])
     reasons = [_refused_by_host(answer)] if "host" in answer.lacking else []
@@ -34,7 +35,7 @@ def verdict(answer: Answer) -> str:
     return "\n".join([*lines, *reasons] if answer.fits_plain else [*reasons, *lines])
 
 
-_CHECKPOINTED = "It fits without us if each layer runs in torch.utils.checkpoint"
+_CHECKPOINTED = "Plain Lightning fits if each layer runs in torch.utils.checkpoint"
 
 
 def too_little(answer: Answer) -> str:
@@ -50,7 +51,7 @@ def _of(needed: int, limit: int) -> str:
 
 def _too_little(needed: int, limit: int) -> str:
     """What there is, and what is missing, which may be less than the last digit of both."""
-    return f"{in_gib(limit)} are there, {in_gib(needed - limit)} too little"
+    return f"{in_gib(limit)} available, {in_gib(needed - limit)} short"
 
 
 def _refused(answer: Answer) -> str:
@@ -62,9 +63,9 @@ def _refused_by_host(answer: Answer) -> str:
     disk = question.disk is not None
     processes = "the process" if question.devices == 1 else "the processes"
     return (
-        f"{_refused(answer)}{', although there is a disk' * disk}: {in_gib(host.nbytes)} of host memory are needed "
-        f"beside what {processes} and libraries take, {_too_little(host.nbytes, host.limit or 0)}: --host-memory "
-        f"{enough_gib(enough_host_memory(answer))} is enough."
+        f"{_refused(answer)}{', even with a disk' * disk}: {in_gib(host.nbytes)} of host memory needed (without {processes} and "
+        f"libraries), {_too_little(host.nbytes, host.limit or 0)}. --host-memory {enough_gib(enough_host_memory(answer))} is "
+        "enough."
     )
 
 
@@ -77,8 +78,8 @@ def enough_host_memory(answer: Answer) -> int:
 def _refused_by_device(answer: Answer) -> str:
     least, limit = answer.shown.device_bytes, answer.question.gpu_memory or 0
     return (
-        f"{_refused(answer)}: the least is {in_gib(least)} of device memory, of which "
-        f"{in_gib(answer.estimate.activation_bytes)} are activations; {_too_little(least, limit)}."
+        f"{_refused(answer)}: at least {in_gib(least)} of GPU memory needed, "
+        f"{in_gib(answer.estimate.activation_bytes)} of it for activations; {_too_little(least, limit)}."
     )
 
 
@@ -90,7 +91,7 @@ def _recommended(answer: Answer, best: Row) -> str:
         fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
     elif answer.fits_plain or answer.fits_checkpointed:
         fits = "With this strategy"
-    plain = "" if limited else " Plain Lightning fits where --gpu-memory is " + in_gib(estimate.plain_bytes) + "."
+    plain = "" if limited else f" Plain Lightning needs {in_gib(estimate.plain_bytes)} of GPU memory."
     inside = f" in Trainer({options})" if (options := trainer_options(question)) else ""
     chosen = f"{strategy(estimate, best.plan)}{inside}{beside(question)}"
     if estimate.why_guessed:
@@ -127,12 +128,12 @@ def waiting(answer: Answer) -> str:
     total, parts, row, step = 0.0, list[str](), answer.shown, answer.estimate.step
     over = dict(_OVER)
     if step is not None and (step.on_device or step.seconds is not None):
-        over["updates"] = " on the device" * step.on_device
+        over["updates"] = " on the GPU" * step.on_device
     for what, seconds in answer.waits.items():
         before, total = total, total + 100 * seconds / row.prediction.seconds
         if percent := round(total) - round(before):  # so that the parts add up to the whole
-            parts.append(f"{percent}% for {what}{over.get(what, '')}")
-    return f"the device waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
+            parts.append(f"{percent}% for {WAITED[what]}{over.get(what, '')}")
+    return f"the GPU waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
 
 
 def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:

@@ -15,17 +15,13 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
+from sp_lightning.plan.choices import CHECKED
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 Factory = str | Callable[[], Any]
 """What makes something when it is called: a callable, or its name as ``package.module:Name``."""
-OPTIONS = (
-    "k", "k_prime", "gpu_memory", "activations", "layers", "keep_on_gpu", "pin_memory", "fused_optimizer",
-    "optimizer_overlap", "optimizer_on", "load_weights_from", "disk", "host_memory",
-)  # fmt: skip
-"""The options of the strategy that a config or a command gives to a check; the others are for several devices, or its own."""
 
 _SETTINGS = (
     "accelerator", "precision", "plugins", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
@@ -101,7 +97,7 @@ class Subject:
 
     def __post_init__(self) -> None:
         if self.factory is None and self.config is None:
-            raise ValueError("There is nothing to check. Name a factory (package.module:Factory), or give config=.")
+            raise ValueError("Nothing to check. Expected a factory (package.module:Factory) or config=FILE.")
         if others := [name for name in self.settings if name not in _SETTINGS]:
             raise ValueError(f"trainer= has {', '.join(others)}. A check takes no other than {', '.join(_SETTINGS)}.")
         for given in (self.factory, self.data):
@@ -121,7 +117,7 @@ class Subject:
             module, data, settings = made.model, made.datamodule, _counting(made.settings)
         if not isinstance(module, pl.LightningModule):
             raise NotRunError(
-                f"{self.factory!r} made a {type(module).__qualname__}, and no LightningModule of lightning.pytorch."
+                f"{self.factory!r} returned a {type(module).__qualname__}; expected a LightningModule of lightning.pytorch."
             )
         if trainer_of(module) is not None:
             raise NotRunError(f"{self.factory!r} returns a module that has been trained. Each run needs a new one.")
@@ -150,8 +146,8 @@ class Subject:
             strategy = made.config["trainer"]["strategy"]
             unused += [name for name in _changed(made.settings, pl.Trainer) if name not in (*_SETTINGS, "strategy")]
             if getattr(strategy, "class_path", "").endswith("SuperpipelineStrategy"):
-                options = {name: value for name, value in strategy.init_args.items() if name in OPTIONS}
-                unused += [name for name in _changed(strategy.init_args, SuperpipelineStrategy) if name not in OPTIONS]
+                options = {name: value for name, value in strategy.init_args.items() if name in CHECKED}
+                unused += [name for name in _changed(strategy.init_args, SuperpipelineStrategy) if name not in CHECKED]
             elif strategy != "auto":
                 unused.append("strategy")
             unused += [name for name in ("ckpt_path", "weights_only") if made.config.get(name) is not None]
@@ -201,11 +197,14 @@ def resolve(name: str, wanted: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name!r}: {error}. Give {wanted}.") from error
+        config = " `plan` takes a config; `check` needs your own module." if name.endswith(".json") else ""
+        raise ValueError(f"{name!r}: {error}. Expected {wanted}.{config}") from error
 
 
 def _resolved(given: Factory | None) -> Callable[[], Any] | None:
-    return resolve(given, "package.module:Factory") if isinstance(given, str) else given
+    return (
+        resolve(given, "package.module:Factory, which returns a LightningModule") if isinstance(given, str) else given
+    )
 
 
 def _called(given: Factory | None) -> Any:

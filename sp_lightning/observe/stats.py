@@ -129,17 +129,16 @@ def state_line(
 
 def counters_line(stats: Stats) -> str:
     """The counters as one sentence."""
-    activations = f"{human_bytes(stats.stored_bytes)} of activations stored; " if stats.stored_bytes else ""
+    activations = f"{human_bytes(stats.stored_bytes)} of activations offloaded; " if stats.stored_bytes else ""
     if stats.brought_bytes:
-        activations += (
-            f"{human_bytes(stats.brought_bytes)} for steps on the device, and {human_bytes(stats.taken_bytes)} back; "
-        )
-    held_up = f"; the host could not run ahead {stats.host_waits} times" if stats.host_waits else ""
-    parts = ", ".join(f"{seconds:.2f} s for {what}" for what, seconds in _waits(stats).items() if seconds)
+        activations += f"{human_bytes(stats.brought_bytes)} uploaded for steps on the GPU, "
+        activations += f"{human_bytes(stats.taken_bytes)} downloaded; "
+    held_up = f"; the CPU waited for the GPU {stats.host_waits} times" if stats.host_waits else ""
+    parts = ", ".join(f"{seconds:.2f} s for {WAITED[what]}" for what, seconds in _waits(stats).items() if seconds)
     return (
-        f"Superpipeline: {stats.fetched_layers} layers fetched ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
+        f"Superpipeline: {stats.fetched_layers} layers uploaded ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
         f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; {human_bytes(stats.drained_bytes)} of "
-        f"gradients drained; {activations}peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; waited "
+        f"gradients offloaded; {activations}peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; waited "
         f"{stats.waited_seconds:.2f} s{f' ({parts})' * bool(parts)}{held_up}."
     )
 
@@ -168,27 +167,35 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
     if share < _LITTLE or most < _SHORT:
         return ""
     more = _QUICKER * (what == "updates" and any(layer.casts for layer in plan.trained) and not is_installed())
-    return f"Superpipeline: of {seconds:.1f} s, {share:.0%} were waited for {what}; {remedy(what, plan)}{more}."
+    return f"Superpipeline: waited {share:.0%} of {seconds:.1f} s for {WAITED[what]}. {remedy(what, plan)}.{more}"
 
 
-_QUICKER = ", and pip install llvmlite makes them quicker"
+_QUICKER = " `pip install llvmlite` makes optimizer steps faster."
+
+
+WAITED = {
+    "fetches": "uploads", "gradients to leave": "gradient offloading", "updates": "optimizer steps", "the host": "Python",
+    "several things at once": "several things at once", "sums of gradients": "gradient sums", "whole uploads": "full uploads",
+    "sums over nodes": "gradient sums over nodes", "the disk": "the disk", "activations": "activations",
+    "optimizers' steps": "optimizer steps",
+}  # fmt: skip
+"""In the words of messages: what a run can wait for."""
 
 
 def remedy(what: str, plan: Plan) -> str:
-    """What makes a run wait less for one thing, as a half-sentence."""
-    rarer = "a larger batch, or accumulate_grad_batches, makes them rarer"
+    """What makes a run wait less for one thing: a sentence without its full stop."""
     more = "" if plan.k >= len(plan.layers) else "a larger k or gpu_memory, or "
+    rarer = "Use a larger batch or accumulate_grad_batches"
     return {
-        "fetches": f"{more}more work per batch (tokens, images) hides them",
-        "gradients to leave": "a larger k_prime leaves them more time",
+        "fetches": f"Use {more}more tokens or images per batch",
+        "gradients to leave": "Use a larger k_prime",
         "updates": rarer,
-        "the host": "larger layers (layers=), or more work per batch (tokens, images), leave it more time",
-        "several things at once": "more work per batch (tokens, images) hides them",
-        "sums of gradients": "more work per batch (tokens, images) hides them",
-        "whole uploads": 'transfer="sharded" has each device upload a part and get the rest from the others',
-        "sums over nodes": "more work per batch (tokens, images) hides them, or a faster --network",
-        "the disk": "more host memory leaves less on it, and more work per batch (tokens, images) hides it",
-        "activations": "recompute some of them, or give a larger gpu_memory",
-        "optimizers' steps": f"{rarer}; those of torch's Adam, AdamW, SGD and Adagrad can run beside the model "
-        '(optimizer_overlap="forward")',
+        "the host": "Use larger layers (layers=), or more tokens or images per batch",
+        "several things at once": "Use more tokens or images per batch",
+        "sums of gradients": "Use more tokens or images per batch",
+        "whole uploads": 'Use transfer="sharded": each device uploads a part and gets the rest from the others',
+        "sums over nodes": "Use more tokens or images per batch, or a faster --network",
+        "the disk": "Use more host memory, or more tokens or images per batch",
+        "activations": "Recompute some of them, or use a larger gpu_memory",
+        "optimizers' steps": f'{rarer}. Adam, AdamW, SGD and Adagrad of torch can overlap (optimizer_overlap="forward")',
     }[what]

@@ -53,7 +53,7 @@ _FUSED_ON_CPU = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch
 def loses_updates(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether torch's fused step would leave weights of a group unchanged, as SGD does with 16 bits (pytorch#191763)."""
     return type(optimizer) is torch.optim.SGD and not all(
-        _sgd_updates(dtype) for dtype in {p.dtype for p in group["params"]}
+        _sgd_updates(dtype) for dtype in {p.dtype for p in group["params"] if may_get_gradients(p)}
     )
 
 
@@ -71,12 +71,17 @@ def _sgd_updates(dtype: torch.dtype) -> bool:
         return bool((weight == -1).all())
 
 
+def may_get_gradients(parameter: Tensor) -> bool:
+    """Whether a parameter is trained or may be unfrozen. A parameter of integers is neither, and no step touches it."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     with_gradient = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
     return (
         not any(group.get(other) for other in BARS_FUSED)
         and not loses_updates(optimizer, group)
-        and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"])
+        and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"] if may_get_gradients(p))
         and all(gradient.layout is torch.strided for _, gradient in with_gradient)
         # torch's fused SGD fails if some parameters get their first gradient later than others.
         and not lacks_buffers(group, state_of(optimizer), [p for p, _ in with_gradient])

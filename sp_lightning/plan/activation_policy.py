@@ -14,8 +14,8 @@ from typing import Literal, get_args
 from torch import nn
 
 from sp_lightning.model.patterns import matching
+from sp_lightning.plan.choices import Mode
 
-Mode = Literal["keep", "recompute", "offload"]
 Activations = Mode | Literal["auto"] | Mapping[str, Mode]
 """What ``activations=`` takes."""
 

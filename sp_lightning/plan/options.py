@@ -1,7 +1,7 @@
 """The strategy's options, checked before anything is built.
 
 Each function returns the option's value in one form. It raises a TypeError or a ValueError that names the option, what was
-found, what was expected, and an example. :data:`HABITS` answers the names that other libraries have for the same things.
+found, what was expected, and an example.
 """
 
 from __future__ import annotations
@@ -13,46 +13,17 @@ from functools import wraps
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, cast, get_args
+from typing import Any, ParamSpec, cast, get_args
 
 from torch import nn
 
 from sp_lightning.model.patterns import LayerChoice
-from sp_lightning.plan.activation_policy import Activations, Mode
+from sp_lightning.plan.activation_policy import Activations
+from sp_lightning.plan.choices import HABITS, Count, Fused, Mode
 from sp_lightning.plan.units import parse_bytes
 
-Count = int | Literal["auto"]
-Overlap = Literal["auto", "off", "forward", "backward"]
-OptimizerOn = Literal["cpu", "gpu", "auto"]
-Transfer = Literal["auto", "full", "sharded"]
-Fused = bool | Literal["auto"]
 P = ParamSpec("P")
 
-_OFFLOADED = "Weights, gradients and optimizer state are always offloaded. Leave it out."
-_K = "Use k, the number of layers in GPU memory at once: k=2."
-_K_PRIME = "Layers are always prefetched. Use k_prime, the number of layers per transfer: k_prime=1."
-_DISK = 'Use disk, a folder for what host memory does not hold: disk="/scratch".'
-_GPU_MEMORY = 'Use gpu_memory, the limit of GPU memory: gpu_memory="16GiB".'
-_CHECKPOINTING = 'Use activations="recompute", which is activation checkpointing.'
-_HOST_STEPS = 'Optimizers step on the CPU by default. Leave it out, or use optimizer_on="gpu" for steps on the GPU.'
-_TRAINER = "It is an option of the Trainer: {}."
-HABITS = {
-    "cpu_offload": _OFFLOADED, "offload": _OFFLOADED, "offload_params": _OFFLOADED, "offload_parameters": _OFFLOADED,
-    "offload_type": _OFFLOADED, "offload_optimizer": _HOST_STEPS, "offload_optimizer_device": _HOST_STEPS,
-    "blocks_to_swap": _K, "num_blocks": _K, "num_blocks_per_group": _K, "num_layers_on_gpu": _K, "layers_on_gpu": _K,
-    "prefetch": _K_PRIME, "num_prefetch": _K_PRIME, "use_stream": _K_PRIME, "layers_per_copy": _K_PRIME,
-    "nvme_path": _DISK, "offload_folder": _DISK, "offload_dir": _DISK, "offload_to_disk_path": _DISK,
-    "memory_budget": _GPU_MEMORY, "max_memory": _GPU_MEMORY, "max_gpu_memory": _GPU_MEMORY, "vram": _GPU_MEMORY,
-    "activation_checkpointing": _CHECKPOINTING, "gradient_checkpointing": _CHECKPOINTING, "checkpointing": _CHECKPOINTING,
-    "activation_checkpointing_policy": _CHECKPOINTING, "activation_offload": 'Use activations="offload".',
-    "optimizer_in_backward": 'Use optimizer_overlap="backward".', "resident": 'Use keep_on_gpu=["lm_head"].',
-    "exclude_frozen_parameters": "Use save_frozen=False.", "weights": 'Use load_weights_from="model.safetensors".',
-    "precision": _TRAINER.format('Trainer(precision="bf16-mixed")'), "devices": _TRAINER.format("Trainer(devices=1)"),
-    "num_nodes": _TRAINER.format("Trainer(num_nodes=2)"), "max_epochs": _TRAINER.format("Trainer(max_epochs=1)"),
-    "gradient_clip_val": _TRAINER.format("Trainer(gradient_clip_val=1.0)"),
-    "accumulate_grad_batches": _TRAINER.format("Trainer(accumulate_grad_batches=4)"),
-}  # fmt: skip
-"""By options that other libraries or the Trainer have: what to use instead."""
 _INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "activations": {
         "recompute": ("checkpoint", "checkpointing", True), "keep": ("none", None, False), "offload": ("cpu", "host"),

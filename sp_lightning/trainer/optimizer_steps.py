@@ -15,9 +15,9 @@ from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.engine.layerwise import Early, LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
+from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
-from sp_lightning.plan.options import Overlap
 from sp_lightning.store.away import leave_files
 from sp_lightning.trainer.compat import is_no_optimizer
 from sp_lightning.trainer.disk_tier import DiskTier, without

@@ -23,7 +23,7 @@ from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.plan import options as checks
 from sp_lightning.plan.activation_policy import Activations
-from sp_lightning.plan.options import Count, Fused, OptimizerOn, Overlap, Transfer
+from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Transfer
 from sp_lightning.trainer.compat import is_a
 
 

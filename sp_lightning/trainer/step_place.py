@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from sp_lightning.optim.alone import is_of_bitsandbytes
+from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.ledger import Ledger
-from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.user_hooks import against_background_on_device, against_steps_on_device, choose_overlap
 from sp_lightning.tune.step_place import host_seconds_of, least_seconds, measure

@@ -20,7 +20,8 @@ from sp_lightning.device.closing import close_all
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.activation_policy import Activations
-from sp_lightning.plan.options import Count, Fused, OptimizerOn, Overlap, Transfer, by_name
+from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Transfer
+from sp_lightning.plan.options import by_name
 from sp_lightning.sharing.shared_base import current, refuse_from_elsewhere, take
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_folder import common_tensors, write

@@ -42,7 +42,7 @@ from sp_lightning.optim.alone import DECLARES, depends_on_places, is_declared, i
 from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
 from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.optim.step_context import compiles
-from sp_lightning.plan.options import Overlap
+from sp_lightning.plan.choices import Overlap
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
 
 # The code of these callbacks was read: none of their hooks writes weights. A subclass may, and is not among them.

@@ -19,7 +19,7 @@ from typing import Any
 from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import EXEMPT, FREEING, Call, Mode, Modes, least_bytes, peak_bytes
-from sp_lightning.plan.options import Count, OptimizerOn
+from sp_lightning.plan.choices import Count, OptimizerOn
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.visits import Rates, Visit

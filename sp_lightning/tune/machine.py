@@ -18,7 +18,7 @@ from sp_lightning.device.ranks import Ranks
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe.messages import say_once
-from sp_lightning.plan.options import Transfer
+from sp_lightning.plan.choices import Transfer
 from sp_lightning.plan.plan import make_plan
 
 _LAYERS, _WIDTH, _FEW, _MANY, _ROUNDS = 12, 8, 1, 8, 30

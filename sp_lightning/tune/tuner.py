@@ -25,7 +25,7 @@ from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, least_bytes, peak_bytes, scaled, summary
-from sp_lightning.plan.options import Overlap
+from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.choices import Balance, Window, without_second_forwards

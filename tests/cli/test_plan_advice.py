@@ -61,7 +61,7 @@ def test_activations_that_travel_too_slowly_are_named(capsys: pytest.CaptureFixt
         ]
     )
     (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert re.fullmatch(r"with .* s are waited for activations; recompute some of them, or .*", line)
+    assert re.fullmatch(r"with .* s for activations\. Recompute some of them, or .*", line)
 
 
 @pytest.mark.parametrize(
@@ -216,18 +216,18 @@ def test_updates_are_shared_by_accumulated_batches(capsys: pytest.CaptureFixture
     [
         (
             ["--gradient-clip", "norm", "--optimizer-overlap", "backward"],
-            "before all gradients are there, and --gradient-clip norm needs them",
+            "--gradient-clip norm needs all gradients first",
         ),
         *(
             (
                 ["--precision", half, "--optimizer-on", "gpu", "--optimizer-overlap", "backward"],
-                f"--optimizer-on gpu steps in optimizer.step() with --precision {half}; leave --optimizer-overlap backward out",
+                f"--optimizer-on gpu with --precision {half} steps in optimizer.step(), not in backward",
             )
             for half in ("bf16-true", "16-true")
         ),
-        (["--optimizer-on", "gpu", "--devices", "2"], "--optimizer-on gpu is for one device"),
-        (["--accumulate-grad-batches", "2", "--predict"], "are for training, and nothing is trained here"),
-        (["--accumulate-grad-batches", "0"], "no whole number of at least 1"),
+        (["--optimizer-on", "gpu", "--devices", "2"], "--optimizer-on gpu works on one device"),
+        (["--accumulate-grad-batches", "2", "--predict"], "do not train. Leave out --accumulate-grad-batches"),
+        (["--accumulate-grad-batches", "0"], "an integer of at least 1"),
     ],
 )
 def test_steps_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.__main__ import main
 from sp_lightning.activations import offload
+from sp_lightning.cli.arguments import make_parser
 from sp_lightning.plan.units import human_bytes
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
@@ -64,7 +67,7 @@ def test_models_of_all_kinds(arguments: list[str], layers: int, capsys: pytest.C
     found = plan(capsys, *arguments, "--gpu-memory", "24GiB", "--k", "1")
     assert found["activation_bytes"], "it was run on paper"
     assert re.match(
-        r"(It fits without us: .*\nWith this strategy|It fits): SuperpipelineStrategy\(k=1", found["verdict"]
+        r"(You don't need sp_lightning: .*\nWith this strategy|It fits): SuperpipelineStrategy\(k=1", found["verdict"]
     )
     assert len(found["layers"]) >= layers
 
@@ -93,7 +96,7 @@ def test_generation_by_models_that_have_no_cache(model: str, capsys: pytest.Capt
     with pytest.raises(SystemExit) as stop:
         main(["plan", model, "--generate", "8"])
     assert stop.value.code == 2
-    assert "with a cache of keys and values; leave out --generate" in capsys.readouterr().err
+    assert "with a key-value cache; leave out --generate" in capsys.readouterr().err
 
 
 @pytest.mark.rest("a model of real size is counted")
@@ -173,11 +176,11 @@ def needs_hub_code(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("nothing-like-it", "Unknown model 'nothing-like-it'. Give a factory"),
+        ("nothing-like-it", "Unknown model 'nothing-like-it'. Expected package.module"),
         ("swin_tt", "Unknown model 'swin_tt'. Did you mean 'swin_t' or "),
         ("tests.cli.test_plan_command:Missing", "has no attribute 'Missing'"),
         ("no.such.module:Factory", "No module named 'no'"),
-        ("builtins:dict", "made a dict, no nn.Module"),
+        ("builtins:dict", "returned a dict; expected an nn.Module"),
         ("missing.json", "'missing.json' does not exist"),
         (needs_hub_code, "needs code from a model hub"),
     ],
@@ -189,7 +192,7 @@ def test_bad_models(model: Any, message: str, tmp_path: Path, capsys: pytest.Cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--gpu-memory=24", "--gpu-memory=much", "--k=0", "--pcie=-1", "--batch-size=x"])
+@pytest.mark.parametrize("option", ["--gpu-memory=24X", "--gpu-memory=much", "--k=0", "--pcie=-1", "--batch-size=x"])
 def test_bad_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", "resnet50", option])
@@ -327,7 +330,7 @@ def test_a_module_without_a_forward(name: str, shape: Any, capsys: pytest.Captur
 def test_little_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     needed = plan(capsys, "tests.cli.test_plan_command:Known", "--k", "1")["windows"][0]["device_bytes"]
     found = plan(capsys, "tests.cli.test_plan_command:Known", "--k", "1", "--gpu-memory", f"{needed - 3}B")
-    assert " are there, 3 B too little." in found["verdict"]
+    assert " available, 3 B short." in found["verdict"]
 
 
 def test_what_does_not_fit_ends_with_another_status(capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,7 +374,7 @@ def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
             "Leave --image out: it is run with 1 image of 224 × 224 then.",
             marks=pytest.mark.rest("a model of real size is run on paper"),
         ),
-        ([str(SHAPES / "llama-3-8b.json"), "--image", "100"], "which takes no images. Leave it out."),
+        ([str(SHAPES / "llama-3-8b.json"), "--image", "100"], "takes no images. Leave --image out."),
         (["tests.cli.test_plan_command:ConfiguresModel", "--input", "4", "8"], "set example_input_array in the module"),
         (
             ["tests.cli.test_plan_command:TakesEightTokens", "--input", "4", "9"],
@@ -412,10 +415,10 @@ def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixtu
         (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
         return str(line)
 
-    waited = r"with k = 1 and k' = 1, ([\d.e+-]+) of ([\d.e+-]+) s are waited for "
-    rarer = "updates; a larger batch, or accumulate_grad_batches, makes them rarer\\. "
+    waited = r"with k = 1 and k' = 1, the GPU waits ([\d.e+-]+) of ([\d.e+-]+) s for "
+    rarer = "optimizer steps\\. Use a larger batch or accumulate_grad_batches\\. "
     assert re.fullmatch(waited + rarer + r"--optimizer-overlap backward takes \S+ s\.", faster())
-    fetches = waited + "fetches; a larger k or gpu_memory, or more work.*"
+    fetches = waited + "uploads\\. Use a larger k or gpu_memory, or more tokens.*"
     assert re.fullmatch(fetches, faster("--pcie", "3", "--host-bandwidth", "1000"))
     all_of_it = re.fullmatch(
         fetches, faster("--predict", "--host-bandwidth", "40", "--batch-size", "1", "--tokens", "16")
@@ -440,7 +443,7 @@ def test_layers_too_small_for_the_host_are_named_with_what_helps(
     said = capsys.readouterr().out
     (row,) = re.findall(r"^   2   1 .*$", said, re.MULTILINE)
     assert re.search(r"  host ◀$", row)
-    assert re.search(r"^faster: .* are waited for the host; larger layers \(layers=\)", said, re.MULTILINE)
+    assert re.search(r"^faster: .* s for Python\. Use larger layers \(layers=\)", said, re.MULTILINE)
 
 
 def test_each_column_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -468,7 +471,7 @@ def test_times_of_images_are_not_guessed_from_tokens(capsys: pytest.CaptureFixtu
         main(["plan", "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--batch-size", "2"])
     text = capsys.readouterr().out
     assert "as if each weight was used 392 times in a forward" in text  # 2 images of 14 × 14 patches
-    assert "token" not in text.replace("(tokens, images)", "")  # of any batch
+    assert "token" not in text.replace("tokens or images per batch", "")  # of any batch
 
 
 def frozen() -> nn.Module:
@@ -484,7 +487,7 @@ def fails() -> None:
     [
         ("torch.nn:Identity", "'torch.nn:Identity' has no parameters"),
         ("tests.cli.test_plan_command:frozen", "requires a gradient. Say --predict."),
-        ("torch.nn:Linear", "could not be made without arguments: TypeError"),
+        ("torch.nn:Linear", "'() failed: TypeError"),
         ("tests.cli.test_plan_command:fails", "could not be made without arguments: KeyError"),
     ],
 )
@@ -497,9 +500,9 @@ def test_factories_that_make_nothing(model: str, message: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ('{"model_type": "no-such"}', "has no model_type 'no-such'"),
-        (json.dumps(CONFIGS["gpt2"]), "2048 tokens are more than the 512 positions of"),
+        (json.dumps(CONFIGS["gpt2"]), "--tokens 2048: "),
     ],
 )
 def test_bad_configs(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -550,8 +553,11 @@ def test_second_forwards_count_where_activations_are_unknown(capsys: pytest.Capt
 def test_logits_are_told_where_they_are_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", config("gpt2", tmp_path, vocab_size=50_000), "--tokens", "64", "--k", "1", "--verbose"])
     text = capsys.readouterr().out
-    assert "note: 12.2 MiB are saved outside of all layers (largest: float32 (64, 50000), 12.2 MiB), whatever" in text
-    assert "see examples/guide/activations.md" in text
+    assert (
+        "note: 12.2 MiB of activations lie outside the layers (largest: float32 (64, 50000), 12.2 MiB). activations="
+        in text
+    )
+    assert "(examples/guide/activations.md)" in text
     main(["plan", config("gpt2", tmp_path), "--tokens", "512", "--batch-size", "8", "--k", "1", "--verbose"])
     text = capsys.readouterr().out
     assert "  recompute  " in text
@@ -559,3 +565,47 @@ def test_logits_are_told_where_they_are_much(tmp_path: Path, capsys: pytest.Capt
     assert "outside of all layers" not in text
     main(["plan", config("gpt2", tmp_path), "--predict", "--tokens", "64", "--k", "1", "--verbose"])
     assert "  recompute  " not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- the command line itself
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--bach", "Did you mean --batch-size?"),
+        ("--overlap", "Did you mean --optimizer-overlap?"),
+        ("--checkpointing", "Did you mean --gradient-checkpointing?"),
+        ("--cpu-offload", "always offloaded"),
+        ("--banana", "plan --help` lists all options"),
+    ],
+)
+def test_an_unknown_option_gets_a_suggestion(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "resnet18", option, "1"])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("usage: ")
+    assert " plan MODEL" in message
+    assert f"unrecognized argument: {option}." in message
+    assert said in message
+
+
+@pytest.mark.parametrize("size", ["24", "24G", "24GiB"])
+def test_a_size_without_a_unit_is_in_gib(size: str) -> None:
+    assert make_parser().parse_args(["plan", "resnet18", "--gpu-memory", size]).gpu_memory == 24 * 2**30
+
+
+def test_help_needs_neither_torch_nor_lightning() -> None:
+    code = "import runpy, sys; sys.argv = ['superpipeline', 'plan', '--help']; import sp_lightning.__main__ as it\n"
+    code += "try: it.main()\nexcept SystemExit: print(sorted({'torch', 'lightning'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.rest("a subprocess that imports torch")
+def test_a_reader_that_has_seen_enough_is_not_an_error() -> None:
+    command = f"{sys.executable} -m sp_lightning plan resnet18 --k 1 | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+    assert "BrokenPipe" not in done.stderr

@@ -142,7 +142,7 @@ def test_the_memory_that_is_said_to_be_enough_is(
     least = enough("512MiB")
     assert enough(f"{least - 0.001:.3f}GiB") == least
     main([*arguments, f"{least}GiB"])
-    assert "are waited for the disk; more host memory leaves less on it" in capsys.readouterr().out
+    assert " s for the disk. Use more host memory" in capsys.readouterr().out
 
 
 @pytest.mark.rest("plans of a whole model; the first tier has one of them")
@@ -182,7 +182,7 @@ def test_several_devices_have_state_on_the_disk_and_nothing_else(capsys: pytest.
 def test_weights_of_several_devices_are_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, "--predict", "--disk", "1GB/s", "--devices", "2"])
-    assert "--disk with --predict is for one device" in capsys.readouterr().err
+    assert "--disk with --predict works on one device" in capsys.readouterr().err
 
 
 def test_a_plan_without_a_limit_says_why_nothing_is_on_the_disk(capsys: pytest.CaptureFixture[str]) -> None:

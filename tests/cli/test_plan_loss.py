@@ -62,10 +62,10 @@ def test_it_takes_less_memory_and_more_operations(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--keep-logits"], "--keep-logits says what becomes of logits with --loss-tokens N"),
-        (["--loss-tokens", "32", "--predict"], "--loss-tokens are for training"),
-        (["--loss-tokens", "32", "--generate", "4"], "--loss-tokens are for training"),
-        (["--loss-tokens", "0"], "'0' is no whole number of at least 1"),
+        (["--keep-logits"], "--keep-logits needs --loss-tokens"),
+        (["--loss-tokens", "32", "--predict"], "--predict and --generate do not train"),
+        (["--loss-tokens", "32", "--generate", "4"], "--predict and --generate do not train"),
+        (["--loss-tokens", "0"], "must be an integer of at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_asked(

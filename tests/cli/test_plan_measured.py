@@ -196,7 +196,8 @@ def test_memory_that_is_not_locked_is_no_measure_of_a_link() -> None:
 
 REPORT: dict[str, Any] = {
     "kind": "report", "seconds": 1.0, "batches": 8, "model": "Small", "devices": 1, "parameters": 288, "trained": 288,
-    "k": 2, "k_prime": 1, "accumulate": 1, "precision": "32-true", "activations": "keep", "overlap": "backward",
+    "k": 2, "k_prime": 1, "accumulate_grad_batches": 1, "precision": "32-true", "activations": "keep",
+    "optimizer_overlap": "backward",
     "optimizer_on": "cpu", "shape": [4, 16],
 }  # fmt: skip
 
@@ -204,9 +205,9 @@ REPORT: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("option", "found", "why"),
     [
-        ("--from", {**REPORT, "seconds": 0}, "no file of report .ZeroDivisionError"),
-        ("--from", RATES, "no file of report .ValueError: it is of 'rates'"),
-        ("--rates", REPORT, "no file of rates .ValueError: it is of 'report'"),
+        ("--from", {**REPORT, "seconds": 0}, "not a file of report .ZeroDivisionError"),
+        ("--from", RATES, "not a file of report .ValueError: it is of 'rates'"),
+        ("--rates", REPORT, "not a file of rates .ValueError: it is of 'report'"),
     ],
 )
 def test_why_a_file_is_none_is_said(option: str, found: dict[str, Any], why: str, tmp_path: Path) -> None:
@@ -219,16 +220,16 @@ def test_why_a_file_is_none_is_said(option: str, found: dict[str, Any], why: str
 
 def test_a_run_that_updated_in_backward_has_not_clipped() -> None:
     asked = question(SMALL, "--gradient-clip", "norm")
-    assert measured._as_reached(asked, REPORT)["clip"] is None
-    assert "clip" not in measured._as_reached(asked, {**REPORT, "overlap": "off"})
+    assert measured._as_reached(asked, REPORT)["gradient_clip"] is None
+    assert "gradient_clip" not in measured._as_reached(asked, {**REPORT, "optimizer_overlap": "off"})
 
 
 @pytest.mark.parametrize(
     ("model", "shape", "asked"),
     [
-        ("config.json", [4, 16], {"batch": 4, "tokens": 16}),
-        ("resnet18", [4, 3, 32, 32], {"batch": 4, "image": 32}),
-        ("config.json", [4], {"batch": 4}),
+        ("config.json", [4, 16], {"batch_size": 4, "tokens": 16}),
+        ("resnet18", [4, 3, 32, 32], {"batch_size": 4, "image": 32}),
+        ("config.json", [4], {"batch_size": 4}),
         ("config.json", [], {}),
         (SMALL, [4, 16], {}),  # its batch is its own
         (f"{SMALL} --input 2 16", [4, 16], {"input": [4, 16]}),
@@ -237,7 +238,7 @@ def test_a_run_that_updated_in_backward_has_not_clipped() -> None:
 )
 def test_a_batch_is_as_large_as_the_run_had_it(model: str, shape: list[int], asked: dict[str, Any]) -> None:
     found = measured._as_reached(question(*model.split()), {**REPORT, "shape": shape})
-    assert {name: found[name] for name in ("batch", "tokens", "image", "input") if name in found} == asked
+    assert {name: found[name] for name in ("batch_size", "tokens", "image", "input") if name in found} == asked
 
 
 @pytest.mark.parametrize("slow", ["--tflops 1e-9", "--device-bandwidth 1e-6", "--pcie 1e-6", "--host-bandwidth 1e-6"])

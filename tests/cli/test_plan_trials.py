@@ -53,7 +53,7 @@ def test_it_says_how_many_fit_and_what_binds(short: str, capsys: pytest.CaptureF
         "trials lack device memory: 8 at once over one SharedBase, with k = 1 and k' = 1: a step of all takes at"
     )
     assert "compute binds, and more than " in line
-    assert " are needed, 12.0 GiB are there, which is enough for 3 trials, in 9 equal shares" in line
+    assert " needed, 12.0 GiB available (enough for 3 trials), in 9 equal shares" in line
     main(["plan", short, *HOW, "--gpu-memory", "12GiB", "--trials", "2"])
     assert capsys.readouterr().out.startswith("trials fit: 2 at once over one SharedBase")
 
@@ -80,7 +80,7 @@ def test_what_has_nothing_in_common_is_said(
 def test_what_does_not_travel_is_not_shared(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *LORA, "--trials", "2", "--k", "33", "--predict"])
-    assert "trials: they have too little in common of what travels" in capsys.readouterr().out
+    assert "trials: they share too few of the bytes that are copied" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("other", [("--devices", "2"), ("--nodes", "2"), ("--disk", "7GB/s")])
@@ -88,7 +88,7 @@ def test_several_devices_share_nothing(other: tuple[str, ...], capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         main(["plan", *LORA, "--trials", "2", *other])
     assert ended.value.code == 2
-    assert "--trials share what comes from the memory of the host to one device" in capsys.readouterr().err
+    assert "--trials share the uploads of one device from host memory" in capsys.readouterr().err
 
 
 @pytest.mark.rest("plans 8 billion parameters four times; what fits the device is in the first tier")

@@ -384,10 +384,10 @@ def test_a_prediction_that_stops_on_both_sides_ends_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"factory": None}, "nothing to check"),
+        ({"factory": None}, "Nothing to check"),
         (
             {"factory": "tests.support.planted:Nothing"},
-            "'tests.support.planted:Nothing': .*Give package.module:Factory",
+            "'tests.support.planted:Nothing': .*Expected package.module:Factory",
         ),
         ({"steps": 0}, "steps must be at least 1, found 0"),
         ({"k_primes": 1}, "no option 'k_primes'. Did you mean k_prime"),
@@ -410,5 +410,5 @@ def test_what_cannot_be_is_refused_at_once(options: Any, why: str) -> None:
 def test_a_subject_is_made_anew_for_each_run() -> None:
     subject = Subject("tests.support.planted:Everything", planted.Data, None, 1, 0, {})
     assert subject.make().module is not subject.make().module
-    with pytest.raises(NotRunError, match="no LightningModule"):
+    with pytest.raises(NotRunError, match="expected a LightningModule"):
         Subject(dict, None, None, 1, 0, {}).make()

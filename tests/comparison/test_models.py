@@ -91,7 +91,9 @@ def test_a_name_that_leads_nowhere_ends_the_command(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as stop:
         main(["check", "nowhere:Model"])
     assert stop.value.code == 2
-    assert "check: 'nowhere:Model': No module named 'nowhere'. Give package.module:Factory." in capsys.readouterr().err
+    assert (
+        "check: 'nowhere:Model': No module named 'nowhere'. Expected package.module:Factory" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.rest("the first tier has the Python side")

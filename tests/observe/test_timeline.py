@@ -146,11 +146,11 @@ def stats(**seconds: float) -> Stats:
     [
         (
             {"stall_seconds": 4.0, "update_stall_seconds": 1.0},
-            "40% were waited for fetches; a larger k or gpu_memory",
+            "waited 40% of 10.0 s for uploads. Use a larger k or gpu_memory",
         ),
-        ({"drain_stall_seconds": 2.0}, "20% were waited for gradients to leave; a larger k_prime"),
-        ({"update_stall_seconds": 3.0}, "30% were waited for updates; a larger batch"),
-        ({"step_seconds": 5.0, "stall_seconds": 1.0}, "50% were waited for optimizers' steps; a larger batch"),
+        ({"drain_stall_seconds": 2.0}, "20% of 10.0 s for gradient offloading. Use a larger k_prime"),
+        ({"update_stall_seconds": 3.0}, "30% of 10.0 s for optimizer steps. Use a larger batch"),
+        ({"step_seconds": 5.0, "stall_seconds": 1.0}, "50% of 10.0 s for optimizer steps. Use a larger batch"),
     ],
 )
 def test_the_bottleneck_is_named_with_the_option_that_helps(seconds: dict[str, float], said: str) -> None:
@@ -166,7 +166,7 @@ def test_kernels_that_would_help_are_named(
 ) -> None:
     monkeypatch.setattr(observed, "is_installed", lambda: installed)
     plan = make_plan(find_layers(Stack(), autocast=autocast), k=1, k_prime=1)
-    named = "makes them rarer, and pip install llvmlite makes them quicker."
+    named = "accumulate_grad_batches. `pip install llvmlite` makes optimizer steps faster."
     assert (named in bottleneck(stats(update_stall_seconds=3.0), 10.0, plan)) == (
         not installed and autocast is not None
     )
@@ -176,7 +176,9 @@ def test_kernels_that_would_help_are_named(
 def test_what_was_waited_is_one_figure_with_its_parts() -> None:
     """The figures were of five kinds without a sum, with a number of times behind them."""
     line = counters_line(stats(stall_seconds=4.0, drain_stall_seconds=0.5, update_stall_seconds=1.25))
-    assert line.endswith("; waited 5.75 s (4.00 s for fetches, 0.50 s for gradients to leave, 1.25 s for updates).")
+    assert line.endswith(
+        "; waited 5.75 s (4.00 s for uploads, 0.50 s for gradient offloading, 1.25 s for optimizer steps)."
+    )
     assert counters_line(stats()).endswith("; waited 0.00 s.")
 
 

@@ -371,3 +371,20 @@ def test_the_layer_that_the_next_forward_needs_first_is_updated_first() -> None:
     last = updated[len(updated) - updated[::-1].index("waits") :]
     assert last[0] == "net.head", "which was submitted first, and is waited for by name"
     assert sorted(last) == sorted([*(f"net.blocks.{at}" for at in range(5)), "net.head", "net.stem"])
+
+
+class WithAFlag(Module):
+    """Models keep flags as parameters of integers, which no optimizer steps (pytorch_tabular's Node does)."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.flag = nn.Parameter(torch.tensor(0, dtype=torch.uint8), requires_grad=False)
+
+
+def test_a_parameter_of_integers_does_not_keep_the_others_from_running_fused() -> None:
+    """The mode was "off", and the reason named settings that nobody had made."""
+    watch = Watches()
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True)
+    ours = fit(WithAFlag, vectors() * 2, strategy, callbacks=[watch], recorded="losses")
+    assert_same(ours, fit(fused(WithAFlag), vectors() * 2, recorded="losses"))
+    assert watch.modes[-1] == "backward"

@@ -29,9 +29,9 @@ FILES = {
 # From the ground up: a wing may import from those before it only.
 WINGS = (
     "_version", "device", "kernels", "model", "plan", "observe", "store", "activations", "weights", "optim", "engine", "sharing",
-    "tune", "trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
+    "tune", "trainer", "comparison", "pytorch_lightning", "_public", "__init__", "cli", "__main__",
 )  # fmt: skip
-MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__"}
+MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "_public", "__init__", "cli", "__main__"}
 
 
 def wing(file: str) -> str:

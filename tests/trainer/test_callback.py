@@ -92,8 +92,7 @@ def test_what_a_run_waited_for_is_said_at_its_end(heard: Any, monkeypatch: pytes
     trainer_for(SuperpipelineStrategy(k=1)).fit(llama(layers=20), loader(tokens()))
     assert heard()[0] == TRAINING
     assert [re.sub(r"of \d+\.\d s", "of 1.0 s", line) for line in heard()[1:]] == [
-        "Superpipeline: of 1.0 s, 100% were waited for fetches; a larger k or gpu_memory, or more work per batch (tokens, "
-        "images) hides them."
+        "Superpipeline: waited 100% of 1.0 s for uploads. Use a larger k or gpu_memory, or more tokens or images per batch."
     ]
 
 
@@ -128,7 +127,7 @@ def test_the_rest_is_there_for_whom_it_interests(heard: Any) -> None:
     assert "peak on the device" in text
     assert "bytes per parameter" in text
     assert "updates in the background: off (they would compete" in text
-    assert text.count("layers fetched") == 1
+    assert text.count("layers uploaded") == 1
     assert "on demand" in text
 
 
@@ -377,4 +376,4 @@ def test_what_keeps_the_host_from_running_ahead_is_counted(net: Any, waits: int)
     trainer_for(strategy).fit(Descends(net()), loader(vectors(3)))
     stats = strategy.stats()
     assert stats.host_waits == waits
-    assert (f"; the host could not run ahead {waits} times." in counters_line(stats)) == (waits > 0)
+    assert (f"; the CPU waited for the GPU {waits} times." in counters_line(stats)) == (waits > 0)

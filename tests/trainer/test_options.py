@@ -24,7 +24,8 @@ import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.engine.streamer import Streamer
-from sp_lightning.plan.options import HABITS, checked_path
+from sp_lightning.plan.choices import HABITS
+from sp_lightning.plan.options import checked_path
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import loader, trainer_for
 
