@@ -386,5 +386,5 @@ def test_a_parameter_of_integers_does_not_keep_the_others_from_running_fused() -
     watch = Watches()
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=True)
     ours = fit(WithAFlag, vectors() * 2, strategy, callbacks=[watch], recorded="losses")
-    assert_same(ours, fit(fused(WithAFlag), vectors() * 2, recorded="losses"))
+    assert_equal(ours.state, fit(fused(WithAFlag), vectors() * 2, recorded="losses").state, "the module")
     assert watch.modes[-1] == "backward"
