@@ -380,6 +380,9 @@ class WithAFlag(Module):
         super().__init__(Stack())
         self.flag = nn.Parameter(torch.tensor(0, dtype=torch.uint8), requires_grad=False)
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
 
 def test_a_parameter_of_integers_does_not_keep_the_others_from_running_fused() -> None:
     """The mode was "off", and the reason named settings that nobody had made."""
