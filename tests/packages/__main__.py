@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(
-    file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in ("__init__", "__main__", "child")
+    file.stem
+    for file in Path(__file__).parent.glob("*.py")
+    if file.stem not in ("__init__", "__main__", "child", "modes")
 )
 WAYS = {
     "streamed": {"k": 1, "fused_optimizer": False},

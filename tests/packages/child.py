@@ -24,7 +24,7 @@ from torch import Tensor
 import sp_lightning
 import sp_lightning.pytorch_lightning
 
-LOOPS = ("fit", "validate", "test", "predict")
+LOOPS: tuple[str, ...] = ("fit", "validate", "test", "predict")
 STRATEGIES = {
     lightning.pytorch: sp_lightning.SuperpipelineStrategy,
     pytorch_lightning: sp_lightning.pytorch_lightning.SuperpipelineStrategy,
