@@ -377,7 +377,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoRe
     first = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
     known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     longer = [flag for flag in known if flag.endswith(first.removeprefix("-"))]
-    close = longer or difflib.get_close_matches(first, known, 1, cutoff=0.7)
+    close = longer or difflib.get_close_matches(first, known, 1, cutoff=0.65)
     name = first.lstrip("-").replace("-", "_")
     if close:
         hint = f" Did you mean {close[0]}?"

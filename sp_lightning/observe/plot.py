@@ -173,9 +173,9 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
                 fontsize=8, color=color,
             )  # fmt: skip
     if limit is not None:
-        axes.axvline(limit / 2**30, color=COLORS["backward"], linestyle="--", label=f"there are {human_bytes(limit)}")
+        axes.axvline(limit / 2**30, color=COLORS["backward"], linestyle="--", label=f"{human_bytes(limit)} available")
     axes.legend(frameon=False, title="beside each point: k", title_fontsize=8)
-    axes.set_xlabel("device memory, GiB")
+    axes.set_xlabel("GPU memory, GiB")
     axes.set_ylabel("predicted seconds per batch")
     axes.set_ylim(0, 1.15 * max(each.seconds for each in points))
     _mark_sizes(axes)

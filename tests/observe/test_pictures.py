@@ -79,4 +79,4 @@ def test_windows(points: list[Point], figures: list[Any], tmp_path: Path) -> Non
     assert numbers == {str(point.k) for point in points} if points is not EQUAL else {"1", "32"} <= numbers
     for one, other in combinations(axes.texts, 2):
         assert not box(one).overlaps(box(other)), f"{one.get_text()} and {other.get_text()}"
-    assert "there are 24.0 GiB" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "24.0 GiB available" in [text.get_text() for text in axes.get_legend().get_texts()]
