@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -64,19 +65,29 @@ print(f"rank {trainer.global_rank} has made {trainer.global_step} of {reference.
 
 
 @pytest.mark.parametrize("page", [page for page in having("python") if page.values[0] != SEVERAL])
-def test_python_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page in one namespace, which has the reader's ``model``: a small Llama with its data."""
+def test_python_code_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All blocks of a page in one namespace, which has the reader's ``model``: a small Llama with its data.
+
+    If the page has the log line that shows that it works, the log has it.
+    """
 
     def train_dataloader() -> DataLoader[Any]:
         return loader(tokens(2))
 
     monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.superpipeline")
     namespace: dict[str, Any] = {"model": llama()}
     namespace["model"].train_dataloader = train_dataloader
     for block in blocks(page, "python"):
         exec(compile(block, named(page), "exec"), namespace)
     trained = "trainer.fit" in page.read_text()
     assert not trained or namespace["trainer"].global_step > 0
+    if "## How to see that it works" in page.read_text():
+        (shown,) = blocks(page, "text")
+        line = ".+".join(map(re.escape, shown.strip().split(ELLIPSIS)))
+        assert any(re.fullmatch(line, logged) for logged in caplog.messages), caplog.messages
 
 
 def commands() -> list[Any]:
