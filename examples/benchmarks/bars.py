@@ -1,6 +1,6 @@
 """Draws the picture of README: GPU memory and step time of each contestant, as bars.
 
-``python -m examples.benchmarks.bars`` reads the rows of the last run on a GPU and writes ``examples/results/2026-11-26-h100.png``.
+``python -m examples.benchmarks.bars`` reads the rows of a run on a GPU and writes ``examples/results/2026-11-26-h100.png``.
 """
 
 from __future__ import annotations
