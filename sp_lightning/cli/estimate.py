@@ -262,7 +262,10 @@ def estimate_model(question: Question) -> Estimate:
         module = (source := load_model(question)).module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters.")
-        notes = [] if question.lora is None else add_adapters(module, question.lora)
+        notes = list(source.notes)
+        if question.lora is not None:
+            notes += _load_base(source, autocast)
+            notes += add_adapters(module, question.lora)
         if autocast is None and dtype is not torch.float32:
             module.to(dtype)  # Lightning leaves weights as they are otherwise
         if question.gradient_checkpointing:
@@ -287,6 +290,17 @@ def estimate_model(question: Question) -> Estimate:
             notes += [why] if why and not guessed else []
             made = Estimate(question, found, items, step, work, guessed, source.uses, notes=tuple(notes))
     return _with_whole_tables(made)
+
+
+def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
+    """Gives a base that is to be frozen the dtype that transformers loads it in, if it is a narrower one. Says so."""
+    stored = source.stored
+    if autocast is None or stored is None or not stored.is_floating_point or stored.itemsize >= 4:
+        return []
+    source.module.to(stored)
+    return [
+        f"the frozen base has {str(stored).removeprefix('torch.')} weights, as its config says; adapters have float32"
+    ]
 
 
 def _with_whole_tables(made: Estimate) -> Estimate:

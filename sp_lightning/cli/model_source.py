@@ -48,6 +48,8 @@ class ModelSource:
             runs the last of those tokens with the keys and values of all tokens before it. None if the model has no
             cache of keys and values.
         images: whether it takes images. A batch without any is the last one then, if it can do without them.
+        stored: the dtype that its weights are loaded in if nothing else is asked for, by its config; None if that is unknown.
+        notes: sentences on what is not counted.
     """
 
     module: nn.Module
@@ -55,6 +57,8 @@ class ModelSource:
     uses: int
     generation: Callable[[int], tuple[Callable[[], None], Callable[[], None]]] | None = None
     images: bool = False
+    stored: torch.dtype | None = None
+    notes: tuple[str, ...] = ()
 
 
 def load_model(asked: Question) -> ModelSource:
@@ -235,6 +239,9 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
             f"{str(file)!r}: expected a model_type that transformers {transformers.__version__} knows, got "
             f"{raw.get('model_type')!r}. For any other model, give a factory: package.module:Factory"
         )
+    # A run chooses the dtype of what it trains by its precision, whatever dtype the file's weights have.
+    stored = getattr(torch, str(raw.pop("dtype", None) or raw.pop("torch_dtype", None)), None)
+    notes = tuple(_quantised(raw, file))
     config = transformers.AutoConfig.for_model(**raw)
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
     # transformers compares the counts of image tokens and image features by value, and here are no values.
@@ -260,7 +267,18 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in sizes}
     uses = asked.batch_size * (asked.tokens if inputs.with_text else _patches(size))
     generation = partial(inputs.generation, size) if inputs.cache else None
-    return ModelSource(module, batches, uses, generation, images=inputs.with_images)
+    return ModelSource(module, batches, uses, generation, images=inputs.with_images, stored=stored, notes=notes)
+
+
+def _quantised(raw: dict[str, Any], file: Path) -> list[str]:
+    """A sentence on quantisation, which a model without values has not."""
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    if method is None:
+        return []
+    return [
+        f"{file} has a quantization_config ({method}), which is not counted: weights are planned in the precision of the run. "
+        "A factory that loads the quantised model is planned as it is."
+    ]
 
 
 def _positions(config: Any) -> int | None:

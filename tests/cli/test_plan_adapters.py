@@ -132,3 +132,32 @@ def test_attention_of_torch_has_adapters_that_it_does_not_call(capsys: pytest.Ca
 
 def encoder() -> nn.Module:
     return nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)))
+
+
+@pytest.mark.parametrize(("stored", "nbytes"), [("bfloat16", 2), ("float32", 4), (None, 4)])
+def test_the_base_has_the_dtype_that_transformers_loads_it_in(
+    stored: str | None, nbytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8B was planned with 44.5 GiB of host memory, of which the float32 base that nobody loads took 30."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2, dtype=stored
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    asked = (str(tmp_path), "--tokens", "8", "--k", "1", "--precision", "bf16-mixed")
+    found = plan(capsys, *asked, "--lora", "4")
+    frozen = found["parameters"] - found["trained_parameters"]
+    assert found["host_parts"]["weights"] == pytest.approx(
+        4 * found["trained_parameters"] + (nbytes + 2 * (nbytes == 4)) * frozen, rel=0.1
+    )
+    assert any("bfloat16 weights" in note for note in found["notes"]) == (nbytes == 2)
+
+
+def test_a_quantised_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+    ).to_dict()
+    config |= {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plan(capsys, str(tmp_path), "--tokens", "8", "--k", "1", "--predict")
+    assert any("quantization_config (bitsandbytes)" in note for note in found["notes"])

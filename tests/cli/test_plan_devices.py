@@ -97,7 +97,7 @@ def test_what_is_slow_binds(slow: str, binds: str, capsys: pytest.CaptureFixture
 @pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 def test_slices_cross_each_link_once(capsys: pytest.CaptureFixture[str]) -> None:
     rates = ("--devices", str(DEVICES), "--host-bandwidth", "1000", "--links", "10", "--pcie", "5")
-    whole, sliced = (plan(capsys, *MODEL, *rates, "--transfer", each) for each in ("whole", "sliced"))
+    whole, sliced = (plan(capsys, *MODEL, *rates, "--transfer", each) for each in ("full", "sharded"))
     fetch, links, memory = (
         [each["windows"][0]["busy_seconds"][of] for each in (whole, sliced)] for of in ("fetch", "links", "host memory")
     )

@@ -236,10 +236,10 @@ def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixtu
             ("--hours", "1", "--dataset-tokens", "10", "--batch-size", "1", "--precision", "32-true"),
             "The data has 10 tokens, and one step takes ",
         ),
-        (("--hours", "1", "--predict"), "--hours is for training"),
-        (("--hours", "1", "--trials", "2"), "--hours is for training, of one model at a time"),
-        (("--price", "1"), "--price counts with --hours alone"),
-        (("--hours", "1", "--samples", "1k", "--dataset-tokens", "1M"), "both say how much data there is"),
+        (("--hours", "1", "--predict"), "--hours plans the training"),
+        (("--hours", "1", "--trials", "2"), "--hours plans the training of one model"),
+        (("--price", "1"), "--price needs --hours"),
+        (("--hours", "1", "--samples", "1k", "--dataset-tokens", "1M"), "both give the size of the data"),
     ],
 )
 def test_a_time_that_cannot_be_is_refused(
@@ -587,7 +587,7 @@ def test_larger_batches_are_tried_until_they_are_no_faster(config: str) -> None:
     asked = make_parser().parse_args(["plan", config, "--hours", "1", "--tflops", "0.01"], namespace=Question())
     asked.given = frozenset({"precision", "accumulate_grad_batches", "optimizer_overlap", "optimizer_on"})
     said: list[str] = []
-    tried = {each.answer.question.batch for each in budgets(separate(asked)[0], said.append)}
+    tried = {each.answer.question.batch_size for each in budgets(separate(asked)[0], said.append)}
     assert len(said) == len(tried) < 5, "of seven"
 
 

@@ -82,7 +82,7 @@ def test_a_model_that_fits_is_left_to_plain_lightning(
     assert said(capsys, *asked, "--gpu-memory", f"{less - 1}B").startswith("It fits: Super")
     without_limit = said(capsys, *asked)
     assert without_limit.startswith("The fastest: Super")
-    assert f" Plain Lightning fits where --gpu-memory is {in_gib(needed)}.\n" in without_limit
+    assert f" Plain Lightning needs {in_gib(needed)} of GPU memory.\n" in without_limit
     # Plain Lightning has nothing in the host's memory.
     nothing = said(capsys, *asked, "--gpu-memory", "40GiB", "--host-memory", "1KiB")
     assert nothing.startswith(f"{verdict}\nWith this strategy it does not fit: ")
@@ -294,10 +294,10 @@ def test_what_fits_with_checkpoints_alone_does_not_fit_as_it_was_asked(
 def test_the_wait_says_what_bounds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Host memory or PCIe: a user had to know which of the two updates and fetches depend on."""
     asked = [small_llama(tmp_path), "--tokens", "64", "--k", "1", "--k-prime", "1"]
-    assert re.search(r"[( ]\d\d% for updates in DRAM", said(capsys, *asked, "--host-bandwidth", "0.1"))
-    assert re.search(r"[( ]\d\d% for fetches over PCIe", said(capsys, *asked, "--pcie", "0.1"))
+    assert re.search(r"[( ]\d\d% for optimizer steps in host memory", said(capsys, *asked, "--host-bandwidth", "0.1"))
+    assert re.search(r"[( ]\d\d% for uploads over PCIe", said(capsys, *asked, "--pcie", "0.1"))
     measured = said(capsys, *asked, "--step-seconds", "1")
-    assert re.search(r"\d\d% for updates[,)]", measured)
+    assert re.search(r"\d\d% for optimizer steps[,)]", measured)
 
 
 @pytest.mark.long(BILLIONS)
@@ -446,8 +446,8 @@ def test_a_name_of_the_hub_is_read_from_the_cache(
         main(["plan", *asked])
     assert ended.value.code == 2
     message = capsys.readouterr().err
-    assert "'someone/their-model' is no folder here, and its config.json is not in the cache" in message
-    assert "Save someone/their-model/config.json as a file, and give its path." in message
+    assert "'someone/their-model': not a folder, and its config.json is not in the cache" in message
+    assert "hf download someone/their-model config.json" in message
     cached = tmp_path / "models--someone--their-model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0123abcd")

@@ -104,7 +104,7 @@ def train(kind: type[Module], transfer: str) -> tuple[dict[str, Any], int, int]:
 
 
 def test_half_of_each_layer_comes_from_the_other_device() -> None:
-    whole, sliced = (in_ranks(2, train, Wide, transfer) for transfer in ("whole", "sliced"))
+    whole, sliced = (in_ranks(2, train, Wide, transfer) for transfer in ("full", "sharded"))
     for (state, gathered, fetched), (plain, nothing, before) in zip(sliced, whole, strict=True):
         assert all(torch.equal(state[name], value) for name, value in plain.items())
         assert nothing == 0
@@ -127,7 +127,7 @@ def test_ranks_count_alike_what_came_for_a_step_that_does_not() -> None:
 
 
 def test_ranks_that_part_in_a_batch_agree_in_the_next() -> None:
-    whole, sliced = (in_ranks(2, train, Parts, transfer) for transfer in ("whole", "sliced"))
+    whole, sliced = (in_ranks(2, train, Parts, transfer) for transfer in ("full", "sharded"))
     for (state, gathered, fetched), (plain, _, _) in zip(sliced, whole, strict=True):
         assert all(torch.equal(state[name], value) for name, value in plain.items())
         assert gathered > 0.1 * fetched
@@ -155,7 +155,7 @@ def predict(transfer: str) -> tuple[list[torch.Tensor], int]:
 
 
 def test_predictions_of_uneven_length() -> None:
-    whole, sliced = (in_ranks(2, predict, transfer) for transfer in ("whole", "sliced"))
+    whole, sliced = (in_ranks(2, predict, transfer) for transfer in ("full", "sharded"))
     for number, ((outputs, gathered), (plain, _)) in enumerate(zip(sliced, whole, strict=True)):
         assert len(outputs) == 3 + 4 * number
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(outputs, plain, strict=True))
@@ -207,7 +207,7 @@ def test_auto_takes_no_slices_in_training() -> None:
 
 
 def test_another_transfer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"transfer must be one of \('auto', 'whole', 'sliced'\), found 'half'"):
+    with pytest.raises(ValueError, match="transfer must be one of .*, found 'half'"):
         SuperpipelineStrategy(transfer="half")  # type: ignore[arg-type]
 
 

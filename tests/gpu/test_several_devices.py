@@ -12,11 +12,11 @@ import torch
 
 def compare(folder: Path, accelerator: str, devices: int) -> None:
     """Trains with whole and with sliced uploads, each in processes of its own, and compares the weights of each rank."""
-    for transfer in ("whole", "sliced"):
+    for transfer in ("full", "sharded"):
         command = [sys.executable, "-m", "tests.gpu.several", str(folder), transfer, accelerator, str(devices)]
         subprocess.run(command, check=True, timeout=300)
     for rank in range(devices):
-        whole, sliced = (torch.load(folder / f"{each}-{rank}.pt") for each in ("whole", "sliced"))
+        whole, sliced = (torch.load(folder / f"{each}-{rank}.pt") for each in ("full", "sharded"))
         assert sliced["gathered"] > 0
         assert whole["gathered"] == 0
         assert all(torch.equal(sliced["state"][name], value) for name, value in whole["state"].items())

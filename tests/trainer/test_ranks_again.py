@@ -39,7 +39,7 @@ def train_with_several(number: Number, transfer: str) -> list[int]:
 
 
 @pytest.mark.rest("five trainers each; the first tier has trainers that take turns")
-@pytest.mark.parametrize(("number", "transfer"), [(2, "sliced"), ((2, 1), "whole")])
+@pytest.mark.parametrize(("number", "transfer"), [(2, "sharded"), ((2, 1), "full")])
 def test_trainers_one_after_the_other_leave_no_threads(number: Number, transfer: str) -> None:
     for counted in in_ranks(number, train_with_several, number, transfer):
         # gloo has three for each group, and each time there are two new ones.
@@ -47,7 +47,7 @@ def test_trainers_one_after_the_other_leave_no_threads(number: Number, transfer:
 
 
 def train_in_turns(number: Number) -> Any:
-    first, second = new_trainer(number, "sliced"), new_trainer(number, "sliced")
+    first, second = new_trainer(number, "sharded"), new_trainer(number, "sharded")
     module, other = make(), make()
     batches = vectors()
     first.fit(module, loader(deepcopy(batches)))
@@ -69,12 +69,12 @@ def test_trainers_take_turns(number: Number) -> None:
 
 
 def end_all_groups() -> bool:
-    trainer = new_trainer(2, "sliced")
+    trainer = new_trainer(2, "sharded")
     trainer.fit(make(), loader(vectors()))
     ranks: Any = trainer.strategy._all_ranks
     dist.destroy_process_group()
     ranks.close()
-    return ranks.closed and trainer.strategy._all_ranks is None
+    return ranks.closed and trainer.strategy._ranks is None
 
 
 def test_groups_that_the_user_has_ended_are_not_ended_again() -> None:
