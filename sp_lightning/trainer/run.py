@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from sp_lightning._version import TESTED_TORCH
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device
@@ -68,6 +69,15 @@ class Results:
     stats: Stats
     fetches: dict[str, int]
     partially_updated: str | None
+
+
+def untested_versions() -> list[str]:
+    """A sentence if torch is newer than what the tests have run with; the package uses some of its private names."""
+    oldest, newest = TESTED_TORCH
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    if (major, minor) <= tuple(map(int, newest.split("."))):
+        return []
+    return [f"torch {torch.__version__} is newer than the tested versions ({oldest} to {newest})."]
 
 
 class Run:
@@ -170,7 +180,7 @@ class Run:
             remarks.append("k and k' are chosen once two batches have been measured.")
         if isinstance(k, int) and k > plan.k and not plan.nothing:
             remarks.append(f"k={k} is capped at {plan.k}, the number of layers: all are on the device at once.")
-        return [*remarks, *self.steps.remarks()]
+        return [*remarks, *self.steps.remarks(), *untested_versions()]
 
     # ------------------------------------------------------------------ the engine
 

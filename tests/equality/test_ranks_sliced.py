@@ -207,7 +207,7 @@ def test_auto_takes_no_slices_in_training() -> None:
 
 
 def test_another_transfer_is_refused() -> None:
-    with pytest.raises(ValueError, match="transfer must be one of .*, found 'half'"):
+    with pytest.raises(ValueError, match=r"transfer must be one of .*, found 'half'"):
         SuperpipelineStrategy(transfer="half")  # type: ignore[arg-type]
 
 

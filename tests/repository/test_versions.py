@@ -8,7 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+from sp_lightning.trainer.run import untested_versions
 from tests.support.tiers import some
 
 PROJECT = Path(__file__).parents[2]
@@ -42,3 +44,11 @@ def test_newer_ones_are_not(found: str) -> None:
 def test_the_metadata_ask_for_the_same() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     assert project["dependencies"] == ["torch>=2.10", "lightning>=2.6"]
+
+
+@pytest.mark.parametrize(("version", "said"), [("2.10.0", 0), ("2.15.1+cu130", 0), ("2.16.0a0+git1", 1), ("3.0", 1)])
+def test_a_torch_that_no_test_has_seen_is_named_once(version: str, said: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    sentences = untested_versions()
+    assert len(sentences) == said
+    assert all(version in sentence and "2.10 to 2.15" in sentence for sentence in sentences)
