@@ -75,7 +75,7 @@ def _check(model: nn.Module, head: Any, loss: Any) -> None:
     kind = type(model).__name__
     if not isinstance(head, nn.Module) or loss is None:
         raise ValueError(
-            f"chunk_loss: {kind} is no causal language model of transformers, which has get_output_embeddings() and a "
+            f"chunk_loss: {kind} is not a causal language model of transformers with get_output_embeddings() and a "
             "loss_function. Give the model itself: chunk_loss(self.model) in a LightningModule that has one."
         )
     forwards = (inspect.unwrap(vars(each)["forward"]) for each in type(model).__mro__ if "forward" in vars(each))

@@ -51,7 +51,7 @@ _OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # they count 
 _GENERATE = (
     "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
 )
-_LOSS_TOKENS = "the loss is computed from so many tokens' logits at a time, by sp_lightning.chunk_loss(model, tokens=N)"
+_LOSS_TOKENS = "compute the loss from the logits of N tokens at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, else chooses for each layer (%(default)s)"
 _OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
 _STEP_SECONDS = "what the optimizer's step takes on the host, measured, if it is not fused (8-bit states, Shampoo)"
@@ -67,15 +67,15 @@ _TRIALS = "trainings at once that share the frozen weights by sp_lightning.Share
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (
     "exit status: 0 if it fits as asked, with plain Lightning or here; 1 if it does not, even if a change would help; 2 if there "
-    "is no answer; 3 if activations are unknown, because no batch could be run. Of several models the highest counts."
+    "is not an answer; 3 if activations are unknown, because no batch could be run. Of several models the highest counts."
 )
 _RATES = "rates that `python -m sp_lightning rates > FILE` has measured, for those that are not given here"
 _FROM = "what a run of this model has reached, by SuperpipelineCallback(report=FILE): corrects the times by it"
 _HOURS = (
-    "what is trained in so many hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
+    "plan a training of N hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
     "the optimizer, of those that are not given"
 )
-_STEPS = "with --hours, at least so many optimizer steps, in which a learning rate can rise and fall (%(default)s)"
+_STEPS = "with --hours, at least N optimizer steps, in which a learning rate can rise and fall (%(default)s)"
 _SCALE = "a transformers config in such sizes, 0.5B 3B for example; with --hours, which of them expects the least loss"
 _MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 

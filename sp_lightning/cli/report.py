@@ -284,7 +284,7 @@ def _experts(estimate: Estimate, row: Row) -> list[str]:
         return []
     unit = "batch" if estimate.question.generate is None else "token of each sequence"
     kept = in_gib(row.plan.stack_bytes)
-    lines = ["", f"per {unit}, if so many of the experts that it is routed to ({kept} in all) are on the device:"]
+    lines = ["", f"per {unit}, by how many of the experts that it is routed to ({kept} in all) are on the GPU:"]
     for hits in (0.0, 0.25, 0.5, 0.75):
         costs = tuple(replace(cost, share=cost.share * (1 - hits)) for cost in estimate.work.costs)
         prediction = replace(estimate, work=replace(estimate.work, costs=costs)).predict(row.plan, row.modes)

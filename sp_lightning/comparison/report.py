@@ -76,7 +76,7 @@ class Report:
             for each in self.runs:
                 size = human_bytes(each.device_bytes or 0)
                 lines.append(f"  {each.name:<{longest}} {each.seconds:>9.3g} s {size:>10}")
-            lines += ["", f"{self.layers} layers were found; {self.streamed:.0%} of weights and buffers stream."]
+            lines += ["", f"{self.layers} layers found; {self.streamed:.0%} of weights and buffers are offloaded."]
         return "\n".join([*lines, *self.notes, *self.explanation, f"Result: {self.verdict}."])
 
     def as_json(self) -> str:

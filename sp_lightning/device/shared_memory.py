@@ -39,7 +39,7 @@ _TRIED_PAGE = 4096
 def supported() -> str:
     """Returns why memory cannot be shared on this system; an empty string if it can."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return "the system is no Linux, or too old: it has no memfd_create"
+        return "memfd_create is missing: expected a recent Linux"
     if PAGE != _TRIED_PAGE:
         return f"its pages have {PAGE} bytes, and only pages of {_TRIED_PAGE} bytes were tried"
     return ""

@@ -68,7 +68,7 @@ def _matches(module: nn.Module, pick: Any, names: Mapping[nn.Module, str]) -> li
     matches = [child for child in names if isinstance(child, pick)]
     if not matches:
         kinds = sorted({type(child).__name__ for child in names if has_parts(child)})
-        raise ValueError(f"layers= names the class {pick.__name__}, which the module has none of. It has: {kinds}.")
+        raise ValueError(f"layers= names the class {pick.__name__}, which is not in the module. It has: {kinds}.")
     return matches
 
 

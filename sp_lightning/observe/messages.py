@@ -36,7 +36,7 @@ BEING_UPDATED = (
 ON_THE_HOST = (
     "Superpipeline keeps gradients on the host, and weights between two steps. Bring one of them to the other: "
     "param.grad.to(param.device) inside training_step, buffer.to(param.device) in a hook between two steps. In backward (a "
-    "checkpoint or an autograd function of yours) take weights from their modules: a list from before the step has the host's."
+    "checkpoint or your own autograd function) take weights from their modules: a list from before the step has the host's."
 )
 
 _SIGNS = {

@@ -221,5 +221,5 @@ def _refuse_no_checkpoint(file: Path) -> None:
     if begins[:1] != b"\x80" and not tarfile.is_tarfile(file):  # torch's files before 1.6, which it still reads
         content = f"its {size} bytes begin with {begins!r}" if begins else "it is empty"
         raise ValueError(
-            f"{file} is no checkpoint: {content}. ckpt_path= takes a file that ModelCheckpoint or trainer.save_checkpoint wrote."
+            f"{file} is not a checkpoint: {content}. Expected a file that ModelCheckpoint or trainer.save_checkpoint wrote."
         )

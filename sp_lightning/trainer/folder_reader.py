@@ -60,7 +60,7 @@ def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
 def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     index = _load_index(folder / INDEX, weights_only)
     if not isinstance(index, dict) or index.get(MARK) != 1:
-        raise ValueError(f"{folder / INDEX} is no index of a checkpoint that this version reads.")
+        raise ValueError(f"{folder / INDEX} is not an index of a checkpoint that this version reads.")
     checkpoint: dict[str, Any] = index["rest"]
     without_values = FakeTensorMode()
     files: dict[str, mmap.mmap] = {}
@@ -68,7 +68,7 @@ def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
         size = (folder / name).stat().st_size if (folder / name).is_file() else -1
         if offset + nbytes > size:
             why = f"has a file {name!r} that ends too early ({size} bytes)" if size >= 0 else f"lacks its file {name!r}"
-            raise ValueError(f"{folder} {why}: it is no whole checkpoint. Take an earlier one.")
+            raise ValueError(f"{folder} {why}: the checkpoint is incomplete. Use an earlier one.")
         with (folder / name).open("rb") as stream:
             if name not in files:
                 files[name] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -243,7 +243,7 @@ def open_weights(path: Path) -> tuple[Shapes, Read]:
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():
-        raise FileNotFoundError(f"load_weights_from={str(path)!r}: there is no such file.")
+        raise FileNotFoundError(f"load_weights_from={str(path)!r}: file not found.")
     if path.name.endswith(".safetensors.index.json"):
         files = {name: path.parent / file for name, file in json.loads(path.read_text())["weight_map"].items()}
         missing = next((file for file in files.values() if not file.is_file()), None)

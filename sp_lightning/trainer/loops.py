@@ -97,7 +97,7 @@ class ReadableStrategy(HostStrategy):
         if self._run is not None:
             self._ledger = self._run.steps.ledger or self._ledger
         if self._ledger is None:
-            raise RuntimeError("There is no ledger: it is made in trainer.fit, which alone has optimizers.")
+            raise RuntimeError("No ledger: only trainer.fit has optimizers.")
         return self._ledger
 
     def stats(self) -> Stats:

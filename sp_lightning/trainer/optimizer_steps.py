@@ -361,7 +361,7 @@ class OptimizerSteps:
                 why, off = f', which optimizer_overlap="{overlap}" needs', ' with optimizer_overlap="off"'
             remarks.insert(
                 0,
-                f"{' and '.join(sorted(names))} runs fused on the host{why}: results are bitwise those of plain Lightning whose "
+                f"{' and '.join(sorted(names))} runs fused on the CPU{why}: results are bitwise those of plain Lightning whose "
                 f"optimizer has fused=True and steps on the CPU; fused_optimizer=False{off} leaves it as it is.",
             )
         return remarks

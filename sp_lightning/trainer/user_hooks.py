@@ -253,8 +253,8 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
             if getattr(optimizer, "bf16_stochastic_round", False):
                 return f"{name}(bf16_stochastic_round=True) draws random numbers in the order of all parameters", ""
             return (
-                f"{name} is none of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers, and "
-                "none of torchao's with a state of few bits"
+                f"{name} is not one of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers, nor "
+                "one of torchao's with a state of few bits"
             ), ""
         for group in [each for each in optimizer.param_groups if not runs_fused(optimizer, each, fuse=fuse)]:
             chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}

@@ -306,7 +306,7 @@ class _Trial(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.embedding.default and args[1].is_floating_point():
             # torch 2.10 and 2.11 refuse such indices only if the tensors are real.
-            raise RuntimeError("embedding was given indices that are no whole numbers.")
+            raise RuntimeError("embedding was given indices that are not integers.")
         result = func(*args, **kwargs)
         outputs, inputs = _tensors(result), _tensors((*args, *kwargs.values()))
         keys = [storage_id(leaf.untyped_storage()) for leaf in inputs]

@@ -193,7 +193,7 @@ class StandIn(DeviceParameter):
         if not away:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} was given a weight whose layer is away, inside an object of "
-                "a class that is no list, tuple or dictionary. Pass the weight itself, or keep its layer on the device: "
+                "a class other than list, tuple or dictionary. Pass the weight itself, or keep its layer on the device: "
                 "SuperpipelineStrategy(keep_on_gpu=[…])."
             )
         if away[0]._of.doors.at_host():  # a parameter that was kept is the host's between steps

@@ -139,7 +139,7 @@ class ExpertRows(AllRows):
             rows = frozenset(tensors[0].detach().to("cpu", torch.int64).unique().tolist())
         outside = [row for row in sorted(rows) if not 0 <= row < self.count]
         if outside:
-            self.fall_back(f"it is given the index {outside[0]}, which is none of its {self.count} experts")
+            self.fall_back(f"it is given the index {outside[0]}, which is not one of its {self.count} experts")
             return None
         return rows
 

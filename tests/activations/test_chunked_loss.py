@@ -371,9 +371,9 @@ def ones_own_loss() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (llama, r"Transformer is no causal language model .* chunk_loss\(self.model\)"),
-        (lambda: nn.Linear(1, 1), "Linear is no causal language model"),
-        (lambda: llama().net.model, "LlamaModel is no causal language model"),
+        (llama, r"Transformer is not a causal language model .* chunk_loss\(self.model\)"),
+        (lambda: nn.Linear(1, 1), "Linear is not a causal language model"),
+        (lambda: llama().net.model, "LlamaModel is not a causal language model"),
         (t5, "T5ForConditionalGeneration computes its loss by itself"),
         (ones_own_loss, "the loss of LlamaForCausalLM is .*<lambda>, and only ForCausalLMLoss"),
     ],

@@ -80,4 +80,4 @@ def test_what_cannot_be_asked(
 def test_a_vision_model_has_no_such_loss(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "resnet18", "--loss-tokens", "32"])
-    assert "ResNet is no causal language model of transformers" in capsys.readouterr().err
+    assert "ResNet is not a causal language model of transformers" in capsys.readouterr().err

@@ -114,9 +114,9 @@ def test_an_error_of_one_mode_is_a_difference_and_a_refusal_is_said() -> None:
     report = check(lambda: planted.StopsOffloaded(Stack()), vectors, activations="all")
     assert report.status == 1
     assert "RuntimeError: kernel fault" in findings(report)["the run itself"]
-    assert "layers were found" in str(report)
+    assert "layers found" in str(report)
     nothing = check(lambda: planted.StopsOffloaded(Stack()), vectors, activations="offload")
-    assert (nothing.status, "layers were found" in str(nothing)) == (1, False)
+    assert (nothing.status, "layers found" in str(nothing)) == (1, False)
     manual = check(lambda: CASES["gan"].make(), vectors, optimizer_overlap="all")
     assert manual.status == 0, str(manual)
     assert any("optimization is manual" in note for note in manual.notes)
@@ -351,7 +351,7 @@ def test_the_host_s_memory_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     ("factory", "data", "why"),
     [
         (lambda: Module(Stack()), None, "has no train_dataloader of its own. Give data"),
-        (Stack, planted.batches, "made a Stack, and no LightningModule"),
+        (Stack, planted.batches, "returned a Stack; expected a LightningModule"),
         (lambda: 1 / 0, planted.batches, "ZeroDivisionError: division by zero"),
         (
             planted.NeedsArguments,

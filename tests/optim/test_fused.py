@@ -347,7 +347,7 @@ def test_fused_is_for_accelerators_and_for_who_asks(
     make = in_groups(OPTIMIZERS["AdamW"]) if runs_fused else OPTIMIZERS["AdamW"]
     assert_same(ours, open_again(fit(lambda: Net(make), BATCHES, recorded="losses")))
     (line,) = (each for each in caplog.messages if each.startswith("Superpipeline: "))
-    assert ("AdamW runs fused on the host" in line) is runs_fused
+    assert ("AdamW runs fused on the CPU" in line) is runs_fused
     assert ("results are bitwise those of plain Lightning whose optimizer has fused=True" in line) is runs_fused
     named = options.get("optimizer_overlap", "off")
     assert (f'which optimizer_overlap="{named}" needs' in line) is (named != "off")

@@ -52,7 +52,7 @@ def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
     assert "background: backward" in chosen(caplog, plain, callbacks=monitor, logger=CSVLogger(tmp_path))
     assert "forward (Hook.on_after_backward" in chosen(caplog, plain, callbacks=[Hook()])
     assert "does not run fused" in chosen(caplog, plain, fused_optimizer=False)
-    assert "LBFGS is none of" in chosen(caplog, CASES["lbfgs"].make())
+    assert "LBFGS is not one of" in chosen(caplog, CASES["lbfgs"].make())
     assert "forward (optimization is manual" in chosen(caplog, CASES["gan"].make())
     hooked = Module(Stack())
     next(hooked.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
@@ -68,7 +68,7 @@ def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
 @pytest.mark.parametrize(
     ("mode", "make", "options", "message"),
     [
-        ("forward", CASES["lbfgs"].make, {}, r"LBFGS is none of torch's Adam.*\. Use Sup"),
+        ("forward", CASES["lbfgs"].make, {}, r"LBFGS is not one of torch's Adam.*\. Use Sup"),
         ("forward", None, {"fused_optimizer": False}, r"AdamW does not run fused \(.*\)\. Leave that"),
         ("backward", CASES["gan"].make, {}, "manual"),
         ("backward", None, {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),

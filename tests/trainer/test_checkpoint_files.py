@@ -363,7 +363,7 @@ def test_a_file_of_another_kind_is_told_as_such(
     """torch tells of ``KeyError: 101``, the first letter of a text, and of ``EOFError``."""
     file = tmp_path / "metrics.csv"
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"metrics.csv is no checkpoint: {found}\. ckpt_path= takes a file that"):
+    with pytest.raises(ValueError, match=rf"metrics.csv is not a checkpoint: {found}\. Expected a file that"):
         trainer_for(superpipeline()).fit(make(), loader(vectors()), ckpt_path=file, weights_only=weights_only)
 
 

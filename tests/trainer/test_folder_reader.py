@@ -63,7 +63,7 @@ def test_parts_of_another_checkpoint_are_not_read(tmp_path: Path) -> None:
         shutil.copy(each, tmp_path / "a")
     assert torch.equal(read(tmp_path / "a", True)["a"], torch.zeros(900))
     shutil.copy(tmp_path / "a" / INDEX, tmp_path / "b" / INDEX)
-    with pytest.raises(ValueError, match=r"lacks its file '.*'\: it is no whole checkpoint"):
+    with pytest.raises(ValueError, match=r"lacks its file '.*'\: the checkpoint is incomplete"):
         read(tmp_path / "b", True)
 
 
@@ -115,7 +115,7 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
 
 def test_an_index_of_another_version(tmp_path: Path) -> None:
     torch.save({"sp_lightning checkpoint": 2}, tmp_path / INDEX)
-    with pytest.raises(ValueError, match="no index of a checkpoint that this version reads"):
+    with pytest.raises(ValueError, match="not an index of a checkpoint that this version reads"):
         read(tmp_path, True)
 
 

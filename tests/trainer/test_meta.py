@@ -276,7 +276,7 @@ def test_a_checkpoint_comes_over_a_file(tmp_path: Path) -> None:
     source = other_values(make)
     source.net.save_pretrained(tmp_path)
     resumed = {"ckpt_path": tmp_path / "last.ckpt", "max_steps": 3, "max_epochs": 2}
-    frozen = {"weights": tmp_path, "save_frozen": False}
+    frozen = {"load_weights_from": tmp_path, "save_frozen": False}
     checkpoint_of(on_meta(make), tokens(), tmp_path / "last.ckpt", superpipeline(**frozen))
     state = torch.load(tmp_path / "last.ckpt")["state_dict"]
     assert list(state) == ["net.lm_head.weight"]
@@ -325,7 +325,7 @@ def test_a_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
 
 
 def test_a_module_without_values() -> None:
-    with pytest.raises(ValueError, match=r"'net\.stem\.weight' is on the meta device.*weights=FILE.*without the meta"):
+    with pytest.raises(ValueError, match=r"'net\.stem\.weight' is on the meta device.*load_weights_from=FILE.*on the CPU"):
         start(superpipeline(), on_meta(lambda: Module(Stack()))())
 
 
@@ -465,7 +465,7 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: Any) -> None:
         with pytest.raises(kind, match=said):
             start(superpipeline(load_weights_from=path), module)
 
-    refused(FileNotFoundError, "there is no such file", tmp_path / "none.safetensors")
+    refused(FileNotFoundError, "file not found", tmp_path / "none.safetensors")
     refused(ValueError, "found neither.*save_pretrained")
     save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
     save_file({"a": torch.ones(1)}, tmp_path / "two.safetensors")
@@ -474,7 +474,7 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: Any) -> None:
     index.write_text('{"weight_map": {"a": "three.safetensors"}}')
     refused(FileNotFoundError, "names 'three.safetensors', which is not beside it")
     torch.save([1], tmp_path / "list.pt")
-    refused(ValueError, "expected a checkpoint of Lightning's .* found list", tmp_path / "list.pt")
+    refused(ValueError, "expected a Lightning checkpoint .* found list", tmp_path / "list.pt")
     torch.save({"a": 1}, tmp_path / "numbers.pt")
     refused(ValueError, "found int", tmp_path / "numbers.pt")
     monkeypatch.setitem(sys.modules, "safetensors", None)

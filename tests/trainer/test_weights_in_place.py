@@ -66,7 +66,7 @@ def written(module: pl.LightningModule, folder: Path, kind: str) -> Path:
 
 
 def in_place(file: Path, folder: Path, **options: Any) -> SuperpipelineStrategy:
-    return SuperpipelineStrategy(**{"k": 1, "disk": folder, "weights": file, **options})
+    return SuperpipelineStrategy(**{"k": 1, "disk": folder, "load_weights_from": file, **options})
 
 
 def predict(module: pl.LightningModule, strategy: Any = "auto", **options: Any) -> Any:

@@ -236,7 +236,7 @@ class AllKept(Router):
 @pytest.mark.parametrize(
     ("block", "why"),
     [
-        (OutOfRange, f"it is given the index -1, which is none of its {EXPERTS} experts"),
+        (OutOfRange, f"it is given the index -1, which is not one of its {EXPERTS} experts"),
         (Unseen, "nobody knows how its forward reads them"),
         (stacked.Dense, "it computes with all of them (einsum)"),
         (AllKept, ""),
