@@ -158,7 +158,7 @@ def test_memory_that_is_called_a_disk_is_named(
 
 
 def test_host_memory_without_a_disk_is_refused() -> None:
-    with pytest.raises(ValueError, match="host_memory= says how much host memory to take before a disk is used"):
+    with pytest.raises(ValueError, match="host_memory= needs disk="):
         SuperpipelineStrategy(host_memory="8GiB")
 
 

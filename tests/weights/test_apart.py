@@ -115,7 +115,7 @@ def batches() -> Any:
     return [batch.to(torch.bfloat16) for batch in vectors(4)]
 
 
-@pytest.mark.parametrize("options", first(OPTIONS, next(iter(OPTIONS)), "resident", why="other options"))
+@pytest.mark.parametrize("options", first(OPTIONS, next(iter(OPTIONS)), "keep_on_gpu", why="other options"))
 @pytest.mark.parametrize(
     ("name", "accumulated"),
     [(name, 1) for name in MODELS] + [(name, 2) for name in MODELS if name != "several-steps"],
