@@ -356,7 +356,8 @@ class LentWeights(Tenants):
             return set()
         if layer.owner.update is not None or slot.stale or slot.digests is not None or slot.coming is not None or layer.outdated:
             return set()
-        unwritten = [i for i in given.keys() - group.viewed if _same_form(given[i], places[i])]
+        # Those of another dtype stay out: the slot keeps the values that they had before, not the host's.
+        unwritten = [i for i in given.keys() - group.viewed - group.retyped.keys() if _same_form(given[i], places[i])]
         compared = [i for i in unwritten if i not in later]
         if compared:
             self._slots.join(slot)
