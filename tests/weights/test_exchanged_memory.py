@@ -545,3 +545,41 @@ def test_weights_that_the_first_forward_leaves_in_8_bits() -> None:
     for device in (nullcontext(), simulated()):
         with device:
             assert_same(fit(Eighths, batches, superpipeline(k=1, k_prime=1), precision="bf16-true"), plain)
+
+
+class ExchangesAfterItsUse(Writes):
+    """Frozen weights are given other values in the second step, once their block, or the whole forward, has used them."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__(Linears, self.exchange)
+        self.requires_grad_(False)
+        self.shift = nn.Parameter(torch.zeros(16))
+        self.within = within
+        self.calls = 0
+        for block in self.net if within else ():
+            block.register_forward_hook(self.after_block)
+
+    def after_block(self, block: nn.Module, *_: Any) -> None:
+        for p in block.parameters():
+            self.exchange(p)
+
+    def exchange(self, p: Any) -> None:
+        if self.calls == 2:
+            p.data = p.detach() * 0.5
+
+    def loss(self, batch: Any) -> Tensor:
+        self.calls += 1
+        if self.within:
+            return Module.loss(self, batch + self.shift)
+        return super().loss(batch + self.shift)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_frozen_weight_that_is_exchanged_after_its_use_in_mixed_precision(within: bool) -> None:
+    """Backward needs the casts of before. Bringing the layer makes new ones, so it has to ask for the old ones after that."""
+
+    def make() -> Module:
+        return ExchangesAfterItsUse(within)
+
+    plain = fit(make, vectors(), precision="bf16-mixed")
+    assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1), precision="bf16-mixed"), plain)
