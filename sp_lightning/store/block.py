@@ -152,7 +152,10 @@ class HostBlock:
             for index in held:
                 self._move_old_values(index)
         elif held:
+            before = self.weights
             self.memory.anew()
+            for cast in self.planned.casts:  # they are no parameters, so nothing below brings them along
+                bytes_of(self.memory.seen, cast).copy_(bytes_of(before, cast))
             displaced = others
         for index in displaced:
             self._take(index, self.memory.seen)

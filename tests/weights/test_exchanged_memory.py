@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.activations.recompute import Unrepeatable
-from tests.support.data_writes import BLOCKS, Linears, Writes, multiply
+from tests.support.data_writes import BLOCKS, Convolutions, Linears, Writes, multiply
 from tests.support.models import Module, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -583,3 +583,24 @@ def test_a_frozen_weight_that_is_exchanged_after_its_use_in_mixed_precision(with
 
     plain = fit(make, vectors(), precision="bf16-mixed")
     assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1), precision="bf16-mixed"), plain)
+
+
+class KeepsANormsMemory(Module):
+    """Gives a norm other memory between forward and backward, and keeps the old."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(Convolutions() for _ in range(4))))
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        weight = self.net[2].norm.weight
+        self.old = weight.data
+        weight.data = weight.data.clone()
+
+
+def test_a_block_that_leaves_its_memory_takes_its_casts_along() -> None:
+    """It took new memory for its weights alone. Backward read casts that nobody had written there: other numbers in each run."""
+    plain = fit(KeepsANormsMemory, vectors(), precision="bf16-mixed")
+    for device in (nullcontext(), simulated()):
+        with device:
+            ours = fit(KeepsANormsMemory, vectors(), superpipeline(k=1, k_prime=1), precision="bf16-mixed")
+        assert_same(ours, plain)
