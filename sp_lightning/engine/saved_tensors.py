@@ -195,15 +195,20 @@ class SavedTensors(Part):
         elif type(packed) is _Packed:
             layer, which, expected, place, values, rows = packed
             group = layer.parameters
-            if which is not None and (group.exposed or group.retyped):
+            if (
+                which is not None
+                and (group.exposed or group.retyped)
                 # A frozen weight's backward may go on with the values of before. A trained one's update would fail.
-                if values is None or values.copy is None or layer.block.parameters[which].requires_grad:
-                    group.refuse_exchanged(which)
+                and (values is None or values.copy is None or layer.block.parameters[which].requires_grad)
+            ):
+                group.refuse_exchanged(which)
             tensor = self._bring(layer, which, place, rows)
             # The host's weight counts as well: a hook may have written it while the layer is in use.
             version = expected if which is None else group.version_once_fetched(which)
-            if values is not None and values.copy is not None:  # the layer has other values now, maybe since it was brought
+            if values is not None and values.copy is not None:  # the layer has other values, maybe since it was brought
                 assert place is not None
+                with held(self.lock):
+                    self.lent.compare_exchanged()
                 tensor = values.recall(self.device, place)
         elif isinstance(packed, Stored):
             tensor, expected, version = self.activations.load(packed)

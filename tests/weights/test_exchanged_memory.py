@@ -604,3 +604,51 @@ def test_a_block_that_leaves_its_memory_takes_its_casts_along() -> None:
         with device:
             ours = fit(KeepsANormsMemory, vectors(), superpipeline(k=1, k_prime=1), precision="bf16-mixed")
         assert_same(ours, plain)
+
+
+class WritesWhatItHad(Linears):
+    """Gives a weight a copy of its own values, and writes the memory that it had before; ``how`` says when."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.second.weight.requires_grad_(False)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "before":
+            self.exchange()
+            return super().forward(x)
+        out = super().forward(x)
+        self.exchange()
+        return out
+
+    def exchange(self) -> None:
+        weight = self.second.weight
+        old = weight.data
+        weight.data = weight.detach().clone()
+        old.mul_(0.5)
+        if self.how == "put back":
+            weight.data = old
+
+
+@pytest.mark.parametrize("k", [1, 8])
+@pytest.mark.parametrize("how", ["left", "put back"])
+def test_memory_that_a_weight_had_is_not_written_before_backward(how: str, k: int) -> None:
+    """On plain Lightning backward computes with what was written. Here it did with the values of before, without a word."""
+
+    def make() -> Module:
+        return Module(nn.Sequential(*(WritesWhatItHad(how) for _ in range(4))))
+
+    with pytest.raises(RuntimeError, match=r"'net\.3\.second\.weight' was given other memory .* before was written"):
+        fit(make, vectors(), superpipeline(k=k, k_prime=1))
+    with pytest.raises(Unrepeatable, match=r"'net\.0' writes its parameter 'second\.weight'"):
+        fit(make, vectors(), superpipeline(k=k, k_prime=1, activations="recompute"))
+
+
+def test_memory_that_a_weight_had_is_written_before_its_use() -> None:
+    def make() -> Module:
+        return Module(nn.Sequential(*(WritesWhatItHad("before") for _ in range(4))))
+
+    plain = fit(make, vectors())
+    for k in (1, 8):
+        assert_same(fit(make, vectors(), superpipeline(k=k, k_prime=1)), plain)
