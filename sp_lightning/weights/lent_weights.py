@@ -263,9 +263,10 @@ class LentWeights(Tenants):
                 self._watch.compare_one(layer.block, index)
             if index in replaced:
                 layer.block.leave_to_views(index)
-            if layer.block.write(index, value):
-                if index in layer.block.retyped:
-                    group.set_retyped(index, value)
+            written_now = layer.block.write(index, value)
+            if index in layer.block.retyped:
+                group.set_retyped(index, value)
+            if written_now:
                 group.unversioned_writes[index] += 1
                 group.written_back()
                 group.casts = None
@@ -500,7 +501,7 @@ class LentWeights(Tenants):
             given: that memory by the weight's index. The layer's other weights are forgotten, all of them if there is none.
         """
         group = layer.parameters
-        group.replaced = {i: value for i, value in given.items() if i not in group.retyped and shared(value)}
+        group.replaced = {i: value for i, value in given.items() if shared(value)}
         group.exposed.intersection_update(group.replaced)
         if group.replaced:
             self.replaced.add(layer)

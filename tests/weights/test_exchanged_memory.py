@@ -652,3 +652,35 @@ def test_memory_that_a_weight_had_is_written_before_its_use() -> None:
     plain = fit(make, vectors())
     for k in (1, 8):
         assert_same(fit(make, vectors(), superpipeline(k=k, k_prime=1)), plain)
+
+
+class WidensItself(nn.Module):
+    """Gives its weight the same values in float64, and keeps that memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.wide = self.weight.detach().double()
+        self.weight.data = self.wide
+        return torch.tanh(F.linear(x, self.weight.float())) * self.scale
+
+
+class WritesWide(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(WidensItself() for _ in range(4))))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.net(batch)
+        for block in self.net:
+            block.wide.data.mul_(0.5)
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_memory_of_another_dtype_is_written_while_its_layer_is_away(k: int) -> None:
+    """The next use of the layer overwrote it with the host's values, without a word."""
+    plain = fit(WritesWide, vectors())
+    assert_same(fit(WritesWide, vectors(), superpipeline(k=k, k_prime=1)), plain)
