@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.activations.recompute import first_runs
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.modes import held
 from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, LateError
@@ -340,7 +341,8 @@ class Access(Part):
         """
         with held(self.lock):
             self._refuse_tying(layer, index, value)
-            self.lent.replace(layer, index, value)
+            runs = first_runs()
+            self.lent.replace(layer, index, value, runs[-1] if runs else None)
 
     def _refuse_tying(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         address = value.untyped_storage().data_ptr()

@@ -206,6 +206,8 @@ class SavedTensors(Part):
             # The layer may have other values, even since it was brought a line above.
             if values is not None and values.copy is not None:
                 assert place is not None
+                with held(self.lock):
+                    self.lent.compare_exchanged()
                 tensor = values.recall(self.device, place)
         elif isinstance(packed, Stored):
             tensor, expected, version = self.activations.load(packed)

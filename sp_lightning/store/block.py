@@ -119,7 +119,12 @@ class HostBlock:
                 f"trainer.fit, or keep it on the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
             )
         with no_inference_mode(), torch.no_grad():
-            if index not in self.retyped:
+            if index in self.retyped:
+                with torch.DisableTorchFunctionSubclass():
+                    before, now = (each.detach().cpu().reshape(-1).view(torch.uint8) for each in (target, value))
+                if torch.equal(before, now):
+                    return False
+            else:
                 # Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
                 written = torch.empty(target.nbytes, dtype=torch.uint8)
                 view(written, self._alone[index]).copy_(value)
@@ -152,7 +157,10 @@ class HostBlock:
             for index in held:
                 self._move_old_values(index)
         elif held:
+            before = self.weights
             self.memory.anew()
+            for cast in self.planned.casts:  # they are no parameters, so nothing below brings them along
+                bytes_of(self.memory.seen, cast).copy_(bytes_of(before, cast))
             displaced = others
         for index in displaced:
             self._take(index, self.memory.seen)

@@ -75,15 +75,27 @@ class SavedValues:
     Attributes:
         begin: the same.
         copy: the values' bytes on the host, flat ``uint8``, once other values have taken their place; None before.
+        overwritten: the weight's name, if user code has written these values since then; otherwise None.
     """
 
     def __init__(self, begin: int) -> None:
         self.copy: Tensor | None = None
+        self.overwritten: str | None = None
         self.begin = begin
 
     def recall(self, device: Device, place: SavedView) -> Tensor:
-        """Returns some of these values, those that lay at a place of the slot, in new device memory."""
+        """Returns some of these values, those that lay at a place of the slot, in new device memory.
+
+        Raises:
+            RuntimeError: they are ``overwritten``.
+        """
         assert self.copy is not None
+        if self.overwritten is not None:
+            raise RuntimeError(
+                f"Parameter {self.overwritten!r} was given other memory (param.data = other) after a forward had used it, and "
+                "the memory that it had before was written then, through a view (old = param.data). Backward needs the values of "
+                "before. Write a copy, old = param.data.clone(), or write before the forward."
+            )
         # They keep the alignment that they had, because kernels are chosen by it.
         ahead = place.offset % ALIGNMENT
         last = sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.weights.casts import are_saved, keep_saved_values
+from sp_lightning.weights.casts import SavedValues, are_saved, keep_saved_values
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import Kind, Slot, StreamedLayer
 from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.writes import LeftViews, ViewDigests, WeightWatch
+from sp_lightning.weights.writes import ExchangedMemory, LeftViews, ViewDigests, WeightWatch
 
 
 class Tenants:
@@ -91,6 +92,7 @@ class LentWeights(Tenants):
         self._watch = watch
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         self._left = LeftViews()
+        self._exchanged = ExchangedMemory()
         self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
         self.write_backs = 0
         self.refuses = True
@@ -203,6 +205,7 @@ class LentWeights(Tenants):
         finally:  # it may be refused
             if not group.detach():
                 self.held.add(layer)
+            self._exchanged.forget_dropped()
         if replaced:  # param.data = other
             if not replaced.keys().isdisjoint(group.viewed):  # the slot does not have these values
                 self.leave_views(slot, replaced)
@@ -260,9 +263,10 @@ class LentWeights(Tenants):
                 self._watch.compare_one(layer.block, index)
             if index in replaced:
                 layer.block.leave_to_views(index)
-            if layer.block.write(index, value):
-                if index in layer.block.retyped:
-                    group.set_retyped(index, value)
+            written_now = layer.block.write(index, value)
+            if index in layer.block.retyped:
+                group.set_retyped(index, value)
+            if written_now:
                 group.unversioned_writes[index] += 1
                 group.written_back()
                 group.casts = None
@@ -273,6 +277,7 @@ class LentWeights(Tenants):
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Takes back what was written since their layers' release through views that outlived it."""
         self._left.compare(self._settle, refuse=self.refuses)
+        self.compare_exchanged()
         for slot in slots:
             if slot.escaped and not slot.lent:
                 self._take_back_escaped(slot)
@@ -305,6 +310,7 @@ class LentWeights(Tenants):
             (``param.data = other``) while their layer is in use.
         """
         self._left.compare(self._settle, refuse=self.refuses)
+        self.compare_exchanged()
         layer = slot.layer
         assert layer is not None
         group, written = layer.parameters, set(layer.parameters.take_written())
@@ -362,7 +368,8 @@ class LentWeights(Tenants):
             or layer.outdated
         ):
             return set()
-        unwritten = [i for i in given.keys() - group.viewed if _same_form(given[i], places[i])]
+        # Those of another dtype stay out: the slot keeps the values that they had before, not the host's.
+        unwritten = [i for i in given.keys() - group.viewed - group.retyped.keys() if _same_form(given[i], places[i])]
         compared = [i for i in unwritten if i not in later]
         if compared:
             self._slots.join(slot)
@@ -420,8 +427,14 @@ class LentWeights(Tenants):
 
     # ------------------------------------------------------------------ weights that are given other memory
 
-    def replace(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
+    def replace(self, layer: StreamedLayer, index: int, value: Tensor, run: object = None) -> None:
         """Prepares ``param.data = value`` of a layer in use: graphs that saved views of the weight keep its old values.
+
+        Args:
+            layer: the layer.
+            index: of the weight.
+            value: its new memory.
+            run: the forward that runs and may have to run again; None if there is none.
 
         Raises:
             RuntimeError: the value has other strides than the weight.
@@ -438,11 +451,40 @@ class LentWeights(Tenants):
         if address not in self.resident_storages:  # a weight may get its own memory back
             self._given.add(address)
         self.resident_storages |= self._given
+        if run is not None:
+            self._note_exchanged(layer, index, run)
         if are_saved(group.present_values, index):
+            self._note_exchanged(layer, index, group.present_values[index])
             self._settle_update(layer)
             self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
             group.viewed.add(index)
             keep_saved(layer, index)
+
+    def _note_exchanged(self, layer: StreamedLayer, index: int, needed_by: object) -> None:
+        """Has writes to the memory that a weight is about to leave noticed, if user code views it."""
+        group, slot = layer.parameters, layer.slot
+        if slot is None:
+            return
+        value = self._slots.views(layer, slot)[index]
+        if not same_place(group.value(index), value):
+            return
+        storage = slot.memory.data_ptr()
+        own = sum(group.value(i).untyped_storage().data_ptr() == storage for i in range(len(group.all)))
+        if not slot.lease.in_use_beside(own):
+            return
+
+        def written() -> None:
+            group.unversioned_writes[index] += 1  # for forwards that would run again
+            if isinstance(needed_by_it := alive(), SavedValues):
+                needed_by_it.overwritten = group.spans[index].name
+
+        alive = weakref.ref(needed_by)
+        self._settle(slot.memory)
+        self._exchanged.note(slot.lease, slot.memory, value, needed_by, written)
+
+    def compare_exchanged(self) -> None:
+        """Looks whether user code has written memory that its weight has left; see :class:`ExchangedMemory`."""
+        self._exchanged.compare(self._settle)
 
     def leave_views(self, slot: Slot, replaced: Collection[int]) -> None:
         """Remembers the views of a slot that its layer leaves: what they show of other weights must not be written."""
@@ -459,7 +501,7 @@ class LentWeights(Tenants):
             given: that memory by the weight's index. The layer's other weights are forgotten, all of them if there is none.
         """
         group = layer.parameters
-        group.replaced = {i: value for i, value in given.items() if i not in group.retyped and shared(value)}
+        group.replaced = {i: value for i, value in given.items() if shared(value)}
         group.exposed.intersection_update(group.replaced)
         if group.replaced:
             self.replaced.add(layer)

@@ -1,16 +1,18 @@
 """Which weights were written: digests by which equal values are known, and the classes that compare them.
 
 Where a version shows a write, :class:`~sp_lightning.weights.parameter_group.ParameterGroup` counts it. Here is what no version
-shows: views that outlive their step (:class:`ViewDigests`) or their layer's use of the memory (:class:`LeftViews`), and the
-host's weights within a step (:class:`WeightWatch`).
+shows: views that outlive their step (:class:`ViewDigests`), their layer's use of the memory (:class:`LeftViews`) or their
+weight's (:class:`ExchangedMemory`), and the host's weights within a step (:class:`WeightWatch`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor
@@ -122,6 +124,46 @@ class LeftViews:
                         "would be lost. Take the view anew, from its module, or write the other weight in place: "
                         "param.data.copy_(other)."
                     )
+
+
+class ExchangedMemory:
+    """Slots' memory that weights had before they were given other memory (``param.data = other``), while user code views it.
+
+    With plain autograd, a graph that has saved a view of a weight sees what is written to that memory afterwards. Here the
+    graph has a copy, or the forward runs again. So whoever needs the old values is told of such a write.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Lease, Tensor, Tensor, str, weakref.ref[Any], Callable[[], None]]] = []
+
+    def note(self, lease: Lease, memory: Tensor, value: Tensor, needed_by: Any, written: Callable[[], None]) -> None:
+        """Notes the present value of a weight, which is about to be given other memory.
+
+        Args:
+            lease, memory: the slot's. The caller has waited for everything that writes the memory.
+            value: the view of it that the weight is.
+            needed_by: what needs the value to stay as it is, as long as this object lives.
+            written: called if it does not.
+        """
+        self._noted.append((lease, memory, value, digest(value), weakref.ref(needed_by), written))
+
+    def compare(self, settle: Callable[[Tensor], None]) -> None:
+        """Compares what is there with what was noted. ``settle`` waits until everything is done that writes a memory."""
+        before, self._noted = self._noted, []  # nearly always empty
+        for noted in before:
+            lease, memory, value, before_it, needed_by, written = noted
+            if needed_by() is None:
+                continue
+            settle(memory)
+            if digest(value) != before_it:
+                written()
+            elif lease.in_use:
+                self._noted.append(noted)
+
+    def forget_dropped(self) -> None:
+        """Forgets memory that nobody views any more, before it is used for other values."""
+        if self._noted:
+            self._noted = [noted for noted in self._noted if noted[0].in_use]
 
 
 _Look = tuple[int, int, str]

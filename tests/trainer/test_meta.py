@@ -325,7 +325,9 @@ def test_a_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
 
 
 def test_a_module_without_values() -> None:
-    with pytest.raises(ValueError, match=r"'net\.stem\.weight' is on the meta device.*load_weights_from=FILE.*on the CPU"):
+    with pytest.raises(
+        ValueError, match=r"'net\.stem\.weight' is on the meta device.*load_weights_from=FILE.*on the CPU"
+    ):
         start(superpipeline(), on_meta(lambda: Module(Stack()))())
 
 

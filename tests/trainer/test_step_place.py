@@ -229,7 +229,5 @@ def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible
     with on(SLOW_LINKS):
         fit(Asks, vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="forward"), recorded="nothing", **options)
         fit(Asks, vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="backward"), recorded="nothing")
-    sentence = (
-        'Try optimizer_overlap="backward": updates then overlap with the backward pass, too (p.grad is None after a step).'
-    )
+    sentence = 'Try optimizer_overlap="backward": updates then overlap with the backward pass, too (p.grad is None after a step).'
     assert found == [sentence if said else "", ""]

@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.activations.recompute import Unrepeatable
-from tests.support.data_writes import BLOCKS, Linears, Writes, multiply
+from tests.support.data_writes import BLOCKS, Convolutions, Linears, Writes, multiply
 from tests.support.models import Module, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -545,3 +545,142 @@ def test_weights_that_the_first_forward_leaves_in_8_bits() -> None:
     for device in (nullcontext(), simulated()):
         with device:
             assert_same(fit(Eighths, batches, superpipeline(k=1, k_prime=1), precision="bf16-true"), plain)
+
+
+class ExchangesAfterItsUse(Writes):
+    """Frozen weights are given other values in the second step, once their block, or the whole forward, has used them."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__(Linears, self.exchange)
+        self.requires_grad_(False)
+        self.shift = nn.Parameter(torch.zeros(16))
+        self.within = within
+        self.calls = 0
+        for block in self.net if within else ():
+            block.register_forward_hook(self.after_block)
+
+    def after_block(self, block: nn.Module, *_: Any) -> None:
+        for p in block.parameters():
+            self.exchange(p)
+
+    def exchange(self, p: Any) -> None:
+        if self.calls == 2:
+            p.data = p.detach() * 0.5
+
+    def loss(self, batch: Any) -> Tensor:
+        self.calls += 1
+        if self.within:
+            return Module.loss(self, batch + self.shift)
+        return super().loss(batch + self.shift)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_frozen_weight_that_is_exchanged_after_its_use_in_mixed_precision(within: bool) -> None:
+    """Backward needs the casts of before. Bringing the layer makes new ones, so it has to ask for the old ones after that."""
+
+    def make() -> Module:
+        return ExchangesAfterItsUse(within)
+
+    plain = fit(make, vectors(), precision="bf16-mixed")
+    assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1), precision="bf16-mixed"), plain)
+
+
+class KeepsANormsMemory(Module):
+    """Gives a norm other memory between forward and backward, and keeps the old."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(Convolutions() for _ in range(4))))
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        weight = self.net[2].norm.weight
+        self.old = weight.data
+        weight.data = weight.data.clone()
+
+
+def test_a_block_that_leaves_its_memory_takes_its_casts_along() -> None:
+    """It took new memory for its weights alone. Backward read casts that nobody had written there: other numbers in each run."""
+    plain = fit(KeepsANormsMemory, vectors(), precision="bf16-mixed")
+    for device in (nullcontext(), simulated()):
+        with device:
+            ours = fit(KeepsANormsMemory, vectors(), superpipeline(k=1, k_prime=1), precision="bf16-mixed")
+        assert_same(ours, plain)
+
+
+class WritesWhatItHad(Linears):
+    """Gives a weight a copy of its own values, and writes the memory that it had before; ``how`` says when."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.second.weight.requires_grad_(False)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "before":
+            self.exchange()
+            return super().forward(x)
+        out = super().forward(x)
+        self.exchange()
+        return out
+
+    def exchange(self) -> None:
+        weight = self.second.weight
+        old = weight.data
+        weight.data = weight.detach().clone()
+        old.mul_(0.5)
+        if self.how == "put back":
+            weight.data = old
+
+
+@pytest.mark.parametrize("k", [1, 8])
+@pytest.mark.parametrize("how", ["left", "put back"])
+def test_memory_that_a_weight_had_is_not_written_before_backward(how: str, k: int) -> None:
+    """On plain Lightning backward computes with what was written. Here it did with the values of before, without a word."""
+
+    def make() -> Module:
+        return Module(nn.Sequential(*(WritesWhatItHad(how) for _ in range(4))))
+
+    with pytest.raises(RuntimeError, match=r"'net\.3\.second\.weight' was given other memory .* before was written"):
+        fit(make, vectors(), superpipeline(k=k, k_prime=1))
+    with pytest.raises(Unrepeatable, match=r"'net\.0' writes its parameter 'second\.weight'"):
+        fit(make, vectors(), superpipeline(k=k, k_prime=1, activations="recompute"))
+
+
+def test_memory_that_a_weight_had_is_written_before_its_use() -> None:
+    def make() -> Module:
+        return Module(nn.Sequential(*(WritesWhatItHad("before") for _ in range(4))))
+
+    plain = fit(make, vectors())
+    for k in (1, 8):
+        assert_same(fit(make, vectors(), superpipeline(k=k, k_prime=1)), plain)
+
+
+class WidensItself(nn.Module):
+    """Gives its weight the same values in float64, and keeps that memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.wide = self.weight.detach().double()
+        self.weight.data = self.wide
+        return torch.tanh(F.linear(x, self.weight.float())) * self.scale
+
+
+class WritesWide(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(WidensItself() for _ in range(4))))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.net(batch)
+        for block in self.net:
+            block.wide.data.mul_(0.5)
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_memory_of_another_dtype_is_written_while_its_layer_is_away(k: int) -> None:
+    """The next use of the layer overwrote it with the host's values, without a word."""
+    plain = fit(WritesWide, vectors())
+    assert_same(fit(WritesWide, vectors(), superpipeline(k=k, k_prime=1)), plain)
