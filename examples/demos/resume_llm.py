@@ -1,8 +1,8 @@
 """Fine-tune every weight of a causal language model whose training state is larger than the device's memory.
 
-    python examples/finetune_llm.py                                            # no download, minutes on a CPU
-    python examples/finetune_llm.py --model meta-llama/Llama-3.2-1B --text my.txt --precision bf16-mixed
-    python examples/finetune_llm.py --devices 2 --accelerator cpu              # two processes, one host store
+    python examples/demos/resume_llm.py                                      # no download, minutes on a CPU
+    python examples/demos/resume_llm.py --model meta-llama/Llama-3.2-1B --text my.txt --precision bf16-mixed
+    python examples/demos/resume_llm.py --devices 2 --accelerator cpu        # two processes, one host store
 
 Without ``--model`` a small Llama starts from random weights and reads the language reference that comes with Python.
 The order of events: sample, train the first half, write a checkpoint, resume it with a fresh model and trainer, train
@@ -26,7 +26,7 @@ from sp_lightning import Plan
 from sp_lightning.plan.units import human_bytes
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.console import ConsoleLogger, Entry, indent, last_loss, say, say_memory, say_speed, steps_per_second
 from examples.language import (
@@ -222,7 +222,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help=f"layers of the default model ({LAYERS})")
     add("--hidden", type=int, help=f"width of the default model, a multiple of {HEAD} ({WIDTH})")
     add("--devices", type=int, default=1, help="devices that train together, a process each (%(default)s)")
-    add_run_options(parser, "finetune_llm")
+    add_run_options(parser, "resume_llm")
     return parser
 
 
