@@ -60,7 +60,7 @@ from examples.text import VALIDATION_BATCHES, Batches, cut, in_order, read_text,
 
 CLIP, BETAS, EPS, DECAY = 0.5, (0.9, 0.98), 1e-12, 0.01  # the gradient's norm and AdamW's numbers are Cramming's
 # a resumed run has the same
-IDENTITY = ("hours", "batch", "accumulate", "length", "pseudo", "lr", "warmup", "precision", "seed")
+IDENTITY = ("hours", "batch_size", "accumulate_grad_batches", "length", "pseudo", "lr", "warmup", "precision", "seed")
 
 
 @dataclass(frozen=True)
