@@ -22,7 +22,7 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import finetune_lora, finetune_moe, finetune_vlm, generate_llm, train_vision
+from examples import finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, train_vision
 from examples.console import ConsoleLogger
 from examples.demos import cram_llm, resume_llm, sweep_lora, train_sparse
 from examples.text import Batches, in_order, load_tokenizer, shuffled
@@ -34,6 +34,7 @@ MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]
 RECIPES = [
     cram_llm,
+    finetune_llm,
     finetune_lora,
     finetune_moe,
     finetune_vlm,
