@@ -17,11 +17,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from examples import cram_llm, hours
-from examples.hours import Clock, UntilTime, ends_of_parts, read_note, triangle
+from examples.demos import cram_llm, hours
+from examples.demos.hours import Clock, UntilTime, ends_of_parts, read_note, triangle
+from examples.demos.planned import ask_plan, read_plan
+from examples.demos.pseudo import delink, share_block
 from examples.language import causal_config, small_llama
-from examples.planned import ask_plan, read_plan
-from examples.pseudo import delink, share_block
 from examples.text import read_text
 from tests.support.ticks import Killed, Ticks
 from tests.support.tiers import first
@@ -31,7 +31,7 @@ SECONDS = 120  # of the budget, by a clock that ticks when it is read
 HOURS = str(SECONDS / 3600)
 PLAN: dict[str, Any] = {
     "budget": {
-        "hours": 0.04, "batch": 2, "accumulate": 2, "tokens": 16, "steps": 30, "seconds_per_step": 5.0,
+        "hours": 0.04, "batch_size": 2, "accumulate_grad_batches": 2, "tokens": 16, "steps": 30, "seconds_per_step": 5.0,
         "total_tokens": 1920, "epochs": 0.1, "cost": None,
     },
     "strategy": {"k": 1, "k_prime": 1},
@@ -426,20 +426,36 @@ def test_nothing_is_planned_where_all_is_given(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.rest("a subprocess that imports torch and looks for the fastest way")
 def test_the_plan_of_this_package_is_understood(tmp_path: Path) -> None:
     small_llama(3, 32).config.save_pretrained(tmp_path)
-    planned = ask_plan(tmp_path, hours=0.1, tokens=16, batch=2, accumulate=4, precision="bf16-true", clip="norm")
+    planned = ask_plan(
+        tmp_path,
+        hours=0.1,
+        tokens=16,
+        batch_size=2,
+        accumulate_grad_batches=4,
+        precision="bf16-true",
+        gradient_clip="norm",
+    )
     assert (planned.batch, planned.accumulate, planned.precision, planned.seconds) == (2, 4, "bf16-true", 360)
     assert planned.steps * planned.seconds_per_step == pytest.approx(360, rel=0.01)
     cram_llm.SuperpipelineStrategy(**planned.strategy)
     with pytest.raises(
         ValueError, match=r"--batch-size 2 --gpu-memory 1kB .* ended with status 1: It does not fit\. The same"
     ):
-        ask_plan(tmp_path, hours=0.1, tokens=16, batch=2, gpu_memory="1kB", precision="bf16-true", accumulate=1)
+        ask_plan(
+            tmp_path,
+            hours=0.1,
+            tokens=16,
+            batch_size=2,
+            gpu_memory="1kB",
+            precision="bf16-true",
+            accumulate_grad_batches=1,
+        )
 
 
 def test_a_planned_step_has_to_be_in_the_text(
     cram: Callable[..., cram_llm.Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN | {"budget": {**PLAN["budget"], "batch": 5000}}))
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN | {"budget": {**PLAN["budget"], "batch_size": 5000}}))
     with pytest.raises(SystemExit):
         cram()
     assert "too short for one step" in capsys.readouterr().err
@@ -452,7 +468,7 @@ def test_a_plan_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(
             ValueError, match=rf"plan \S+ --hours 0.5 --batch-size 3 --json` ended with status 1: {said}"
         ):
-            ask_plan(tmp_path, hours=0.5, batch=3, rates=None)
+            ask_plan(tmp_path, hours=0.5, batch_size=3, rates=None)
 
 
 @pytest.mark.parametrize("answer", ["", "[]", "{}", '{"budget": null}'])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from examples import cram_llm
+from examples.demos import cram_llm
 from sp_lightning.__main__ import main
 from tests.support.models import llama, tokens
 from tests.support.pages import ROOT, blocks
@@ -34,7 +34,7 @@ def test_the_days_commands_follow_one_another(
     main(["rates", "--accelerator", "cpu", "--seconds", "0.1"])
     Path("rates.json").write_text(capsys.readouterr().out)
 
-    assert cram[:2] == ["python", "examples/cram_llm.py"]
+    assert cram[:2] == ["python", "examples/demos/cram_llm.py"]
     small = {"--hours": str(120 / 3600), "--length": "32"}
     Ticks().tick_in(monkeypatch)
     words = [small.get(before, word) for before, word in zip(cram[1:], cram[2:], strict=False)]

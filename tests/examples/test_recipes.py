@@ -22,18 +22,9 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import (
-    cram_llm,
-    finetune_llm,
-    finetune_lora,
-    finetune_moe,
-    finetune_vlm,
-    generate_llm,
-    sweep_lora,
-    train_sparse,
-    train_vision,
-)
+from examples import finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, train_vision
 from examples.console import ConsoleLogger
+from examples.demos import cram_llm, resume_llm, sweep_lora, train_sparse
 from examples.text import Batches, in_order, load_tokenizer, shuffled
 from tests.support.tiers import first, some
 
@@ -48,6 +39,7 @@ RECIPES = [
     finetune_moe,
     finetune_vlm,
     generate_llm,
+    resume_llm,
     sweep_lora,
     train_sparse,
     train_vision,
@@ -55,23 +47,23 @@ RECIPES = [
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> finetune_llm.Result:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> resume_llm.Result:
     folder = tmp_path_factory.mktemp("llm")
-    return finetune_llm.main(["--steps", "6", *MODEL, *TEXT, "--output", str(folder)])
+    return resume_llm.main(["--steps", "6", *MODEL, *TEXT, "--output", str(folder)])
 
 
 # ---------------------------------------------------------------------- language models
 
 
-def test_trains_saves_and_resumes(llm: finetune_llm.Result) -> None:
+def test_trains_saves_and_resumes(llm: resume_llm.Result) -> None:
     assert (llm.steps, llm.resumed_step) == (6, 3)
     assert llm.peak_device_bytes <= llm.planned_device_bytes < llm.plain_device_bytes
     assert llm.checkpoint.is_file()
 
 
 @pytest.mark.rest("a second run of a recipe that the first tier has")
-def test_continues_from_a_local_folder(llm: finetune_llm.Result, tmp_path: Path) -> None:
-    again = finetune_llm.main(["--steps", "4", "--model", str(llm.model), *TEXT, "--output", str(tmp_path)])
+def test_continues_from_a_local_folder(llm: resume_llm.Result, tmp_path: Path) -> None:
+    again = resume_llm.main(["--steps", "4", "--model", str(llm.model), *TEXT, "--output", str(tmp_path)])
     assert again.first_loss < llm.first_loss + 0.5
 
 
@@ -86,7 +78,7 @@ def test_a_mixture_fetches_few_experts_for_a_token(tmp_path: Path, capsys: pytes
 
 @pytest.mark.rest("the first tier has the main recipe")
 def test_lora_trains_adapters_alone_and_merges_them(
-    llm: finetune_llm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llm: resume_llm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model", str(llm.model), "--steps", "8", "--lr", "0.02", *TEXT, "--output", str(tmp_path)]
     result = finetune_lora.main(arguments)
@@ -119,7 +111,7 @@ def test_lora_trains_a_base_where_none_is_given(tmp_path: Path) -> None:
 
 @pytest.mark.rest("tests/sharing has trials in the first tier")
 def test_learning_rates_at_once_have_the_losses_of_one_after_the_other(
-    llm: finetune_llm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llm: resume_llm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model", str(llm.model), "--rates", "1e-3", "3e-3", "1e-2", "--steps", "4", "--compare"]
     result = sweep_lora.main([*arguments, *TEXT, "--output", str(tmp_path)])
@@ -154,7 +146,7 @@ def test_a_loss_that_is_no_number_is_not_the_best(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     "options", [[], ["--beams", "2"], ["--sample"], ["--static-cache"]], ids=["greedy", "beams", "sample", "static"]
 )
-def test_answers_are_those_of_plain_lightning(options: list[str], llm: finetune_llm.Result, tmp_path: Path) -> None:
+def test_answers_are_those_of_plain_lightning(options: list[str], llm: resume_llm.Result, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The value of the expression is\nNames\n\nIf\n")
     arguments = ["--model", str(llm.model), "--prompts", str(prompts), "--batch-size", "2", "--new-tokens", "5"]
@@ -172,14 +164,14 @@ def test_answers_are_those_of_plain_lightning(options: list[str], llm: finetune_
     assert [answer for batch in batches or () for answer in batch] == result.answers
 
 
-def test_a_prompt_is_answered_alike_alone_and_in_a_batch(llm: finetune_llm.Result, tmp_path: Path) -> None:
+def test_a_prompt_is_answered_alike_alone_and_in_a_batch(llm: resume_llm.Result, tmp_path: Path) -> None:
     """The shorter prompts of a batch are filled up: on the right, or seen, that would change their answers."""
     arguments = ["--model", str(llm.model), "--new-tokens", "5", "--output", str(tmp_path)]
     together = generate_llm.main([*arguments, "--batch-size", "8"]).answers
     assert generate_llm.main([*arguments, "--batch-size", "1"]).answers == together
 
 
-def test_an_answer_ends_where_the_model_ends_it(llm: finetune_llm.Result) -> None:
+def test_an_answer_ends_where_the_model_ends_it(llm: resume_llm.Result) -> None:
     tokenizer = load_tokenizer(str(llm.model))
     module = generate_llm.Writer(AutoModelForCausalLM.from_pretrained(llm.model), tokenizer, {})
     end = tokenizer.eos_token_id
@@ -238,13 +230,13 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--steps", "4", *MODEL, *TEXT, "--output", str(tmp_path)]
-    finetune_llm.main(arguments)
+    resume_llm.main(arguments)
     lines = capsys.readouterr().out
     assert re.search(r"step 2/4  loss [\d.]+  [\d.e+]+ steps/s, \d+ s left\n", lines)
     assert re.search(r"Speed: [\d,]+ tokens/s \(plain Lightning, on a few batches of the same: [\d,]+\)\n", lines)
     assert "Epoch" not in lines
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    finetune_llm.main(arguments)
+    resume_llm.main(arguments)
     assert re.search(r"Epoch 0: .*it/s, loss=", capsys.readouterr().out)
 
 
@@ -291,10 +283,10 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("recipe", "arguments"),
     [
-        (finetune_llm, ["--steps", "1"]),
-        (finetune_llm, ["--devices", "0"]),
-        (finetune_llm, ["--text", "/no/such/file"]),
-        (finetune_llm, ["--model", "/no/such/folder"]),
+        (resume_llm, ["--steps", "1"]),
+        (resume_llm, ["--devices", "0"]),
+        (resume_llm, ["--text", "/no/such/file"]),
+        (resume_llm, ["--model", "/no/such/folder"]),
         (finetune_moe, ["--kept", "2"]),
         (finetune_moe, ["--experts", "2"]),
         (finetune_lora, ["--rank", "0"]),
@@ -339,14 +331,13 @@ def test_bad_input_is_refused_before_any_work(
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__.split(".")[-1])
 def test_a_recipe_can_be_started_as_a_file(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python examples/finetune_llm.py`` has examples/ on its path, and not the folder that examples/ is in."""
+    """``python examples/finetune_lora.py`` has examples/ on its path, and not the folder that examples/ is in."""
+    assert recipe.__file__ is not None
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "path", [str(ROOT / "examples"), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
-    )
+    folder = str(Path(recipe.__file__).parent)
+    monkeypatch.setattr(sys, "path", [folder, *(p for p in sys.path if p and Path(p).resolve() != ROOT)])
     for name in [name for name in sys.modules if name.split(".")[0] == "examples"]:
         monkeypatch.delitem(sys.modules, name)
-    assert recipe.__file__ is not None
     assert callable(runpy.run_path(recipe.__file__)["main"])
 
 
@@ -376,9 +367,9 @@ def test_configs_train_and_predict_on_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.long("two processes that import torch, twice; test_ranks_launch has torchrun in the second tier")
 @pytest.mark.parametrize("start", [
-    pytest.param(["-m", "examples.finetune_llm"], id="module"),
-    pytest.param([str(ROOT / "examples" / "finetune_llm.py")], id="file"),
-    pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "examples.finetune_llm"],
+    pytest.param(["-m", "examples.demos.resume_llm"], id="module"),
+    pytest.param([str(ROOT / "examples" / "demos" / "resume_llm.py")], id="file"),
+    pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "examples.demos.resume_llm"],
                  id="torchrun"),
 ])  # fmt: skip
 def test_two_devices_train_as_typed(start: list[str], tmp_path: Path) -> None:

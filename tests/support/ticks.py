@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.callbacks import timer
 
-from examples import hours
+from examples.demos import hours
 
 
 class Killed(Exception):

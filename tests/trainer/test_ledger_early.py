@@ -22,7 +22,7 @@ class Looks(Module):
 
     def configure_optimizers(self) -> Any:
         strategy: Any = self.trainer.strategy
-        with pytest.raises(RuntimeError, match="No ledger: only trainer.fit") as error:
+        with pytest.raises(RuntimeError, match=r"No ledger: only trainer\.fit") as error:
             _ = strategy.ledger
         self.said.append(str(error.value))
         if self.fails:
@@ -35,7 +35,7 @@ def test_there_is_no_ledger_before_optimizers(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Looks, "fails", True)
     with pytest.raises(KeyError, match="in configure_optimizers"):
         trainer_for(strategy).fit(module, loader(vectors()))
-    with pytest.raises(RuntimeError, match="No ledger: only trainer.fit"):
+    with pytest.raises(RuntimeError, match=r"No ledger: only trainer\.fit"):
         _ = strategy.ledger
     monkeypatch.setattr(Looks, "fails", False)
     again = SuperpipelineStrategy(k=1)

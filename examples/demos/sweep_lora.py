@@ -1,9 +1,9 @@
 """Try several learning rates of LoRA (PEFT) at once: the trainings share the transfers of the frozen model.
 
-    python examples/sweep_lora.py                                               # no download, half a minute on a CPU
-    python examples/sweep_lora.py --compare                                     # and the same one after the other
-    python examples/sweep_lora.py --model runs/finetune_llm/model --rates 1e-4 1e-3
-    python examples/sweep_lora.py --model meta-llama/Llama-3.1-70B --text my.txt --precision bf16-true \\
+    python examples/demos/sweep_lora.py                                         # no download, half a minute on a CPU
+    python examples/demos/sweep_lora.py --compare                               # and the same one after the other
+    python examples/demos/sweep_lora.py --model runs/finetune_llm/model --rates 1e-4 1e-3
+    python examples/demos/sweep_lora.py --model meta-llama/Llama-3.1-70B --text my.txt --precision bf16-true \\
         --batch-size 1 --length 512 --activations recompute --k 1               # not run
 
 Without ``--model`` a small Llama first learns English, as in finetune_lora.py. Each learning rate is a *trial*: an ordinary
@@ -31,7 +31,7 @@ from sp_lightning import SharedBase
 from sp_lightning.plan.units import human_bytes
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.console import ConsoleLogger, last_loss, say
 from examples.finetune_lora import read_input, train_base

@@ -1,10 +1,10 @@
 """Train a causal language model from random weights in so many hours on one card (Cramming, arXiv 2212.14034).
 
     python -m sp_lightning rates > rates.json                                  # a minute: what this machine computes
-    python examples/cram_llm.py --hours 0.05 --rates rates.json                # three minutes, no download
-    python examples/cram_llm.py --hours 0.05 --resume runs/cram_llm/checkpoint/last.ckpt   # one that was killed
-    python examples/cram_llm.py --hours 0.05 --pseudo 0.3 --plot curves.png    # Pseudo-to-Real (arXiv 2110.03888)
-    python examples/cram_llm.py --hours 24 --config examples/shapes/llama-3.2-3b.json --text my.txt \\
+    python examples/demos/cram_llm.py --hours 0.05 --rates rates.json          # three minutes, no download
+    python examples/demos/cram_llm.py --hours 0.05 --resume runs/cram_llm/checkpoint/last.ckpt  # one that was killed
+    python examples/demos/cram_llm.py --hours 0.05 --pseudo 0.3 --plot curves.png  # Pseudo-to-Real (arXiv 2110.03888)
+    python examples/demos/cram_llm.py --hours 24 --config examples/shapes/llama-3.2-3b.json --text my.txt \\
         --length 1024                                                          # not run
 
 Time is what runs out, so everything follows the clock: the learning rate, the validations, the checkpoints and the end.
@@ -39,10 +39,10 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.observe.plot import supported_formats
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.console import say, steps_per_second
-from examples.hours import (
+from examples.demos.hours import (
     Clock,
     Curve,
     UntilTime,
@@ -52,15 +52,15 @@ from examples.hours import (
     read_note,
     triangle,
 )
+from examples.demos.planned import Planned, ask_plan, read_plan, say_reached
+from examples.demos.pseudo import delink, share_block
 from examples.language import HEAD, LAYERS, WIDTH, CausalLM, causal_config, check_shape
-from examples.planned import Planned, ask_plan, read_plan, say_reached
-from examples.pseudo import delink, share_block
 from examples.recipe import add_run_options, check_file, check_least, check_positive, prepare_output, run
 from examples.text import VALIDATION_BATCHES, Batches, cut, in_order, read_text, split, train_tokenizer
 
 CLIP, BETAS, EPS, DECAY = 0.5, (0.9, 0.98), 1e-12, 0.01  # the gradient's norm and AdamW's numbers are Cramming's
 # a resumed run has the same
-IDENTITY = ("hours", "batch", "accumulate", "length", "pseudo", "lr", "warmup", "precision", "seed")
+IDENTITY = ("hours", "batch_size", "accumulate_grad_batches", "length", "pseudo", "lr", "warmup", "precision", "seed")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Train a language model that uses a fifth of its weights at a time: always-sparse training, Top-KAST (arXiv 2106.03517).
 
-    python examples/train_sparse.py               # no download, a minute on a CPU
+    python examples/demos/train_sparse.py         # no download, a minute on a CPU
 
 The method is a parametrization of torch's own. In each linear module of the blocks, forward uses the largest weights alone, a
 share of ``DENSITY``. Gradients reach a larger share, ``SUPERSET``, so that unused weights can grow until they are used. The
@@ -21,7 +21,7 @@ import torch
 from torch.nn.utils.parametrize import ParametrizationList, register_parametrization
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.console import ConsoleLogger, last_loss, say
 from examples.language import CausalLM, small_llama
