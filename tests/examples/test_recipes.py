@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import (
     cram_llm,
+    finetune_diffusion,
     finetune_llm,
     finetune_lora,
     finetune_moe,
@@ -43,6 +44,7 @@ MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]
 RECIPES = [
     cram_llm,
+    finetune_diffusion,
     finetune_llm,
     finetune_lora,
     finetune_moe,
@@ -291,6 +293,14 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("recipe", "arguments"),
     [
+        (finetune_diffusion, ["--data", "/no/such/folder"]),
+        (finetune_diffusion, ["--model", str(CONFIGS)]),
+        (finetune_diffusion, ["--steps", "0"]),
+        (finetune_diffusion, ["--validate-every", "7"]),
+        (finetune_diffusion, ["--lora", "0"]),
+        (finetune_diffusion, ["--ema", "1"]),
+        (finetune_diffusion, ["--quantize-8bit", "--full"]),
+        (finetune_diffusion, ["--resume"]),
         (finetune_llm, ["--steps", "1"]),
         (finetune_llm, ["--devices", "0"]),
         (finetune_llm, ["--text", "/no/such/file"]),
