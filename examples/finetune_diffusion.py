@@ -62,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> Finetune:
     module = Finetune(load_transformer(options), options)
     buckets = Buckets([size for _, size in training], options.batch_size, options.validate_every, module)
     # Each epoch of Lightning has as many steps as are between two validations, and ends with a checkpoint.
-    saver = ModelCheckpoint(
-        options.output, save_top_k=0, save_last=True, save_on_train_epoch_end=True, enable_version_counter=False
-    )
+    saver = ModelCheckpoint(options.output, "last", save_on_train_epoch_end=True, enable_version_counter=False)
     ema = [EMAWeightAveraging(device="cpu", decay=options.ema)] if options.ema else []
     trainer = make_trainer(
         options,

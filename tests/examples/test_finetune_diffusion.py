@@ -133,16 +133,39 @@ def test_the_lora_can_be_loaded_into_the_pipeline(given: list[str], whole: Any) 
     assert any(parameter.any() for name, parameter in loaded.items() if "lora_B" in name)
 
 
-def test_a_run_resumes_as_if_it_had_not_ended(given: list[str], whole: Any, tmp_path: Path) -> None:
-    options = [*given, "--validate-every", "2", "--output", str(tmp_path)]
-    recipe.main([*options, "--steps", "2"])
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    assert saved
-    assert all("lora_" in name for name in saved)
-    resumed = recipe.main([*options, "--steps", "4", "--resume"])
+@pytest.mark.parametrize("more", first([[], ["--ema", "0.5"]], [], why="averages beside the weights"), ids=str)
+def test_an_interrupted_run_resumes(
+    more: list[str], given: list[str], whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second half of a run, after an error in its third step, is that of a whole run."""
+    options = [*given, *more, "--steps", "4", "--validate-every", "2"]
+    if more:
+        whole = recipe.main([*options, "--output", str(tmp_path / "whole")])
+    step = recipe.Finetune.training_step
+
+    def interrupted(self: recipe.Finetune, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == 2:
+            raise RuntimeError("interrupted")
+        return step(self, batch, batch_idx)
+
+    options += ["--output", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.Finetune, "training_step", interrupted)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            recipe.main(options)
+    saved = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 2
+    assert more or all("lora_" in name for name in saved["state_dict"])
+    resumed = recipe.main([*options, "--resume"])
     assert resumed.trainer.global_step == 4
     assert_same(resumed, whole)
-    assert len([*(tmp_path / "cache").iterdir()]) == len(WIDTHS)
+    assert len([*(tmp_path / "run" / "cache").iterdir()]) == len(WIDTHS)
+
+
+def test_a_run_that_has_ended_is_continued_with_more_steps(given: list[str], whole: Any, tmp_path: Path) -> None:
+    options = [*given, "--validate-every", "2", "--output", str(tmp_path)]
+    recipe.main([*options, "--steps", "2"])
+    assert_same(recipe.main([*options, "--steps", "4", "--resume"]), whole)
 
 
 @pytest.mark.rest("a second run of the same recipe")
