@@ -28,7 +28,8 @@ def is_repeated(module: nn.Module) -> bool:
     if not isinstance(module, CONTAINERS):
         return False
     if type(module) is nn.ModuleList and len(module) == 1:
-        return has_parts(module[0]) and not is_wrapper(module[0])
+        # A list may hold None in place of a module: diffusers' VAEs without attention do.
+        return any(has_parts(child) and not is_wrapper(child) for child in module.children())
     kinds = Counter(type(child) for child in module.children() if has_parts(child))
     shapes = Counter(tuple(p.shape for p in group.parameters()) for group in groups_in(module))
     alike = any(count >= 2 for kind, count in kinds.items() if kind not in CONTAINERS)

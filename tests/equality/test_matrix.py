@@ -21,7 +21,7 @@ from tests.support.elsewhere import backward_elsewhere
 from tests.support.poison import poisoned
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.tiers import first, some
-from tests.support.zoo import SECTIONS, ZOO, Entry
+from tests.support.zoo import DIFFUSION, SECTIONS, ZOO, Entry
 
 PRECISIONS: dict[str, dict[str, int]] = {"32-true": {"k": 1, "k_prime": 1}, "bf16-mixed": {"k": 2, "k_prime": 1}}
 TABLE = Path(__file__).parents[1] / "MODELS.md"
@@ -74,8 +74,8 @@ NOT_REPEATED = {
     first(
         ZOO,
         *(entries[0].name for entries in SECTIONS.values()),
-        second=list(ZOO)[::6],
-        why="one model of each section is in the first tier, every sixth one in the second",
+        second=[*list(ZOO)[::6], *(entry.name for entry in DIFFUSION)],
+        why="one model of each section is in the first tier, every sixth one and those of diffusion in the second",
     ),
 )
 def test_models_are_bitwise_equal(name: str, precision: str) -> None:

@@ -22,7 +22,15 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, train_vision
+from examples import (
+    finetune_diffusion,
+    finetune_llm,
+    finetune_lora,
+    finetune_moe,
+    finetune_vlm,
+    generate_llm,
+    train_vision,
+)
 from examples.console import ConsoleLogger
 from examples.demos import cram_llm, resume_llm, sweep_lora, train_sparse
 from examples.text import Batches, in_order, load_tokenizer, shuffled
@@ -34,6 +42,7 @@ MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]
 RECIPES = [
     cram_llm,
+    finetune_diffusion,
     finetune_llm,
     finetune_lora,
     finetune_moe,
@@ -283,6 +292,14 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("recipe", "arguments"),
     [
+        (finetune_diffusion, ["--data", "/no/such/folder"]),
+        (finetune_diffusion, ["--model", str(CONFIGS)]),
+        (finetune_diffusion, ["--steps", "0"]),
+        (finetune_diffusion, ["--validate-every", "7"]),
+        (finetune_diffusion, ["--lora", "0"]),
+        (finetune_diffusion, ["--ema", "1"]),
+        (finetune_diffusion, ["--quantize-8bit", "--full"]),
+        (finetune_diffusion, ["--resume"]),
         (resume_llm, ["--steps", "1"]),
         (resume_llm, ["--devices", "0"]),
         (resume_llm, ["--text", "/no/such/file"]),

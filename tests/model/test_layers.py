@@ -109,6 +109,12 @@ def test_a_single_block_in_a_list_is_a_layer() -> None:
     assert find_layers(small).layers[0].name == "0.0"
 
 
+def test_a_list_may_hold_none_in_place_of_a_module() -> None:
+    """The VAEs of diffusers without attention in their middle raised an AttributeError."""
+    module = nn.ModuleList([nn.ModuleList([None]), Block(), Block()])  # type: ignore[list-item]
+    assert [layer.name for layer in find_layers(module).layers] == ["1", "2"]
+
+
 def test_finding_changes_nothing() -> None:
     module = Stack()
     before = [(name, id(p), p._version) for name, p in module.named_parameters()]

@@ -409,8 +409,24 @@ def latents() -> Tensor:
     return torch.randn(2, 4, 8, 8)
 
 
+def frames() -> Tensor:
+    """Latents of a video: batch, channels, frames, height, width."""
+    return torch.randn(2, 4, 2, 8, 8)
+
+
+def prompted() -> dict[str, Tensor]:
+    return {"encoder_hidden_states": torch.randn(2, 5, 32)}
+
+
 def prompts() -> dict[str, Tensor]:
-    return {"encoder_hidden_states": torch.randn(2, 5, 32), "pooled_projections": torch.randn(2, 16)}
+    return {**prompted(), "pooled_projections": torch.randn(2, 16)}
+
+
+def masked(size: int = 5) -> dict[str, Tensor]:
+    """A text of full length, and one that is filled up."""
+    mask = torch.ones(2, size, dtype=torch.bool)
+    mask[1, 3:] = False
+    return {"encoder_attention_mask": mask}
 
 
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 8}
@@ -447,6 +463,100 @@ DIFFUSION = [
         ),
         lambda: timed(
             hidden_states=torch.randn(2, 6, 4), img_ids=torch.zeros(6, 3), txt_ids=torch.zeros(5, 3), **prompts()
+        ),
+    ),
+    net(
+        "flux2",
+        lambda: diffusers().Flux2Transformer2DModel(
+            **HEADS, num_layers=2, num_single_layers=2, in_channels=4, joint_attention_dim=32,
+            timestep_guidance_channels=16, axes_dims_rope=(2, 2, 2, 2),
+        ),
+        lambda: timed(
+            hidden_states=torch.randn(2, 6, 4), img_ids=torch.zeros(6, 4), txt_ids=torch.zeros(5, 4),
+            guidance=torch.rand(2), **prompted(),
+        ),
+    ),
+    net(
+        "qwen_image",
+        lambda: diffusers().QwenImageTransformer2DModel(
+            **HEADS, num_layers=3, in_channels=16, out_channels=4, joint_attention_dim=32, axes_dims_rope=(2, 2, 4)
+        ),
+        lambda: timed(
+            hidden_states=torch.randn(2, 6, 16), img_shapes=[[(1, 2, 3)]] * 2, **prompted(),
+            encoder_hidden_states_mask=masked()["encoder_attention_mask"],
+        ),
+    ),
+    net(
+        "z_image",
+        lambda: diffusers().ZImageTransformer2DModel(
+            in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=32,
+            axes_dims=[2, 2, 4], axes_lens=[96, 16, 16],
+        ),
+        lambda: {
+            "x": [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 4)], "t": torch.rand(2),
+            "cap_feats": [torch.randn(5, 32), torch.randn(3, 32)],
+        },
+    ),
+    net(
+        "lumina2",
+        lambda: diffusers().Lumina2Transformer2DModel(
+            sample_size=8, in_channels=4, hidden_size=32, num_layers=2, num_refiner_layers=1, num_attention_heads=4,
+            num_kv_heads=2, multiple_of=16, axes_dim_rope=(2, 2, 4), axes_lens=(32, 16, 16), cap_feat_dim=32,
+        ),
+        lambda: {"hidden_states": latents(), "timestep": torch.rand(2), **prompted(), **masked()},
+    ),
+    net(
+        "sana",
+        lambda: diffusers().SanaTransformer2DModel(
+            **HEADS, num_layers=3, dropout=0.1, in_channels=4, out_channels=4, num_cross_attention_heads=4,
+            cross_attention_head_dim=8, cross_attention_dim=32, caption_channels=32, sample_size=8,
+        ),
+        lambda: timed(hidden_states=latents(), **prompted(), **masked()),
+    ),
+    net(
+        "wan",
+        lambda: diffusers().WanTransformer3DModel(
+            **HEADS, num_layers=3, in_channels=4, out_channels=4, text_dim=32, freq_dim=16, ffn_dim=48
+        ),
+        lambda: timed(hidden_states=frames(), **prompted()),
+    ),
+    net(
+        "ltx",
+        lambda: diffusers().LTXVideoTransformer3DModel(
+            **HEADS, num_layers=3, in_channels=4, out_channels=4, cross_attention_dim=32, caption_channels=32
+        ),
+        lambda: timed(
+            hidden_states=torch.randn(2, 8, 4), num_frames=2, height=2, width=2, **prompted(), **masked()
+        ),
+    ),
+    net(
+        "cogvideox",
+        lambda: diffusers().CogVideoXTransformer3DModel(
+            **HEADS, num_layers=3, dropout=0.1, in_channels=4, out_channels=4, time_embed_dim=16, text_embed_dim=32,
+            sample_width=8, sample_height=8, sample_frames=5, max_text_seq_length=5,
+        ),
+        lambda: timed(hidden_states=frames().transpose(1, 2), **prompted()),
+    ),
+    net(
+        "hunyuan_video",
+        lambda: diffusers().HunyuanVideoTransformer3DModel(
+            **HEADS, num_layers=2, num_single_layers=2, num_refiner_layers=1, in_channels=4, out_channels=4,
+            text_embed_dim=32, pooled_projection_dim=16, rope_axes_dim=(2, 2, 4),
+        ),
+        lambda: timed(hidden_states=frames(), guidance=torch.rand(2) * 1000, **prompts(), **masked()),
+    ),
+    net(
+        "sdxl",
+        lambda: diffusers().UNet2DConditionModel(
+            sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8, cross_attention_dim=32,
+            attention_head_dim=(2, 4), transformer_layers_per_block=(1, 2), use_linear_projection=True, dropout=0.1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), addition_embed_type="text_time",
+            addition_time_embed_dim=8, projection_class_embeddings_input_dim=64,
+        ),
+        lambda: timed(
+            sample=latents(), **prompted(),
+            added_cond_kwargs={"text_embeds": torch.randn(2, 16), "time_ids": torch.rand(2, 6)},
         ),
     ),
     net(
