@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from sp_lightning.device.torch_fake import on_paper
+from sp_lightning.device.torch_fake import fake_tensors
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.dry_run import estimate
@@ -314,7 +314,7 @@ def check_vision_model(name: str, classes: int, image: int) -> None:
 def saved_for_backward(options: argparse.Namespace, classes: int) -> tuple[int, int]:
     """Most bytes of activations that a batch keeps for its backward: all of them, and with recompute. Takes no memory."""
     lower = torch.float32 if options.precision == "32-true" else torch.bfloat16
-    with on_paper(), torch.autocast("cpu", lower, enabled=options.precision == "bf16-mixed"):
+    with fake_tensors(), torch.autocast("cpu", lower, enabled=options.precision == "bf16-mixed"):
         module = Classifier(vision_model(options.model, classes, options.image), options.lr)
         images = torch.empty(options.batch_size, 3, options.image, options.image)
         labels = torch.zeros(options.batch_size, dtype=torch.long)

@@ -27,7 +27,7 @@ ROUNDS = 5
 
 
 @dataclass
-class Way:
+class RunVariant:
     """Arguments of the strategy; None for plain Lightning."""
 
     options: dict[str, Any] | None
@@ -59,17 +59,17 @@ class Workload:
 
 
 STEPS = {
-    "plain": Way(None),
-    "host": Way({"optimizer_overlap": "off"}),
-    "device": Way({"optimizer_on": "gpu", "optimizer_overlap": "off"}),
+    "plain": RunVariant(None),
+    "host": RunVariant({"optimizer_overlap": "off"}),
+    "device": RunVariant({"optimizer_on": "gpu", "optimizer_overlap": "off"}),
 }
 WHOLE = {
-    "plain": Way(None),
-    "forward": Way({"optimizer_overlap": "forward"}),
-    "forward, in pieces": Way({"optimizer_overlap": "forward"}, kernels=False),
-    "backward": Way({"optimizer_overlap": "backward"}),
-    "backward, in pieces": Way({"optimizer_overlap": "backward"}, kernels=False),
-    "off": Way({"optimizer_overlap": "off"}),
+    "plain": RunVariant(None),
+    "forward": RunVariant({"optimizer_overlap": "forward"}),
+    "forward, in pieces": RunVariant({"optimizer_overlap": "forward"}, kernels=False),
+    "backward": RunVariant({"optimizer_overlap": "backward"}),
+    "backward, in pieces": RunVariant({"optimizer_overlap": "backward"}, kernels=False),
+    "off": RunVariant({"optimizer_overlap": "off"}),
 }
 TABLES = {
     "The optimizer's step": (
@@ -131,7 +131,7 @@ def kernels(used: bool) -> Iterator[None]:
         update.LEAST = before
 
 
-def seconds(way: Way, workload: Workload) -> float:
+def seconds(way: RunVariant, workload: Workload) -> float:
     """The median of a run's steps but the first quarter, in which memory is made: a machine may give it slowly."""
     module = (Timed if workload.whole else TimedUpdate)(workload)
     trainer = pl.Trainer(

@@ -117,7 +117,7 @@ class _Head:
 
     def __call__(self, hidden: Tensor) -> Any:
         # This is asked of the thread: another one may predict with the same model meanwhile.
-        return PromisedLogits(self._head, hidden) if torch.is_grad_enabled() else self._head(hidden)
+        return DeferredLogits(self._head, hidden) if torch.is_grad_enabled() else self._head(hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
@@ -129,7 +129,7 @@ def _loss(
     shift_labels: Tensor | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """What ``plain``, transformers' loss for causal language models, computes."""
-    promised = isinstance(logits, PromisedLogits)
+    promised = isinstance(logits, DeferredLogits)
     if not promised and not (keep_logits and torch.is_grad_enabled() and logits.requires_grad):
         kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
         return plain(logits, labels, vocab_size, **kwargs)
@@ -190,7 +190,7 @@ class _KeptLogits(torch.autograd.Function):
         return made, None, None
 
 
-def _of_promise(promised: PromisedLogits, targets: Tensor, tokens: int, vocabulary: int) -> Tensor:
+def _of_promise(promised: DeferredLogits, targets: Tensor, tokens: int, vocabulary: int) -> Tensor:
     """The loss of each token, from logits that are there for a chunk alone, and in backward again."""
     compute, hidden = promised.take()
 
@@ -204,7 +204,7 @@ def _of_promise(promised: PromisedLogits, targets: Tensor, tokens: int, vocabula
 # ---------------------------------------------------------------------- logits that are computed later
 
 
-class PromisedLogits:
+class DeferredLogits:
     """What a head gives in place of logits: the head, what it was given, and what the model does with logits before its loss.
 
     That is noted: numbers that scale them, and soft caps. All else is refused, and so is everything once they are taken.
@@ -220,30 +220,30 @@ class PromisedLogits:
         self._promised = None
         return compute, hidden.reshape(-1, hidden.shape[-1])
 
-    def _followed_by(self, function: Callable[[Tensor], Tensor]) -> PromisedLogits:
+    def _followed_by(self, function: Callable[[Tensor], Tensor]) -> DeferredLogits:
         compute, hidden = self._promised or _refuse("a function")
-        return PromisedLogits(lambda rows: function(compute(rows)), hidden)
+        return DeferredLogits(lambda rows: function(compute(rows)), hidden)
 
-    def float(self) -> PromisedLogits:
+    def float(self) -> DeferredLogits:
         """As a tensor's."""
         return self._followed_by(Tensor.float)
 
-    def tanh(self) -> PromisedLogits:
+    def tanh(self) -> DeferredLogits:
         """As a tensor's."""
         return self._followed_by(torch.tanh)
 
-    def __mul__(self, other: Any) -> PromisedLogits:
+    def __mul__(self, other: Any) -> DeferredLogits:
         number = _number(other)
         return self._followed_by(lambda logits: logits * number)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Any) -> PromisedLogits:
+    def __truediv__(self, other: Any) -> DeferredLogits:
         number = _number(other)
         return self._followed_by(lambda logits: logits / number)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> PromisedLogits:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> DeferredLogits:
         name: str = getattr(function, "__name__", str(function))
         return args[0].tanh() if function is torch.tanh else _refuse(name)
 

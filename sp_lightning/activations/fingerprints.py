@@ -32,7 +32,7 @@ from sp_lightning.device.torch_private import (
     top_saved_tensors_hooks,
     tree_leaves,
 )
-from sp_lightning.model.wrapped import StandInForWrapped, parts
+from sp_lightning.model.wrapped import OffloadedWrapper, parts
 
 WeightAt = Callable[[int, int], tuple[Any, ...] | None]
 """Takes the address of a storage and bytes from its start. Returns which weight lies there now, as the index of its layer and its
@@ -114,7 +114,7 @@ class SavedRun:
     def _fingerprint(self, tensor: Any) -> Fingerprint:
         # A nested tensor has no shape, or one with a symbol in it that is another one for each tensor.
         kind: tuple[Any, ...] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
-        if isinstance(tensor, StandInForWrapped):
+        if isinstance(tensor, OffloadedWrapper):
             return Fingerprint((*kind, id(tensor.host)))
         # A weight may be away, and a view of one outside of its slot.
         weight: Any = tensor if hasattr(tensor, "_of") else base_of(tensor)

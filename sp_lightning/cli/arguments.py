@@ -129,7 +129,7 @@ def _option(meaning: str, **how: Any) -> dict[str, Any]:
     return {"help": meaning, **how}
 
 
-class Usual(int):
+class DefaultSize(int):
     """A size that nobody asked for. A model may take less."""
 
 
@@ -167,7 +167,7 @@ class Question(argparse.Namespace):
     batch_size: Annotated[
         int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1, nargs="+")
     ]
-    tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=Usual(2048), nargs="+")]
+    tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=DefaultSize(2048), nargs="+")]
     image: Annotated[int | None, _option("pixels on each side (what the model is made for)", type=_count)]
     input: Annotated[list[int] | None, _option("shape of what a factory's module takes", type=_count, nargs="+")]
     gradient_checkpointing: Annotated[

@@ -22,7 +22,7 @@ from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step, update_rates
 from sp_lightning.cli.model_source import Arguments, ModelSource, has_forward, load_model
 from sp_lightning.device.modes import default_dtype
-from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
+from sp_lightning.device.torch_fake import VALUES_NEEDED, fake_tensors
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
@@ -257,7 +257,7 @@ def estimate_model(question: Question) -> Estimate:
     for reason in contradictions(question):
         raise ValueError(reason)
     dtype, autocast = dtypes(question.precision)
-    with default_dtype(dtype), on_paper(), warnings.catch_warnings():
+    with default_dtype(dtype), fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = (source := load_model(question)).module
         if not any(True for _ in module.parameters()):

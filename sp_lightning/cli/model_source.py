@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.cli.arguments import EXPECTED, Question, Usual
+from sp_lightning.cli.arguments import EXPECTED, DefaultSize, Question
 from sp_lightning.cli.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
 from sp_lightning.cli.scaling import refuse_another_size, scaled
 from sp_lightning.comparison.subject import resolve
@@ -62,7 +62,7 @@ class ModelSource:
 
 
 def load_model(asked: Question) -> ModelSource:
-    """Makes a model. To be called inside :func:`~sp_lightning.device.torch_fake.on_paper`.
+    """Makes a model. To be called inside :func:`~sp_lightning.device.torch_fake.fake_tensors`.
 
     Args:
         asked: names the model (:data:`~sp_lightning.cli.arguments.WANTED`) and the sizes of its batch.
@@ -74,7 +74,7 @@ def load_model(asked: Question) -> ModelSource:
     """
     source, path = asked.model, Path(asked.model)
     factory = ":" in source and not path.exists()
-    tokens = not isinstance(asked.tokens, Usual)
+    tokens = not isinstance(asked.tokens, DefaultSize)
     given: dict[str, Any] = {"--input": asked.input}
     if factory:
         given = {
@@ -175,7 +175,7 @@ def _examples(module: nn.Module, asked: Question) -> Batches:
     Whole numbers are given as labels, too, if something is trained and the forward takes them.
     """
     shape = asked.input
-    if shape is None and not isinstance(asked.tokens, Usual):
+    if shape is None and not isinstance(asked.tokens, DefaultSize):
         shape = [asked.batch_size, asked.tokens]
     if shape is None:
         given = getattr(module, "example_input_array", None)
@@ -254,8 +254,8 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
         config = transformers.AutoConfig.for_model(**{**raw, **scaled(config, module, asked.scale)})
         module = _make(make, config, file)
         refuse_another_size(module, asked.scale)
-    if isinstance(most := _positions(config), int) and isinstance(asked.tokens, Usual):
-        asked.tokens = Usual(min(asked.tokens, most))
+    if isinstance(most := _positions(config), int) and isinstance(asked.tokens, DefaultSize):
+        asked.tokens = DefaultSize(min(asked.tokens, most))
     inputs = _Inputs(module, config, asked.batch_size, asked.tokens)
     if asked.image is not None and not inputs.with_images:
         raise ValueError(f"--image {asked.image}: {asked.model!r} takes no images. Leave --image out.")

@@ -18,7 +18,7 @@ import torch
 from sp_lightning.comparison.explain import avoided_by, first_module, sentences
 from sp_lightning.comparison.record import Compared, Difference, compare, unrepeatable
 from sp_lightning.comparison.report import Report, RunFigures
-from sp_lightning.comparison.runs import STOPPED, Done, Way, root_device, run, undisturbed
+from sp_lightning.comparison.runs import STOPPED, RunResult, RunVariant, root_device, run, undisturbed
 from sp_lightning.comparison.subject import Factory, NotRunError, Subject
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.host_memory import available_bytes
@@ -113,8 +113,8 @@ class _Checking:
         for variant in variants:
             SuperpipelineStrategy(**variant)  # what cannot be is refused before anything runs
             variant["fused_optimizer"] = self._fuse
-        plain = self._run_if_it_fits(Way("plain", fuse=self._fuse))
-        again = plain and self._run_if_it_fits(Way("plain again", fuse=self._fuse, watched="gradients"))
+        plain = self._run_if_it_fits(RunVariant("plain", fuse=self._fuse))
+        again = plain and self._run_if_it_fits(RunVariant("plain again", fuse=self._fuse, watched="gradients"))
         if plain is None or again is None:
             return self._without_plain(variants[0])
         self._but = unrepeatable(again.record, plain.record, "logged values")
@@ -132,10 +132,10 @@ class _Checking:
         self._compare_with_plain(variants, plain)
         return self.found
 
-    def _compare_with_plain(self, variants: list[dict[str, Any]], plain: Done) -> None:
+    def _compare_with_plain(self, variants: list[dict[str, Any]], plain: RunResult) -> None:
         first, ways = None, []
         for options in variants:
-            way = Way(_name(options, several=len(variants) > 1), options)
+            way = RunVariant(_name(options, several=len(variants) > 1), options)
             ours = self._attempt(way, plain, keep=first is None)
             if ours is None:
                 continue
@@ -152,7 +152,7 @@ class _Checking:
         watched = {**(first.way.options or {}), "debug_writes": True}
         if watched.get("optimizer_overlap") == "backward":
             watched["optimizer_overlap"] = "off"  # debug_writes compares weights over a backward
-        ways.append(Way("streamed, debug_writes and hooks on gradients", watched, watched="gradients"))
+        ways.append(RunVariant("streamed, debug_writes and hooks on gradients", watched, watched="gradients"))
         self._attempt(ways[-1], plain)
         self._continue(first, plain)
         predicted = [entry.values().get("") for entry in plain.record.entries if entry.kind == "predictions"]
@@ -163,7 +163,7 @@ class _Checking:
 
     # ------------------------------------------------------------------ runs
 
-    def _run(self, way: Way) -> Done:
+    def _run(self, way: RunVariant) -> RunResult:
         """Runs something.
 
         Raises:
@@ -183,13 +183,13 @@ class _Checking:
         except Exception as error:
             raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
 
-    def _run_if_it_fits(self, way: Way) -> Done | None:
+    def _run_if_it_fits(self, way: RunVariant) -> RunResult | None:
         try:
             return self._run(way)
         except torch.OutOfMemoryError:
             return None
 
-    def _attempt(self, way: Way, plain: Done, *, keep: bool = False) -> Done | None:
+    def _attempt(self, way: RunVariant, plain: RunResult, *, keep: bool = False) -> RunResult | None:
         """Runs the strategy, compares what it leaves, and removes it unless it is to be kept.
 
         A refusal, as the user would meet it, is noted, and None is returned. Any other error is a difference.
@@ -213,25 +213,27 @@ class _Checking:
             rmtree(done.checkpoint.parent)
         return done
 
-    def _note(self, what: str, way: Way, compared: Compared) -> None:
+    def _note(self, what: str, way: RunVariant, compared: Compared) -> None:
         row = self.found.rows.setdefault(what, Compared())
         row.tensors, row.values = row.tensors + compared.tensors, row.values + compared.values
         row.first = row.first or (compared.first and replace(compared.first, run=way.name))
 
-    def _continue(self, ours: Done, plain: Done) -> None:
+    def _continue(self, ours: RunResult, plain: RunResult) -> None:
         """Trains one batch more from each checkpoint by who has not written it."""
         try:
-            expected = self._run(Way("plain, from its own checkpoint", fuse=self._fuse, begins=plain.checkpoint))
+            expected = self._run(RunVariant("plain, from its own checkpoint", fuse=self._fuse, begins=plain.checkpoint))
         except _STOPS as error:
             self.found.notes.append(f"Nothing went on from a checkpoint. {error}")
             return
-        self._attempt(Way("plain, from the strategy's checkpoint", fuse=self._fuse, begins=ours.checkpoint), expected)
+        self._attempt(
+            RunVariant("plain, from the strategy's checkpoint", fuse=self._fuse, begins=ours.checkpoint), expected
+        )
         crossed = replace(ours.way, name="streamed, from plain Lightning's checkpoint", begins=plain.checkpoint)
         self._attempt(crossed, expected)
 
     # ------------------------------------------------------------------ what else there is to say
 
-    def _describe(self, plain: Done, ours: Done) -> None:
+    def _describe(self, plain: RunResult, ours: RunResult) -> None:
         """Says what the strategy has found, and what plain Lightning takes."""
         plan = ours.plan
         assert plan is not None
@@ -242,7 +244,7 @@ class _Checking:
         nbytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
         self.found.runs.append(_figures(plain, sum(plan.plain) + nbytes))
 
-    def _explain(self, ways: list[Way], plain: Done) -> None:
+    def _explain(self, ways: list[RunVariant], plain: RunResult) -> None:
         rows, explanation = self.found.rows, self.found.explanation
         explanation += sentences(rows, ways)
         differ = {row.first.run for what, row in rows.items() if row.first and what != "the run itself"}
@@ -251,13 +253,13 @@ class _Checking:
             return
         seen = replace(way, name="streamed, hooks on modules", watched="modules")
         try:
-            expected = self._run(Way("plain, hooks on modules", fuse=self._fuse, watched="modules"))
+            expected = self._run(RunVariant("plain, hooks on modules", fuse=self._fuse, watched="modules"))
             name, *found = first_module(self._run(seen), expected)
         except _STOPS as error:
             name, *found = "**", str(error)
         explanation += [*found, avoided_by(way, name, lambda other: self._differs(other, plain))]
 
-    def _differs(self, way: Way, plain: Done) -> bool:
+    def _differs(self, way: RunVariant, plain: RunResult) -> bool:
         try:
             ours = self._run(replace(way, watched="nothing")).record
             compared = compare(ours, plain.record, ["gradients"], self._but)
@@ -295,8 +297,8 @@ class _Checking:
         return self.found
 
 
-def _window(options: dict[str, Any], k: int) -> Way:
-    return Way(f"k = {k}, released memory poisoned", {**options, "k": k, "k_prime": 1}, poison=True)
+def _window(options: dict[str, Any], k: int) -> RunVariant:
+    return RunVariant(f"k = {k}, released memory poisoned", {**options, "k": k, "k_prime": 1}, poison=True)
 
 
 def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -319,7 +321,7 @@ def _name(options: dict[str, Any], *, several: bool) -> str:
     return f"streamed, {modes}" if several else "streamed"
 
 
-def _figures(done: Done, counted: int | None = None) -> RunFigures:
+def _figures(done: RunResult, counted: int | None = None) -> RunFigures:
     ours = counted if done.stats is None else done.stats.peak_device_bytes
     return RunFigures(done.way.name, done.seconds, ours if done.peak_bytes is None else done.peak_bytes)
 

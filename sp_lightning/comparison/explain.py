@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from sp_lightning.comparison.record import Compared
-from sp_lightning.comparison.runs import Done, Way
+from sp_lightning.comparison.runs import RunResult, RunVariant
 
 _LIMITS = "examples/guide/limits.md"
 _WRITTEN = (
@@ -28,7 +28,7 @@ _WITHIN = "What it is given is equal, so its weights differ, by an earlier step,
 _BEFORE = "What it is given differs already, by code outside of modules that runs before it."
 
 
-def sentences(rows: dict[str, Compared], ways: list[Way]) -> Iterator[str]:
+def sentences(rows: dict[str, Compared], ways: list[RunVariant]) -> Iterator[str]:
     """What the kinds that differ say by themselves.
 
     Args:
@@ -45,7 +45,7 @@ def sentences(rows: dict[str, Compared], ways: list[Way]) -> Iterator[str]:
         yield _OPTIMIZER
 
 
-def first_module(ours: Done, plain: Done) -> tuple[str, ...]:
+def first_module(ours: RunResult, plain: RunResult) -> tuple[str, ...]:
     """Finds the module whose output is the first to differ, in the order in which plain Lightning's calls end.
 
     Args:
@@ -67,7 +67,7 @@ def first_module(ours: Done, plain: Done) -> tuple[str, ...]:
     )
 
 
-def avoided_by(way: Way, name: str, differs: Callable[[Way], bool]) -> str:
+def avoided_by(way: RunVariant, name: str, differs: Callable[[RunVariant], bool]) -> str:
     """Tries options one by one, until one avoids the difference, and says which.
 
     Args:

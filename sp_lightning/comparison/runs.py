@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sp_lightning.comparison.record import Entry, Record, flatten, held
 from sp_lightning.comparison.reference import StepsOnHost
-from sp_lightning.comparison.subject import Made, NotRunError, Subject, without_files
+from sp_lightning.comparison.subject import NotRunError, RunInputs, Subject, without_files
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.torch_private import current_graph_task
 from sp_lightning.observe.stats import Stats
@@ -38,7 +38,7 @@ from sp_lightning.weights.writes import digest
 
 
 @dataclass(frozen=True)
-class Way:
+class RunVariant:
     """How a run goes.
 
     Attributes:
@@ -59,7 +59,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Done:
+class RunResult:
     """What a run leaves.
 
     Attributes:
@@ -73,7 +73,7 @@ class Done:
         calls: a digest of each input and output of each module, in the order of calls; empty unless hooks saw them.
     """
 
-    way: Way
+    way: RunVariant
     record: Record
     checkpoint: Path
     seconds: float
@@ -214,7 +214,7 @@ STOPPED = "Prediction stopped."
 _RECORDERS = {"nothing": Recorder, "gradients": GradientRecorder, "modules": CallRecorder}
 
 
-def run(subject: Subject, way: Way, folder: Path) -> Done:
+def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
     """Makes everything anew, from the same seed, and trains, validates and predicts.
 
     Args:
@@ -248,10 +248,10 @@ def run(subject: Subject, way: Way, folder: Path) -> Done:
                 record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
     times = recorder.ends if len(recorder.ends) > 1 else [start, *recorder.ends]
     seconds = median(after - before for before, after in pairwise(times))
-    return Done(way, record, checkpoint, seconds, recorder.peak, plan, stats, getattr(recorder, "calls", {}))
+    return RunResult(way, record, checkpoint, seconds, recorder.peak, plan, stats, getattr(recorder, "calls", {}))
 
 
-def _trainer(made: Made, way: Way, folder: Path, steps: int, recorder: Recorder) -> pl.Trainer:
+def _trainer(made: RunInputs, way: RunVariant, folder: Path, steps: int, recorder: Recorder) -> pl.Trainer:
     settings = {
         "limit_train_batches": 1 if way.begins else steps,
         "limit_val_batches": steps,
@@ -269,7 +269,7 @@ def _trainer(made: Made, way: Way, folder: Path, steps: int, recorder: Recorder)
     return pl.Trainer(strategy=_strategy(made, way), **{"log_every_n_steps": 1, **made.settings, **settings})
 
 
-def _strategy(made: Made, way: Way) -> Any:
+def _strategy(made: RunInputs, way: RunVariant) -> Any:
     if way.options is not None:
         return SuperpipelineStrategy(**way.options)
     device = root_device(made.settings)

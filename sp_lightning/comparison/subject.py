@@ -40,7 +40,7 @@ class NotRunError(Exception):
 
 
 @dataclass(frozen=True)
-class Made:
+class RunInputs:
     """What one run needs.
 
     Attributes:
@@ -103,7 +103,7 @@ class Subject:
         for given in (self.factory, self.data):
             _resolved(given)
 
-    def make(self) -> Made:
+    def make(self) -> RunInputs:
         """Makes everything for one run. The caller has seeded.
 
         Raises:
@@ -131,7 +131,7 @@ class Subject:
         name = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
         settings |= copy.deepcopy(dict(self.settings))
         settings["callbacks"] = without_files(_callbacks(settings))
-        return Made(module, {} if data is None else {name: data}, settings)
+        return RunInputs(module, {} if data is None else {name: data}, settings)
 
     def described(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         """Arguments of ``Trainer``, what the config gives of the strategy's options, and what is given and not used.

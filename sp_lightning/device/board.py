@@ -60,7 +60,7 @@ _INTERRUPTED = re.compile(r"(rank \d+ \(node \d+\): )?KeyboardInterrupt:")
 """How the error of an interrupted rank begins, on another node with the rank's name."""
 
 
-class Board:
+class RankStatus:
     """What the ranks say to each other.
 
     Args:
@@ -104,7 +104,7 @@ class Board:
 
     # ------------------------------------------------------------------ meetings
 
-    def come(self, what: str, number: float = 0) -> None:
+    def arrive(self, what: str, number: float = 0) -> None:
         """Says that this rank comes to the next meeting.
 
         Args:
@@ -174,7 +174,7 @@ class Board:
         self.place = ""
         if not self.failure:  # else the others would find that they have parted before they find why
             with suppress(*LOST):  # those say so that wait for this rank
-                self.come("the end of its run")
+                self.arrive("the end of its run")
 
     def fail(self, error: BaseException) -> None:
         """Says that this rank fails, so that the others stop waiting for it. Only its first error counts."""

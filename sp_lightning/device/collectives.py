@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_lightning.device.board import LOOK, Board, RankError, in_words
+from sp_lightning.device.board import LOOK, RankError, RankStatus, in_words
 from sp_lightning.device.device import Wait
 
 
@@ -60,7 +60,7 @@ class Collectives:
         self.primary, self.first = self.rank == 0, self.number == 0
         self.sums = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        self._board: Board | None = None
+        self._board: RankStatus | None = None
         self._groups: dict[str, Group] = {"everybody": self._group([list(range(self.world))])}
         self._groups["node"] = self._groups["everybody"]
         if self.nodes > 1:
@@ -103,7 +103,7 @@ class Collectives:
         return self.called(self.number)
 
     @property
-    def board(self) -> Board:
+    def board(self) -> RankStatus:
         """What the ranks of the node say to each other."""
         assert self._board is not None
         return self._board
@@ -123,7 +123,7 @@ class Collectives:
         """
         if self._board is None:  # what follows is a collective, which waits by itself
             return
-        self._board.come(what, number)
+        self._board.arrive(what, number)
         self.until(self._board.all_here, why or what)
         self._board.compare()
 
@@ -138,7 +138,7 @@ class Collectives:
         self.meet(f"a barrier ({why.value})", why)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
-        """As :meth:`sp_lightning.device.board.Board.until`. Another rank may wait for what :attr:`meanwhile` does."""
+        """As :meth:`sp_lightning.device.board.RankStatus.until`. Another rank may wait for what :attr:`meanwhile` does."""
 
         def look() -> bool:
             if reached():
@@ -182,7 +182,7 @@ class Collectives:
 
     def largest(self, values: Tensor) -> None:
         """Replaces whole numbers in host memory by the largest that any rank has at the same place."""
-        self.board.come("the end of a backward")
+        self.board.arrive("the end of a backward")
         self._largest(values, Wait.SHOW_AFTER_LANDING)
         self.sums += 1
 
@@ -205,7 +205,7 @@ class Collectives:
             host = self._on_host or device.type == "cpu"
             flat = torch.cat([tensor.reshape(-1) for tensor in each])
             group = self._groups["everybody"][not host]
-            self.board.come(f"the buffers of rank 0, {flat.nbytes} bytes")
+            self.board.arrive(f"the buffers of rank 0, {flat.nbytes} bytes")
             self._wait_for(dist.broadcast(flat, 0, group=group, async_op=True), "the buffers of rank 0", host=host)
             if not self.first:
                 for tensor, value in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
@@ -219,7 +219,7 @@ class Collectives:
             sent: of the same size, which all ranks can divide by their number.
             what: what is sent, in words.
         """
-        self.board.come(what)
+        self.board.arrive(what)
         group = self._groups["node"].device
         self._wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), what, host=self._on_host)
 

@@ -40,7 +40,7 @@ class OwnThreads:
 
     def __init__(self) -> None:
         self.main = threading.get_ident()
-        self._here = _Here()
+        self._here = _ThreadCalls()
         self._forward = 0  # the number of the forward that admits helpers
 
     @property
@@ -83,7 +83,7 @@ class OwnThreads:
             raise LateError
 
 
-class _Here(threading.local):
+class _ThreadCalls(threading.local):
     """Of a thread: how many calls and operations it has begun as a helper, and in which forward the outermost one."""
 
     depth = 0

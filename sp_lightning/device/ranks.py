@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import torch
 
-from sp_lightning.device.board import Board, NodeNews, RankError, board_bytes
+from sp_lightning.device.board import NodeNews, RankError, RankStatus, board_bytes
 from sp_lightning.device.collectives import Collectives
 from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import whole_pages
@@ -59,7 +59,7 @@ class Ranks(Collectives):
         memory = self.share(board_bytes(self.size), "board")
         names = [self.called(self.node * self.size + rank) for rank in range(self.size)]
         self._news: NodeNews | None = None
-        self._board = Board(memory, self.rank, self._pids, names, lambda: self._news.failure if self._news else "")
+        self._board = RankStatus(memory, self.rank, self._pids, names, lambda: self._news.failure if self._news else "")
         if self.nodes > 1:
             try:
                 name = self._gather_objects(uuid4().hex, "the first meeting of all nodes")[0]
@@ -167,14 +167,14 @@ class Ranks(Collectives):
         Args:
             what: it is for, in words, which must be the same on all ranks.
         """
-        self.board.come(what)
+        self.board.arrive(what)
         if self.primary:
             self.until(self.board.all_here, Wait.STEP_AFTER_ARRIVAL)
             self.board.compare()
 
     def end_turn(self, number: float = 0.0) -> float:
         """Comes to the end of the primary's turn, and returns the primary's number, on the others when it has come there."""
-        self.board.come("the end of the primary's turn", number)
+        self.board.arrive("the end of the primary's turn", number)
         self.until(lambda: self.board.here(0), Wait.USE_AFTER_TURN)
         return self.board.number(0)
 
@@ -186,7 +186,7 @@ class Ranks(Collectives):
         return self.board.failure
 
     def fail(self, error: BaseException) -> None:
-        """As :meth:`sp_lightning.device.board.Board.fail`, for the other nodes, too."""
+        """As :meth:`sp_lightning.device.board.RankStatus.fail`, for the other nodes, too."""
         if self.board.failure:
             return
         self.board.fail(error)

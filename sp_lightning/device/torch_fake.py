@@ -31,7 +31,7 @@ _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 _DESCRIBE_THEMSELVES = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class Paper(FakeTensorMode):
+class FakeResults(FakeTensorMode):
     """A mode that remembers what an operator makes of such arguments.
 
     Equal layers ask the same of each operator. torch remembers it, too, by twenty properties of each tensor; to ask it takes
@@ -43,7 +43,7 @@ class Paper(FakeTensorMode):
         # Results, as _make takes them, by operator and arguments. Empty where torch has to be asked each time.
         self._made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def __deepcopy__(self, memo: Any) -> Paper:
+    def __deepcopy__(self, memo: Any) -> FakeResults:
         return self  # copy.deepcopy of a fake tensor copies its mode as well; its views would belong to this one
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,12 +176,12 @@ def modules_converted_without_swaps() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def on_paper() -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
     """Modules that are made in this context have parameters without memory, and compute shapes only."""
     with (
         truncated_normal_without_values(),
         modules_converted_without_swaps(),
         grouped_products_without_values(),
-        Paper(),
+        FakeResults(),
     ):
         yield

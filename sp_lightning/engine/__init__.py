@@ -27,7 +27,7 @@ What comes in: a module, its layers (``model``), a plan, a device; then the call
 with the host's parameters after every step, gradients in ``param.grad``, counters. It may import every wing below it
 (``optim``, ``weights``, ``kernels``, ``activations``, ``store``, ``observe``, ``plan``, ``model``, ``device``), never Lightning.
 
-Two ways lead up, and no third: what ``weights`` has (device parameters, tables, gradients) reaches ``access.Access`` through the
-protocol :class:`~sp_lightning.weights.parameter_group.Doors`, and a unit of ``activations`` that runs again announces itself to
-``Access.rerun``. The rule throughout: a wrong guess costs a fetch, never a result.
+Lower wings call back only in two ways: ``weights`` (device parameters, tables, gradients) through the protocol
+:class:`~sp_lightning.weights.parameter_group.EngineCallbacks`, which ``access.Access`` implements, and a recomputed unit of
+``activations`` through ``Access.rerun``. The rule throughout: a wrong guess costs an upload, never a result.
 """

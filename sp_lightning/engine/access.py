@@ -39,7 +39,7 @@ from sp_lightning.weights.slots import Staged
 
 
 class Access(Part):
-    """Brings layers when they are asked for; device parameters know it as their ``Doors``.
+    """Brings layers when they are asked for; device parameters know it as their ``EngineCallbacks``.
 
     Args:
         saved_tensors: the hooks for what autograd saves.

@@ -23,7 +23,7 @@ from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import StreamedLayer
 
 
-class AwaitedCall:
+class PendingCall:
     """A call of a module in forward, whose backward is to come. It is a hook on its outputs, so that their graph holds it.
 
     Args:
@@ -72,7 +72,7 @@ class Backward(Part):
         self._given: list[tuple[int, str]] = []
         self._closed = False
         # Of a step that updates layers in backward: the calls of each layer whose graphs are alive.
-        self._awaited: defaultdict[StreamedLayer, WeakSet[AwaitedCall]] = defaultdict(WeakSet)
+        self._awaited: defaultdict[StreamedLayer, WeakSet[PendingCall]] = defaultdict(WeakSet)
 
     def at_host(self) -> bool:
         """Whether no step, call or backward runs, so that modules hold the host's parameters. Not once the run is over."""
@@ -216,7 +216,7 @@ class Backward(Part):
         """
         if self.wanted is None or self.tasks:
             return partial(begins, visits)
-        call = AwaitedCall(begins, visits)
+        call = PendingCall(begins, visits)
         for layer in visits:
             self._awaited[layer.owner].add(call)
         return call

@@ -15,7 +15,7 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.plan.state_placement import Succession
+from sp_lightning.plan.state_placement import AccessPredictor
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.store.direct_file import Transfer
@@ -217,7 +217,7 @@ class FileSource(HostSource):
         super().__init__(layers, slots, updates, device, *args)
         self._slots, self._device = slots, device
         self._buffers: list[_Buffer] = []
-        self._fetches = Succession[StreamedLayer](2)
+        self._fetches = AccessPredictor[StreamedLayer](2)
         self._largest = 0
         self._pin = False
         for layer in layers:

@@ -30,7 +30,7 @@ from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers
 from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.optim.step_context import StepContext, compiles, reads_settings
-from sp_lightning.store.away import Away, give
+from sp_lightning.store.away import OnDiskTensor, give
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, as_it_came, change, drop, stored
 
@@ -39,7 +39,7 @@ _OF_EACH = ("params", "param_names")
 """What of a group is a list with one entry for each parameter."""
 
 
-class Early(enum.Enum):
+class EarlyUpdates(enum.Enum):
     """When layers are updated (``optimizer_overlap``)."""
 
     NO = "after backward"
@@ -50,7 +50,7 @@ class Early(enum.Enum):
     @property
     def in_backward(self) -> bool:
         """Whether updates may begin before all gradients are complete."""
-        return self in (Early.KEEPS, Early.FREES)
+        return self in (EarlyUpdates.KEEPS, EarlyUpdates.FREES)
 
 
 class LayerwiseStep:
@@ -88,7 +88,7 @@ class LayerwiseStep:
         engine: Updating,
         *,
         fuse: bool,
-        early: Early,
+        early: EarlyUpdates,
         clip_value: float | None,
         measure: bool,
         narrow: bool,
@@ -119,7 +119,7 @@ class LayerwiseStep:
         self._on_complete, self._wanted = self.clipping.measure if measure else None, None
         if early.in_backward:
             self._on_complete, self._wanted = self._update_early, lambda layer: layer in self._early_groups()
-        elif early is Early.TRIED:
+        elif early is EarlyUpdates.TRIED:
             self._on_complete, self._wanted = self._do_without, lambda layer: False
         self.tried = False
         self.needed: list[str] = []
@@ -165,7 +165,7 @@ class LayerwiseStep:
         if layer not in armed:
             return
         held = self._is_held(layer, _parameters(armed[layer]))
-        if held and self._early is Early.KEEPS:
+        if held and self._early is EarlyUpdates.KEEPS:
             return  # what holds it may be read or written in this backward
         groups = armed.pop(layer)
         if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
@@ -178,7 +178,7 @@ class LayerwiseStep:
         self.begun.add(layer)
         self._engine.before_early_update(layer)
         self._submit(layer, groups, held=held)
-        if self._early is Early.FREES:
+        if self._early is EarlyUpdates.FREES:
             self._updates.bound(1)  # this bounds the memory of gradients that wait, too
 
     def _do_without(self, layer: StreamedLayer) -> None:
@@ -227,7 +227,7 @@ class LayerwiseStep:
             by_layer = self._groups_by_layer()
         except _UndividedError as undivided:
             self._refuse(undivided)
-            if self._early is Early.TRIED:
+            if self._early is EarlyUpdates.TRIED:
                 self.needed.append(undivided.args[0])
             self.clipping.finish()
             by_layer = {}
@@ -367,7 +367,7 @@ class LayerwiseStep:
             if self._state is None:
                 # What an earlier run with ``disk=`` has left away comes.
                 found = (state_of(part).get(parameter, {}) for parameter in parameters)
-                give([value for each in found for value in each.values() if type(value) is Away])
+                give([value for each in found for value in each.values() if type(value) is OnDiskTensor])
             else:
                 self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
@@ -382,7 +382,7 @@ class LayerwiseStep:
                 self._state.store((layer, self._optimizer), part)
 
         at_once = self._compiles or self._makes_state(parameters) or held
-        release = partial(engine.release_gradients, layer, parameters) if self._early is Early.FREES else None
+        release = partial(engine.release_gradients, layer, parameters) if self._early is EarlyUpdates.FREES else None
         self._updates.submit(layer, update, release)
         if at_once and not self._waits:
             self._updates.complete(layer)

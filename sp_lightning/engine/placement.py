@@ -18,7 +18,7 @@ from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.engine.host_source import FileSource, HostSource
 from sp_lightning.engine.step import Step
-from sp_lightning.engine.turns import SharedSource, Turns, written_here
+from sp_lightning.engine.turns import RankTurns, SharedSource, written_here
 from sp_lightning.model.found import Layer
 from sp_lightning.optim.background import BackgroundUpdates, SharedUpdates
 from sp_lightning.plan.plan import Plan, PlannedLayer
@@ -58,7 +58,7 @@ class Placement:
     def leave(self) -> None:
         """Has weights leave memory that were absorbed and are on a disk."""
 
-    def settle(self) -> None:
+    def complete_pending(self) -> None:
         """Waits until nothing is being written.
 
         Raises:
@@ -98,12 +98,12 @@ class Placement:
 
     def turns(
         self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
-    ) -> Turns | None:
+    ) -> RankTurns | None:
         """Returns how the ranks take turns; None on one device. The other parts of this class are there."""
         return None
 
 
-class OnRanks(Placement):
+class RankPlacement(Placement):
     """The parts of one of several devices, each of which has a process.
 
     Args:
@@ -141,15 +141,15 @@ class OnRanks(Placement):
 
     def turns(
         self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
-    ) -> Turns | None:
-        turns = Turns(lock, self._ranks, layers, source, step, self._gradients)
+    ) -> RankTurns | None:
+        turns = RankTurns(lock, self._ranks, layers, source, step, self._gradients)
         if self._ranks.primary:
             turns.cast()
         self._ranks.barrier(Wait.READ_AFTER_FILL)
         return turns
 
 
-class OnFiles(Placement):
+class FilePlacement(Placement):
     """The parts of one device where weights of some layers stay in the files that a user has them in.
 
     Args:
@@ -177,7 +177,7 @@ class OnFiles(Placement):
         return FileSource
 
 
-class OnScratch(Placement):
+class ScratchPlacement(Placement):
     """The parts of one device where trained weights of some layers, or gradients, are in scratch files.
 
     Args:
@@ -209,7 +209,7 @@ class OnScratch(Placement):
     def leave(self) -> None:
         self.file.leave()
 
-    def settle(self) -> None:
+    def complete_pending(self) -> None:
         self.file.sync()
 
     def block(

@@ -1,7 +1,7 @@
 """Residency: which layers are on the device, which of them are in use, and when the others come and go.
 
 This file holds the schedule and nothing else. What a slot's memory means to the modules is the concern of its
-:class:`~sp_lightning.weights.lent_weights.Tenants`; where bytes come from, that of a
+:class:`~sp_lightning.weights.lent_weights.SlotUsers`; where bytes come from, that of a
 :class:`~sp_lightning.weights.slots.BlockSource`. The simulator drives this very class with a device of clocks. The caller
 holds the engine's lock.
 """
@@ -15,7 +15,7 @@ from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.plan.plan import Plan
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Slot, StreamedLayer
-from sp_lightning.weights.lent_weights import Tenants
+from sp_lightning.weights.lent_weights import SlotUsers
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import BlockSource, Slots
@@ -40,7 +40,7 @@ class Residency:
     """
 
     def __init__(
-        self, slots: Slots, prefetch: Prefetch, source: BlockSource, tenants: Tenants, noted: Callable[[], None]
+        self, slots: Slots, prefetch: Prefetch, source: BlockSource, tenants: SlotUsers, noted: Callable[[], None]
     ) -> None:
         self.slots = slots
         self.prefetch = prefetch

@@ -15,10 +15,10 @@ from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.lent_weights import LentWeights
+from sp_lightning.weights.lent_weights import BoundWeights
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import BlockSource
-from sp_lightning.weights.swap import Swap
+from sp_lightning.weights.swap import ParameterSwap
 from sp_lightning.weights.writes import WeightWatch
 
 
@@ -49,10 +49,10 @@ class Part:
     device: Device
     layers: list[StreamedLayer]
     residency: Residency
-    lent: LentWeights
+    lent: BoundWeights
     source: BlockSource
     residents: Residents
-    swap: Swap
+    swap: ParameterSwap
     activations: Activations
     updates: BackgroundUpdates
     gradients: GradientSink

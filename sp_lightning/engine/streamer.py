@@ -33,11 +33,11 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.lent_weights import LentWeights
+from sp_lightning.weights.lent_weights import BoundWeights
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.swap import Swap
+from sp_lightning.weights.swap import ParameterSwap
 from sp_lightning.weights.writes import WeightWatch
 
 
@@ -113,7 +113,7 @@ class Streamer:
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self.updates = placement.updates(self._layers, device)
         self.updates.threads = self.threads
-        self._lent = LentWeights(self._slots, device, self._stays, self._watch)
+        self._lent = BoundWeights(self._slots, device, self._stays, self._watch)
         self._lent.await_update = partial(self.updates.wait, why=Wait.READ_AFTER_UPDATE)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(self._resident_layer, self._source, self._lent)
@@ -155,7 +155,7 @@ class Streamer:
     def _build_step(self, averages: Sequence[nn.Module], placement: Placement) -> None:
         """Builds what modules hold, the step and its backward."""
         root, device, layers = self._module, self.device, self._layers
-        self._swap = swap = Swap(
+        self._swap = swap = ParameterSwap(
             root,
             self.found.places,
             layers,

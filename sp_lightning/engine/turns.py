@@ -20,7 +20,7 @@ from sp_lightning.weights.reduced_gradients import ReducedGradients
 from sp_lightning.weights.slots import Staged
 
 
-class Turns:
+class RankTurns:
     """The engine of one rank, as the primary's turns see it.
 
     Args:

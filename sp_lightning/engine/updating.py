@@ -12,7 +12,7 @@ from sp_lightning.device.device import Wait
 from sp_lightning.device.modes import held
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
-from sp_lightning.engine.turns import Turns
+from sp_lightning.engine.turns import RankTurns
 from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.weights.device_parameter import Untouched
 from sp_lightning.weights.freed_gradient import forget, free
@@ -34,7 +34,7 @@ class Updating(Part):
     """
 
     def __init__(
-        self, below: Part, step: Step, backward: Backward, turns: Turns | None, on_device: StepsOnDevice | None
+        self, below: Part, step: Step, backward: Backward, turns: RankTurns | None, on_device: StepsOnDevice | None
     ) -> None:
         super().__init__(**vars(below))
         self.on_device = on_device

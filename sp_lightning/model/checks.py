@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sp_lightning.device.torch_fake import FakeTensor
 from sp_lightning.device.torch_private import is_compiled, is_traceable_wrapper_subclass
 from sp_lightning.model.blocks import has_blocks
-from sp_lightning.model.found import Layer, Parted, Unit, join_names, tensor_bytes
+from sp_lightning.model.found import Layer, OverlappingPair, Unit, join_names, tensor_bytes
 from sp_lightning.model.stacks import stacks_in
 from sp_lightning.model.wrapped import parts
 
@@ -89,7 +89,7 @@ def _how_to_stream(parameter: nn.Parameter) -> str:
     return ""
 
 
-def parted_parameters(module: nn.Module, whole: Mapping[nn.Module, str]) -> tuple[Parted, ...]:
+def parted_parameters(module: nn.Module, whole: Mapping[nn.Module, str]) -> tuple[OverlappingPair, ...]:
     """The pairs of frozen parameters that lie over one memory.
 
     Args:
@@ -118,7 +118,7 @@ def parted_parameters(module: nn.Module, whole: Mapping[nn.Module, str]) -> tupl
     farthest = (0, 0, "", Tensor())  # the span that reaches farthest so far
     for span in spans:
         if span[0] < farthest[1]:
-            pairs.append(Parted((farthest[2], span[2]), (farthest[3], span[3])))
+            pairs.append(OverlappingPair((farthest[2], span[2]), (farthest[3], span[3])))
             pairs[-1].refuse_trained()
         farthest = max(farthest, span, key=lambda each: each[1])
     return tuple(pairs)

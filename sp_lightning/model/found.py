@@ -72,7 +72,7 @@ class Unit:
         return sum(tensor_bytes(parameter) for _, parameter in self.parameters)
 
 
-class Parted(NamedTuple):
+class OverlappingPair(NamedTuple):
     """Two frozen parameters over one memory, as a flow's permutation and its transpose are.
 
     Attributes:
@@ -134,7 +134,7 @@ class Found:
     tables: tuple[Layer, ...] = ()
     experts: frozenset[int] = frozenset()
     units: Mapping[str, nn.Module] = field(default_factory=dict)
-    parted: tuple[Parted, ...] = ()
+    parted: tuple[OverlappingPair, ...] = ()
     grouping_advice: str = ""
     buffer_bytes: int = 0
     nothing: str = ""

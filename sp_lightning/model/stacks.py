@@ -97,7 +97,7 @@ def _is_routed(module: nn.Module) -> bool:
     return len(positional) > _ARGUMENTS and named
 
 
-class Reading(enum.Enum):
+class StackReading(enum.Enum):
     """What is known of how a module's forward reads its stacks."""
 
     ROUTED_ROWS = enum.auto()
@@ -108,23 +108,23 @@ class Reading(enum.Enum):
     """It may hand stacks to what torch does not see: a kernel that takes pointers."""
 
 
-def how_it_reads(module: nn.Module) -> Reading:
+def how_it_reads(module: nn.Module) -> StackReading:
     """What is known of how the forward of a module of stacked experts reads them; it may be another one in each call."""
     owner: Any = type(module)
     forward = owner.forward
     if "forward" in vars(module):
-        return Reading.UNKNOWN
+        return StackReading.UNKNOWN
     original = getattr(forward, "__wrapped__", None)
     if original is None:
         names = _names_beside_torch(owner)
         if names is None:
-            return Reading.UNKNOWN
+            return StackReading.UNKNOWN
         alone = all(_is_of_torch(type(child)) for child in module.children())
         # A launcher of a kernel may be kept on the module, or on an object there, and not in its class.
         alone = alone and all(_is_data(value, names) for name, value in vars(module).items() if name in names)
-        return Reading.BY_TORCH if alone else Reading.UNKNOWN
+        return StackReading.BY_TORCH if alone else StackReading.UNKNOWN
     if forward.__globals__["__name__"] != _INTERFACE:
-        return Reading.UNKNOWN
+        return StackReading.UNKNOWN
     known = {forward.__globals__.get(name) for name in ("batched_mm_experts_forward", "grouped_mm_experts_forward")} - {
         None
     }
@@ -134,8 +134,8 @@ def how_it_reads(module: nn.Module) -> Reading:
     )
     function = variables["experts_interface"].get_interface(chosen, original)
     if function is original:
-        return Reading.BY_TORCH if original.__module__.startswith("transformers.models.") else Reading.UNKNOWN
-    return Reading.ROUTED_ROWS if function in known else Reading.UNKNOWN
+        return StackReading.BY_TORCH if original.__module__.startswith("transformers.models.") else StackReading.UNKNOWN
+    return StackReading.ROUTED_ROWS if function in known else StackReading.UNKNOWN
 
 
 @cache

@@ -45,7 +45,7 @@ def rebuild(like: Any, values: Iterator[Tensor]) -> Any:
     return type(like).__tensor_unflatten__(inner, context, like.size(), like.stride())
 
 
-class StandInForWrapped:
+class OffloadedWrapper:
     """What modules hold in place of a wrapped parameter. Its class is made of this one and of the parameter's own."""
 
     host: Any
@@ -87,15 +87,15 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 
     What the function writes, or hands on so that it may be written later, is noted.
     """
-    wholes: list[tuple[StandInForWrapped, Any, int]] = []
+    wholes: list[tuple[OffloadedWrapper, Any, int]] = []
 
-    def whole(each: StandInForWrapped) -> Any:
+    def whole(each: OffloadedWrapper) -> Any:
         made = each.whole(func, *given)
         wholes.append((each, made, made._version))
         return made
 
     given = (args, kwargs or {})
-    args, kwargs = tree_map_only(StandInForWrapped, whole, given)
+    args, kwargs = tree_map_only(OffloadedWrapper, whole, given)
     result = func(*args, **kwargs)
     writes = writes_arguments(func)
     if func is Tensor.__getitem__ and (row := _row(args[0], args[1], result)) is not None:
@@ -135,7 +135,7 @@ def stand_in(
     Args:
         host: the user's parameter.
         away: tensors on the device with the shapes and dtypes of its plain tensors. They are never read.
-        bring: returns its plain tensors on the device, on leased memory. It is given what :meth:`StandInForWrapped.whole` is.
+        bring: returns its plain tensors on the device, on leased memory. It is given what :meth:`OffloadedWrapper.whole` is.
         expose: is called when the plain tensors are written, or may be, and no version will show that.
     """
     with no_inference_mode(), _Untouched():
@@ -165,4 +165,4 @@ def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
 
         return property(read, refuse)
 
-    return type(theirs.__name__, (StandInForWrapped, theirs), {each: on_the_device(each) for each in attributes})
+    return type(theirs.__name__, (OffloadedWrapper, theirs), {each: on_the_device(each) for each in attributes})

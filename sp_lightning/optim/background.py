@@ -30,7 +30,7 @@ from sp_lightning.optim.step_context import awaiting_steps
 from sp_lightning.store.block_memory import merge
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
-from sp_lightning.weights.roles import Role, leave, take, writes_in_place
+from sp_lightning.weights.roles import ParameterRole, leave, take, writes_in_place
 
 
 class BackgroundUpdates:
@@ -55,7 +55,7 @@ class BackgroundUpdates:
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
-        self._role = type("BeingUpdated", (_BeingUpdated,), {"_updates": self})
+        self._role = type("BeingUpdated", (_PendingUpdate,), {"_updates": self})
         self.torn: str | None = None
         self.urgency: Mapping[StreamedLayer, int] = {}
         self._updated: list[str] = []  # the layers that the present step has updated, by name
@@ -196,9 +196,9 @@ class BackgroundUpdates:
         if not self.threads.own:
             self.await_work()
         else:
-            self.settle()
+            self.complete_pending()
 
-    def settle(self, values: Iterable[Any] | None = None) -> None:
+    def complete_pending(self, values: Iterable[Any] | None = None) -> None:
         """Waits for updates, and does what follows them, whichever thread it is.
 
         Args:
@@ -316,7 +316,7 @@ class BackgroundUpdates:
 def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
     for layer in layers:
         for parameter in layer.block.parameters:
-            leave(parameter, _BeingUpdated)
+            leave(parameter, _PendingUpdate)
 
 
 _NAMES = 8
@@ -343,7 +343,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork)
 
 
-class _BeingUpdated(Role):
+class _PendingUpdate(ParameterRole):
     """A host parameter whose update is under way. Code that computes with it, or reads its gradient, waits first.
 
     If the running backward has begun the update, such code is refused: it is to come before the update.
@@ -364,8 +364,8 @@ class _BeingUpdated(Role):
             return super().__torch_function__(func, types, args, kwargs or {})
         values = tree_leaves((args, kwargs))
         for kind in types:
-            if issubclass(kind, _BeingUpdated):
-                kind._updates.settle(values)  # after this the arguments have their ordinary classes again
+            if issubclass(kind, _PendingUpdate):
+                kind._updates.complete_pending(values)  # after this the arguments have their ordinary classes again
                 kind._updates.refuse_updated(values)
         return func(*args, **(kwargs or {}))
 
@@ -376,7 +376,9 @@ class _BeingUpdated(Role):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         updates = self._updates  # its ordinary class has none
         if self.is_foreign():
-            return Role.__deepcopy__(self, memo)  # not super(): the run may take the role from it at this moment
+            return ParameterRole.__deepcopy__(
+                self, memo
+            )  # not super(): the run may take the role from it at this moment
         updates.finish()
         updates.refuse_updated([self])
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's

@@ -14,10 +14,10 @@ from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import lay_out, part, total_bytes, view
 from sp_lightning.device.lease import lend
 from sp_lightning.device.torch_private import tree_leaves
-from sp_lightning.store.away import Away
+from sp_lightning.store.away import OnDiskTensor
 
 
-class LooseState:
+class SeparateState:
     """A layer's state whose tensors are in memory of their own, as those are that go to a disk between two updates.
 
     Args:
@@ -57,7 +57,7 @@ class LooseState:
         return False
 
 
-class HostState(LooseState):
+class HostState(SeparateState):
     """A layer's state in one memory, which comes as one.
 
     Args:
@@ -109,7 +109,7 @@ def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Co
 
 def is_plain(leaf: Any) -> bool:
     """Whether a part of a state is a tensor as torch makes it. One that was on a disk until its update has a class of its own."""
-    return type(leaf) in (Tensor, Away)
+    return type(leaf) in (Tensor, OnDiskTensor)
 
 
 def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: Set[str]) -> None:

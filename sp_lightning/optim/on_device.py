@@ -28,7 +28,7 @@ from sp_lightning.device.patched import state_of
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_map
 from sp_lightning.optim.alone import DeclaredStep, constants_of
-from sp_lightning.optim.host_state import HostState, LooseState, ids_of, is_plain, of_device, unshare
+from sp_lightning.optim.host_state import HostState, SeparateState, ids_of, is_plain, of_device, unshare
 from sp_lightning.optim.step_slots import StepSlot, StepSlots
 from sp_lightning.optim.twins import for_fetch, made_on, to_host, twin_of, written_by
 from sp_lightning.weights.layer import StreamedLayer
@@ -58,7 +58,7 @@ class StepsOnDevice:
         device.steps = True
         self._pin = pin
         self._slots = StepSlots(device, slots)
-        self._states: dict[Key, LooseState] = {}
+        self._states: dict[Key, SeparateState] = {}
         self._loose = self._ahead = False
         # The layers that were stepped last, whose next fetch may need nothing of the host.
         self._fresh = deque[StreamedLayer]()
@@ -146,7 +146,7 @@ class StepsOnDevice:
     # ------------------------------------------------------------------ before the step
 
     def _bring(
-        self, layer: int, trained: Sequence[nn.Parameter], held: LooseState | None
+        self, layer: int, trained: Sequence[nn.Parameter], held: SeparateState | None
     ) -> tuple[StepSlot, list[nn.Parameter], dict[int, Tensor]]:
         """Sends what a layer's update needs to a slot, but for gradients that have stayed on the device.
 
@@ -222,7 +222,9 @@ class StepsOnDevice:
                 part_of.state[twins[id(p)]] = tree_map(to_device, dict(values))
         return stay
 
-    def _bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> LooseState | None:
+    def _bring_together(
+        self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]
+    ) -> SeparateState | None:
         """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
         held = self._states.get(key)
         known = set() if held is None else set(map(id, held.tensors))
@@ -236,7 +238,7 @@ class StepsOnDevice:
             self._states.pop(key, None)
             return None
         if self._loose:
-            held = LooseState(tensors)
+            held = SeparateState(tensors)
         else:
             held = self._anew(tensors)
             for own, each in zip(held.tensors, tensors, strict=True):
@@ -320,10 +322,10 @@ class StepsOnDevice:
             entry.update(now)
         return copies
 
-    def _anew(self, like: Sequence[Tensor]) -> LooseState:
+    def _anew(self, like: Sequence[Tensor]) -> SeparateState:
         """Memory on the host for new state."""
         if self._loose:
-            return LooseState([torch.empty_like(each, device="cpu") for each in like])
+            return SeparateState([torch.empty_like(each, device="cpu") for each in like])
         return HostState(self._device, like, pin=self._pin)
 
     # ------------------------------------------------------------------ clipping

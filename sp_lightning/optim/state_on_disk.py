@@ -21,8 +21,8 @@ from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.state_transfers import StateTransfers, Stored
-from sp_lightning.plan.state_placement import StatePlacement, Succession
-from sp_lightning.store.away import Away, can_go_away, give, return_to, send_away
+from sp_lightning.plan.state_placement import AccessPredictor, StatePlacement
+from sp_lightning.store.away import OnDiskTensor, can_go_away, give, return_to, send_away
 from sp_lightning.store.direct_file import ScratchFile, aligned_memory
 from sp_lightning.weights.layer import StreamedLayer
 
@@ -56,7 +56,7 @@ class StateOnDisk:
         # Several threads of users' may look at state, and the disk's go on by themselves.
         self._lock = self._transfers.lock
         self._stored: dict[Key, Stored] = {}
-        self._updates = Succession[Key](1)
+        self._updates = AccessPredictor[Key](1)
         self._roomy: set[Key] = set()  # those for whose new state there was room, whether it came or not
         self._seen: list[tuple[Tensor, Stored, Span]] = []  # what users have looked at, and where it was
         self._looking: set[int] = set()  # the threads that have
@@ -74,10 +74,10 @@ class StateOnDisk:
             OSError: the disk failed.
         """
         tensors = _tensors(part_of)
-        away = [tensor for tensor in tensors if type(tensor) is Away]
+        away = [tensor for tensor in tensors if type(tensor) is OnDiskTensor]
         # An earlier run had them, or they were given to a layer whose state stays in memory, where nothing writes them.
         give([tensor for tensor in away if tensor.owner is not self or key[0].name in self._stay])
-        away = [tensor for tensor in away if type(tensor) is Away]
+        away = [tensor for tensor in away if type(tensor) is OnDiskTensor]
         with self._lock:
             none_yet = not tensors and key[0].name not in self._stay and key not in self._roomy
             # A step may make state for parameters that have a gradient.
@@ -107,7 +107,7 @@ class StateOnDisk:
         if not leaving or key[0].name in self._stay:
             return
         with self._lock:
-            old = _places(tensor for tensor in leaving if type(tensor) is Away)
+            old = _places(tensor for tensor in leaving if type(tensor) is OnDiskTensor)
             stored = self._stored_for(key, leaving)
             if stored.buffer is None:
                 stored.buffer = self._transfers.take(stored.extent.nbytes)
@@ -116,7 +116,7 @@ class StateOnDisk:
                 memory = part(stored.buffer, span)
                 if memory.data_ptr() != tensor.data_ptr():
                     memory.copy_(tensor)
-                if type(tensor) is Away or not shared(tensor):
+                if type(tensor) is OnDiskTensor or not shared(tensor):
                     send_away(tensor, self, span, stored)
             for each in old:
                 if each is not stored:
@@ -141,17 +141,17 @@ class StateOnDisk:
                 for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
                     if (layer := layer_of(parameter)) is not None:
                         by_key[layer, optimizer].append(parameter)
-            self._updates = Succession(1)
+            self._updates = AccessPredictor(1)
             for key, parameters in by_key.items():
                 part_of = SimpleNamespace(state=state_of(key[1]), param_groups=[{"params": parameters}])
                 self.load(key, part_of)
                 self.store(key, part_of)
-            self._updates = Succession(1)  # updates have an order of their own
+            self._updates = AccessPredictor(1)  # updates have an order of their own
 
     def _stored_for(self, key: Key, tensors: Sequence[Tensor]) -> Stored:
         spans, end = list[Span](), 0
         for tensor in tensors:
-            stride = tensor.span.stride if type(tensor) is Away else tensor.stride()
+            stride = tensor.span.stride if type(tensor) is OnDiskTensor else tensor.stride()
             spans.append(Span("", end, tensor.nbytes, tensor.shape, tuple(stride), tensor.dtype))
             end += whole_pages(tensor.nbytes)
         found = self._stored.get(key)
@@ -167,10 +167,12 @@ class StateOnDisk:
 
     # ------------------------------------------------------------------ what users see
 
-    def bring_for_user(self, tensors: Sequence[Away], beside: Collection[Any]) -> None:
+    def bring_for_user(self, tensors: Sequence[OnDiskTensor], beside: Collection[Any]) -> None:
         """Gives tensors that user code looks at memory of their own, until their next update or until others need the room."""
         with self._still(), self._lock, no_dispatch_modes(), torch.no_grad():
-            tensors = [tensor for tensor in tensors if type(tensor) is Away]  # another thread may have been first
+            tensors = [
+                tensor for tensor in tensors if type(tensor) is OnDiskTensor
+            ]  # another thread may have been first
             self._looking.add(threading.get_ident())
             if self._alone():
                 self._make_room(sum(tensor.span.nbytes for tensor in tensors), set(map(id, beside)))
@@ -188,7 +190,7 @@ class StateOnDisk:
         ours = "superpipeline"  # how our threads' names begin
         return all((each.daemon and each.ident not in self._looking) or each.name.startswith(ours) for each in others)
 
-    def give(self, tensor: Away) -> None:
+    def give(self, tensor: OnDiskTensor) -> None:
         span = replace(tensor.span, offset=0)
         with no_inference_mode():
             memory = torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="cpu")
@@ -218,12 +220,12 @@ class StateOnDisk:
                 send_away(tensor, self, span, stored)
                 self._seen = [each for each in self._seen if each is not seen]  # "==" would look at the tensors
 
-    def read(self, tensor: Away) -> Tensor:
+    def read(self, tensor: OnDiskTensor) -> Tensor:
         """Returns the bytes of one tensor, from the disk or from the buffer that they are in just now."""
         with self._still():
             return self._read(tensor)
 
-    def _read(self, tensor: Away) -> Tensor:
+    def _read(self, tensor: OnDiskTensor) -> Tensor:
         stored, span = tensor.stored, tensor.span
         with self._lock:
             memory = aligned_memory(span.nbytes)

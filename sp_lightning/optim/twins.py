@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from sp_lightning.device.layout import Span
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_leaves
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.roles import Role
+from sp_lightning.weights.roles import ParameterRole
 
 
 def twin_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter as its user made it, but on the device. Its version shows whether the step has written it."""
     kind = type(parameter)
-    users = kind.users if issubclass(kind, Role) else kind
+    users = kind.users if issubclass(kind, ParameterRole) else kind
     twin: Any = nn.Parameter(value.data, requires_grad=parameter.requires_grad)
     if users is not nn.Parameter:
         twin.__class__ = users

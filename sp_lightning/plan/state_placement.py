@@ -1,6 +1,6 @@
 """What is on a disk because host memory does not hold it: optimizer state first, then what is trained; and weights in files.
 
-:class:`Succession` guesses which of it is used next.
+:class:`AccessPredictor` guesses which of it is used next.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def choose_in_files(
 # ---------------------------------------------------------------------- what is used next
 
 
-class Succession(Generic[T]):
+class AccessPredictor(Generic[T]):
     """Guesses what comes next: what came the last time after the same one, or the same few. A wrong guess costs a read.
 
     Args:

@@ -25,7 +25,7 @@ from sp_lightning.device.shared_memory import create, written_pages
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
-from sp_lightning.weights.layer import OnItsWay, StreamedLayer
+from sp_lightning.weights.layer import PendingGather, StreamedLayer
 from sp_lightning.weights.uploads import Uploads
 
 R = TypeVar("R")
@@ -34,7 +34,7 @@ ON_DEVICE = 2
 """Layers of what trials have in common that are on the device beside their windows, if their user does not say how many."""
 
 
-class CommonLayer:
+class SharedLayer:
     """What trials have in common of a layer, on the host: its frozen weights, which come first. Once filled, nobody writes it.
 
     Args:
@@ -96,9 +96,9 @@ class TrialMemory(BlockMemory):
         own_from: where the pages begin that are this trial's own in any case: that of the first byte behind the frozen weights.
     """
 
-    def __init__(self, device: Device, shared: CommonLayer, nbytes: int) -> None:
+    def __init__(self, device: Device, shared: SharedLayer, nbytes: int) -> None:
         self._device, self._nbytes, self._pin = device, nbytes, False
-        self.shared: CommonLayer | None = shared
+        self.shared: SharedLayer | None = shared
         self.own_from = shared.bytes.nbytes // PAGE * PAGE
         self._view = shared.view(nbytes)
         self.common = self._view[: self._nbytes]
@@ -138,7 +138,7 @@ class TrialBlock(HostBlock):
 
     memory: TrialMemory
 
-    def __init__(self, shared: CommonLayer, *arguments: Any, **options: Any) -> None:
+    def __init__(self, shared: SharedLayer, *arguments: Any, **options: Any) -> None:
         self.common_bytes, self.travels = 0, not options.get("fetched_seldom")
         layer, planned, device, staging, _ = arguments
         memory = TrialMemory(device, shared, planned.nbytes)
@@ -177,7 +177,7 @@ class _OnDevice:
 
     memory: Tensor
     device: Device
-    layer: CommonLayer | None = None
+    layer: SharedLayer | None = None
     filled: Any = None
     read: list[Any] = field(default_factory=list)
 
@@ -188,7 +188,7 @@ class _OnDevice:
         self.device.access(self.memory, Stream.COMPUTE, write=True)  # which may use it next
 
 
-class Common:
+class SharedLayers:
     """The layers that trials have in common: all of them on the host, and those that came last on the device.
 
     Args:
@@ -200,24 +200,24 @@ class Common:
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._host: dict[Hashable, CommonLayer] = {}  # by their places in the modules
+        self._host: dict[Hashable, SharedLayer] = {}  # by their places in the modules
         self._device: list[_OnDevice] = []  # the one that came first is first
         self.fetched_bytes = 0
 
-    def layer(self, planned: PlannedLayer, frozen: int, device: Device, *, pin: bool) -> CommonLayer:
+    def layer(self, planned: PlannedLayer, frozen: int, device: Device, *, pin: bool) -> SharedLayer:
         """Returns the layer at a place, whose first so many weights are frozen. The first trial that has one there fills it."""
         spans = planned.spans[:frozen]
         place, nbytes = (planned.name, spans), max(span.offset + span.nbytes for span in spans)
         found = self._host.get(place)
         if found is None or found.nbytes < planned.nbytes:
-            found = self._host[place] = CommonLayer(device, nbytes, 2 * planned.nbytes, pin=pin)
+            found = self._host[place] = SharedLayer(device, nbytes, 2 * planned.nbytes, pin=pin)
         return found
 
     def there(self, layer: Hashable) -> bool:
         """Whether a layer is on the device, or on its way."""
         return any(each.layer is layer for each in self._device)
 
-    def bring(self, layer: CommonLayer, device: Device) -> _OnDevice:
+    def bring(self, layer: SharedLayer, device: Device) -> _OnDevice:
         """Returns device memory that has a layer, or will have it after :attr:`_OnDevice.filled`."""
         for each in self._device:
             if each.layer is layer:
@@ -254,7 +254,7 @@ class SharedUploads(Uploads):
     """
 
     def __init__(
-        self, device: Device, common: Common, pass_on: Callable[[Hashable], None], alone: Callable[[], bool]
+        self, device: Device, common: SharedLayers, pass_on: Callable[[Hashable], None], alone: Callable[[], bool]
     ) -> None:
         super().__init__(device)
         self._common = common
@@ -263,7 +263,9 @@ class SharedUploads(Uploads):
         self._unused = set[StreamedLayer]()  # that were fetched
         self._passed = False  # whether others have had their turns since compute came to one of those
 
-    def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
+    def send(
+        self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]
+    ) -> PendingGather | None:
         memory: Any = layer.block.memory
         shared = memory.shared if isinstance(memory, TrialMemory) else None
         self._pass_on(shared)

@@ -16,14 +16,14 @@ _Reference = Callable[[], Any]
 """Returns a thing; None once it is gone."""
 
 
-class Belongings:
+class TrialObjects:
     """What one trial has. Things are known by their identities: what is only equal may be another trial's."""
 
     def __init__(self) -> None:
         self._taken: dict[int, _Reference] = {}
         self._trainers: dict[int, tuple[_Reference, _Reference]] = {}  # modules and data modules, and their trainers
 
-    def take(self, things: Iterable[tuple[str, Any]], others: Iterable[Belongings]) -> None:
+    def take(self, things: Iterable[tuple[str, Any]], others: Iterable[TrialObjects]) -> None:
         """Notes that the trial has some things, each with its place in words.
 
         Raises:

@@ -24,9 +24,9 @@ from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.placement import Placement
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.plan import PlannedLayer
-from sp_lightning.sharing.common import ON_DEVICE, Common, SharedUploads, TrialBlock
-from sp_lightning.sharing.own import Belongings, parts, parts_of_trainer, with_state
-from sp_lightning.sharing.turns import TURNS, Turn
+from sp_lightning.sharing.common import ON_DEVICE, SharedLayers, SharedUploads, TrialBlock
+from sp_lightning.sharing.own import TrialObjects, parts, parts_of_trainer, with_state
+from sp_lightning.sharing.turns import TURNS, TrialTurn
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.uploads import Uploads
 
@@ -73,7 +73,7 @@ class SharedBase:
             raise RuntimeError(f"SharedBase cannot be used here: {why}. Run the trials one after the other.")
         _check_counts(max_trials=max_trials, layers=layers)
         self.max_trials = max_trials
-        self._common = Common(layers)
+        self._common = SharedLayers(layers)
         self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
         self._under_way = set[Trial]()
         self._computes_on: torch.device | None = None
@@ -212,8 +212,8 @@ class Trial(Placement):
     """
 
     def __init__(self, base: SharedBase, at_once: int | None) -> None:
-        self.turn = Turn(base._common.there)
-        self.own = Belongings()
+        self.turn = TrialTurn(base._common.there)
+        self.own = TrialObjects()
         self._base = base
         self._at_once = at_once
         self._runs = WeakSet[Any]()

@@ -163,7 +163,7 @@ def _keeps_casts() -> bool:
     return getattr(_casts, "kept", False) and _autocast_depth() > 0
 
 
-class Turn:
+class TrialTurn:
     """A trial, as turns see it.
 
     Args:
@@ -207,8 +207,8 @@ class TrialTurns:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._waiting: list[Turn] = []  # the one that came first is first
-        self._running: Turn | None = None  # None where there is no trial
+        self._waiting: list[TrialTurn] = []  # the one that came first is first
+        self._running: TrialTurn | None = None  # None where there is no trial
         self._thread = 0  # of the one that runs
         self._given = 0  # how often a turn has begun
         self._outside: ProcessState
@@ -223,7 +223,7 @@ class TrialTurns:
                 raise RuntimeError(_BESIDE)
             self._others.add(trainer)
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, turn: TrialTurn) -> None:
         """Begins a trial. Returns once it is its turn.
 
         Raises:
@@ -249,7 +249,7 @@ class TrialTurns:
                 self.end(turn)
                 raise
 
-    def pass_on(self, turn: Turn, wants: Hashable = None) -> None:
+    def pass_on(self, turn: TrialTurn, wants: Hashable = None) -> None:
         """The trial whose turn it is needs a layer, or begins a step. Returns once it is its turn again.
 
         Where autocast keeps casts for it, it goes on at once.
@@ -270,7 +270,7 @@ class TrialTurns:
                     self._await(turn)
         turn.fail()
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: TrialTurn) -> None:
         """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""
         with self._lock:
             self._running = None
@@ -280,7 +280,7 @@ class TrialTurns:
                 self._cache_notes.remove()
                 self._outside.restore()
 
-    def _chosen(self, *last: Turn) -> Turn:
+    def _chosen(self, *last: TrialTurn) -> TrialTurn:
         waiting = [*self._waiting, *last]
         patient = next((each for each in waiting if each.waited >= PATIENCE), None)
         return patient or next((each for each in waiting if each.ready), waiting[0])
@@ -294,7 +294,7 @@ class TrialTurns:
             each.waited += 1
         chosen.comes.notify()
 
-    def _await(self, turn: Turn) -> None:
+    def _await(self, turn: TrialTurn) -> None:
         interrupt, given = None, self._given
         while self._running is not turn:
             try:

@@ -19,7 +19,7 @@ from sp_lightning.device.torch_private import save_by_way_of, take_for_parameter
 from sp_lightning.store.mapped_file import is_on_disk, page_out
 
 
-class Away(Tensor):
+class OnDiskTensor(Tensor):
     """A tensor whose values are on a disk. Its ``data`` is one NaN, or one zero, seen in the tensor's shape.
 
     Attributes:
@@ -44,7 +44,7 @@ class Away(Tensor):
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
-        away = [leaf for leaf in leaves if type(leaf) is Away]
+        away = [leaf for leaf in leaves if type(leaf) is OnDiskTensor]
         if away:
             load(away, leaves)
         return func(*args, **(kwargs or {}))
@@ -81,11 +81,11 @@ def send_away(tensor: Tensor, owner: Any, span: Span, stored: Any = None) -> Non
     nothing = torch.nan if span.dtype.is_floating_point or span.dtype.is_complex else 0
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = torch.full((), nothing, dtype=span.dtype, device="cpu").expand(span.shape)
-    tensor.__class__ = Away
+    tensor.__class__ = OnDiskTensor
     vars(tensor).update(owner=owner, stored=stored, span=span, process=os.getpid())
 
 
-def return_to(tensor: Away, memory: Tensor) -> None:
+def return_to(tensor: OnDiskTensor, memory: Tensor) -> None:
     """Makes a tensor that was away an ordinary one, with this memory."""
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = memory
@@ -94,7 +94,7 @@ def return_to(tensor: Away, memory: Tensor) -> None:
         del vars(tensor)[name]
 
 
-def load(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
+def load(tensors: Sequence[OnDiskTensor], beside: Collection[Any] = ()) -> None:
     """Reads tensors that are away, which are ordinary ones then. Those of one owner come together, and none goes before the call.
 
     Args:
@@ -105,7 +105,7 @@ def load(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
         RuntimeError: this is a forked process, a worker of a ``DataLoader``, say: it has none of the threads that read files.
         OSError: the disk failed.
     """
-    owners: dict[Any, list[Away]] = {}
+    owners: dict[Any, list[OnDiskTensor]] = {}
     for tensor in tensors:
         found = vars(tensor)
         if found.get("process", os.getpid()) != os.getpid():
@@ -119,7 +119,7 @@ def load(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
         owner.bring_for_user(its, beside)
 
 
-def give(tensors: Sequence[Away]) -> None:
+def give(tensors: Sequence[OnDiskTensor]) -> None:
     """Gives tensors memory of their own, for good: what has them now is not what they were sent away by."""
     with no_dispatch_modes(), torch.no_grad():
         for tensor in tensors:
@@ -130,7 +130,7 @@ def save(content: Any, stream: IO[bytes]) -> None:
     """As ``torch.save``, but tensors that are on a disk pass through memory one after the other, and stay there."""
     leaves = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
     mapped = any(type(leaf) is Tensor and leaf.layout is torch.strided and is_on_disk(leaf) for leaf in leaves)
-    if not mapped and not any(type(leaf) is Away for leaf in leaves):
+    if not mapped and not any(type(leaf) is OnDiskTensor for leaf in leaves):
         torch.save(content, stream)
         return
     written: Any = None
@@ -145,7 +145,7 @@ def save(content: Any, stream: IO[bytes]) -> None:
         _, tensor = storages[id(data)]
         return tensor.owner.read(tensor).untyped_storage()
 
-    storages: dict[int, tuple[Any, Away]] = {}
+    storages: dict[int, tuple[Any, OnDiskTensor]] = {}
     _writing.storages = storages
     try:
         save_by_way_of(value, content, stream)
@@ -164,9 +164,9 @@ def leave_files(optimizer: Any) -> None:
 
 def can_go_away(tensor: Any, least: int) -> bool:
     """Whether a tensor may be sent away: a plain one, dense, of at least so many bytes, with a memory that is all its own."""
-    if type(tensor) not in (Tensor, Away) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+    if type(tensor) not in (Tensor, OnDiskTensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
-    if type(tensor) is Away:
+    if type(tensor) is OnDiskTensor:
         return True
     if isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.nbytes < least:
         return False
@@ -196,7 +196,7 @@ def _after_fork() -> None:
             gradient = _tensor_grad.__get__(parameter)
         for what, tensor in (("gradient", gradient), ("weight", parameter)):
             if tensor is not None and is_on_disk(tensor):
-                tensor.__class__ = Away
+                tensor.__class__ = OnDiskTensor
                 vars(tensor).update(process=process, what=what)
                 if what == "weight":
                     take_for_parameter(parameter)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from sp_lightning.device.layout import PAGE, whole_pages
-from sp_lightning.plan.state_placement import WINDOW, Succession
+from sp_lightning.plan.state_placement import WINDOW, AccessPredictor
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.store.direct_file import Extent, ScratchFile
@@ -52,7 +52,7 @@ class MappedFile:
         self._lock = threading.RLock()
         self._in_memory: deque[MappedMemory] = deque()
         # By thread: the background's updates have an order of their own.
-        self._uses = defaultdict[int, Succession[MappedMemory]](lambda: Succession(2))
+        self._uses = defaultdict[int, AccessPredictor[MappedMemory]](lambda: AccessPredictor(2))
         self._leaving: deque[Future[None]] = deque()
         self._failure: OSError | None = None
         self._thread = ThreadPoolExecutor(1, "superpipeline-mapped")

@@ -19,7 +19,7 @@ from torch import nn
 from sp_lightning.device.host_memory import free_garbage, return_free_memory, return_large_blocks
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.engine.host_source import WINDOW as STAGED
-from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, OnScratch, Placement
+from sp_lightning.engine.placement import ONE_DEVICE, FilePlacement, Placement, ScratchPlacement
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.observe.messages import say_once
 from sp_lightning.optim import state_on_disk
@@ -176,7 +176,7 @@ Places = Sequence[FilePlace | None]
 
 
 @dataclass
-class InFiles:
+class WeightsInFiles:
     """What of a model is in files.
 
     Attributes:
@@ -212,7 +212,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
         return ONE_DEVICE
     return_large_blocks()
     free_garbage()
-    files = InFiles()
+    files = WeightsInFiles()
     with suppress(FileNotFoundError, PermissionError):  # not every system says what is mapped
         files = _in_files(found, plan, training=accumulate > 0)
     inner = _place_in_files(files, found, plan, options.host_memory, device, training=accumulate > 0)
@@ -220,7 +220,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
         return inner
     missing = missing_bytes(inner, files, found, plan, options, device, accumulate)
     at_once = accumulate > 1 or options.optimizer_overlap != "backward"
-    but = inner.places if isinstance(inner, OnFiles) else ()
+    but = inner.places if isinstance(inner, FilePlacement) else ()
     chosen = choose_on_disk(plan, missing, but, gradients=at_once)
     if not chosen.any:
         return inner
@@ -232,11 +232,17 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
         f"{what} are on the disk, and those of {WINDOW} layers in memory at a time, because "
         f"{human_bytes(missing)} of host memory would be missing even with all optimizer state on the disk."
     )
-    return OnScratch(inner, options.disk, chosen, remark)
+    return ScratchPlacement(inner, options.disk, chosen, remark)
 
 
 def _place_in_files(
-    files: InFiles, found: Found, plan: Plan, host_memory: int | float | None, device: torch.device, *, training: bool
+    files: WeightsInFiles,
+    found: Found,
+    plan: Plan,
+    host_memory: int | float | None,
+    device: torch.device,
+    *,
+    training: bool,
 ) -> Placement:
     """Weights stay where they are as far as host memory has no room for them.
 
@@ -270,17 +276,23 @@ def _place_in_files(
         f"The weights of {len(stay)} layers ({human_bytes(nbytes)}) are read in place from {paths[0]}{others}, because "
         f"{human_bytes(max(room, 0))} of host memory are left for weights."
     )
-    return OnFiles(stay, remark, nbytes)
+    return FilePlacement(stay, remark, nbytes)
 
 
 def missing_bytes(
-    inner: Placement, files: InFiles, found: Found, plan: Plan, options: Options, device: torch.device, accumulate: int
+    inner: Placement,
+    files: WeightsInFiles,
+    found: Found,
+    plan: Plan,
+    options: Options,
+    device: torch.device,
+    accumulate: int,
 ) -> int:
     """Returns how much host memory is missing for weights, gradients, and the state of layers on its way."""
     room = room_for(options.host_memory)
     if room is None:
         return 0
-    stay = inner.places if isinstance(inner, OnFiles) else {}
+    stay = inner.places if isinstance(inner, FilePlacement) else {}
     needed = files.others + sum(nbytes for name, nbytes in files.sizes.items() if name not in stay) - files.resident
     needed += sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if is_on_disk(p))
     early = options.optimizer_overlap == "backward"
@@ -293,8 +305,8 @@ def _layers(found: Found) -> Sequence[Layer]:
     return *found.layers, *found.masters, *found.tables, found.residents
 
 
-def _in_files(found: Found, plan: Plan, *, training: bool) -> InFiles:
-    mappings, files = Mappings(), InFiles()
+def _in_files(found: Found, plan: Plan, *, training: bool) -> WeightsInFiles:
+    mappings, files = Mappings(), WeightsInFiles()
 
     def place(parameter: nn.Parameter) -> FilePlace | None:
         ordinary = type(parameter) is nn.Parameter and parameter.is_contiguous()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.patched import in_place_of
-from sp_lightning.engine.layerwise import Early, LayerwiseStep
+from sp_lightning.engine.layerwise import EarlyUpdates, LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.host_memory import anonymous_bytes
@@ -66,7 +66,7 @@ class OptimizerSteps:
         self._logged: str | None = None  # None until :meth:`arrange`: there are no optimizers yet
         self.overlap: Overlap = "off"
         self._why = ""  # what prevents a faster mode
-        self._early = Early.NO
+        self._early = EarlyUpdates.NO
         self._place = StepPlace(run, options, self._count_as)
         self._step_hooks = StepHooks(run, self._is_fused)
         self._tried = False  # whether a step has shown what backward needs
@@ -127,7 +127,7 @@ class OptimizerSteps:
         self.overlap, why = choose_overlap(
             asked, trainer, trainer.optimizers, fuse=self._fuse, on_device=self._run.steps_on_device
         )
-        self._early = Early.NO
+        self._early = EarlyUpdates.NO
         if self.overlap == "backward":
             self._early, why = self._choose_early()
             if not self._early.in_backward:
@@ -187,17 +187,19 @@ class OptimizerSteps:
         """What the trainer clips each element of a gradient to; None if it does not."""
         return self._trainer.gradient_clip_val if self._clips() == "value" else None
 
-    def _choose_early(self) -> tuple[Early, str]:
+    def _choose_early(self) -> tuple[EarlyUpdates, str]:
         """When layers are updated, where hooks and optimizers allow ``"backward"``, and for ``"auto"`` why not in backward."""
         asked = self._options.optimizer_overlap
         if asked == "auto":
             if against := self._against_early():
-                return Early.NO, against
+                return EarlyUpdates.NO, against
             if not self._tried:
-                return Early.TRIED, ""
+                return EarlyUpdates.TRIED, ""
         if self._run.steps_on_device or self._ranks is not None:
-            return Early.FREES, ""
-        return Early.FREES if asked == "backward" and not may_look_after_step(self._trainer) else Early.KEEPS, ""
+            return EarlyUpdates.FREES, ""
+        return EarlyUpdates.FREES if asked == "backward" and not may_look_after_step(
+            self._trainer
+        ) else EarlyUpdates.KEEPS, ""
 
     def _against_early(self) -> str:
         """Why ``"auto"`` does not let updates begin in backward; empty if nothing is known against it."""
@@ -311,7 +313,7 @@ class OptimizerSteps:
         trainer = self._trainer
         pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
-            early=overlap == "backward" and (self._early is Early.FREES or on_device),
+            early=overlap == "backward" and (self._early is EarlyUpdates.FREES or on_device),
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
@@ -374,7 +376,7 @@ class OptimizerSteps:
 
     def forget_freed(self) -> None:
         """The training step is over. What comes next sets gradients to None, and has to find that freed ones are."""
-        if self._early is Early.FREES:
+        if self._early is EarlyUpdates.FREES:
             self._run.engine.updating.forget_freed()
 
     def none_runs(self) -> None:

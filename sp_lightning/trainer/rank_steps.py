@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from sp_lightning.device.patched import in_place_of, own_step
-from sp_lightning.engine.turns import Turns
+from sp_lightning.engine.turns import RankTurns
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.user_hooks import calls_closure_first
 
@@ -40,7 +40,7 @@ class RankSteps:
         self._attached = ExitStack()
 
     @property
-    def _turns(self) -> Turns:
+    def _turns(self) -> RankTurns:
         turns = self._run.engine.turns
         assert turns is not None
         return turns
@@ -61,13 +61,13 @@ class RankSteps:
             replaced = {"step": MethodType(_with_hooks(step), optimizer)}
             self._attached.enter_context(in_place_of(optimizer, replaced))
             if not self.primary:
-                optimizer.state = _Elsewhere()
+                optimizer.state = _StateOnOtherRank()
 
     def detach(self) -> None:
         """Puts the optimizers' own steps back."""
         self._attached.close()
         for optimizer in self._own:
-            if isinstance(optimizer.state, _Elsewhere):
+            if isinstance(optimizer.state, _StateOnOtherRank):
                 optimizer.state = defaultdict(dict)
         self._own.clear()
 
@@ -212,7 +212,7 @@ def _with_hooks(step: Callable[..., Any]) -> Any:
     return hooked
 
 
-class _Elsewhere(defaultdict[Any, Any]):
+class _StateOnOtherRank(defaultdict[Any, Any]):
     """The state of an optimizer on a rank that has none. It can be saved and loaded; a look into it raises an error."""
 
     def __init__(self) -> None:

@@ -23,11 +23,11 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.engine.placement import ONE_DEVICE, OnRanks, Placement
+from sp_lightning.engine.placement import ONE_DEVICE, Placement, RankPlacement
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.checks import refuse_cuda_graphs
 from sp_lightning.model.find import find_layers
-from sp_lightning.model.found import Found, Parted
+from sp_lightning.model.found import Found, OverlappingPair
 from sp_lightning.observe.messages import (
     after_out_of_memory,
     in_our_words,
@@ -132,7 +132,7 @@ class Run:
         there = options.optimizer_on
         self._window = Window(*k, budget, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there)
         self._threads = OwnThreads()
-        self._parted: list[Parted] = []
+        self._parted: list[OverlappingPair] = []
         self._host_room: int | None = None
         self._buffers_due = trains
         _refuse_in_step(module)
@@ -284,7 +284,7 @@ class Run:
         accumulate = self.module.trainer.accumulate_grad_batches * self.trains
         sliced = takes_slices(self._options.transfer, device, self.ranks, self._log, trains=self.trains)
         if self.ranks is not None:
-            return OnRanks(self.ranks, sliced=sliced)
+            return RankPlacement(self.ranks, sliced=sliced)
         if self._trial is not None:
             return self._trial
         return place(found, plan, self._options, self._device, accumulate=accumulate)
@@ -334,7 +334,7 @@ class Run:
             return
         with self.whole_after_failure():
             self.engine.updates.finish()
-            self.placement.settle()
+            self.placement.complete_pending()
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Shrinks the window after an error that ended a step, and has the error say what to do."""
@@ -350,7 +350,7 @@ class Run:
         """While this is active the module has the host's parameters, as a checkpoint is to have them at any time."""
         if self.is_foreign:
             return nullcontext()
-        self.placement.settle()
+        self.placement.complete_pending()
         return self.engine.reading()
 
     @property

@@ -38,7 +38,7 @@ def answered(run: Callable[[], Result], *, at_once: bool = False) -> Result:
     """Runs without values, and if something asks for values, again with those of small tensors.
 
     Args:
-        run: what is run, inside of :func:`~sp_lightning.device.torch_fake.on_paper`.
+        run: what is run, inside of :func:`~sp_lightning.device.torch_fake.fake_tensors`.
         at_once: small tensors have values from the start, because what asks for them fails in ways of its own.
     """
     if not at_once:
@@ -52,7 +52,7 @@ def answered(run: Callable[[], Result], *, at_once: bool = False) -> Result:
 def known_values() -> Iterator[None]:
     """In this context small tensors have values, too, where all that they come from is known: made here, or no weight.
 
-    To be entered inside of :func:`~sp_lightning.device.torch_fake.on_paper`. What asks for such a value is answered.
+    To be entered inside of :func:`~sp_lightning.device.torch_fake.fake_tensors`. What asks for such a value is answered.
     """
     with _Numbers(), _KnownValues():
         yield

@@ -24,7 +24,7 @@ from sp_lightning.tune.visits import RESOURCES, Prediction, Rates, Visit
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.lent_weights import Tenants
+from sp_lightning.weights.lent_weights import SlotUsers
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.slots import BlockSource, Slots, Staged
 from sp_lightning.weights.uploads import Uploads
@@ -149,7 +149,7 @@ class Walk:
         self._source = _Source(self.device, weights, plan.main_ring if rates.sliced else None, plan.ranks)
         slots = Slots(plan, moving, self.device, Uploads(self.device))
         prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
-        self._residency = Residency(slots, prefetch, self._source, Tenants(slots), noted=lambda: None)
+        self._residency = Residency(slots, prefetch, self._source, SlotUsers(slots), noted=lambda: None)
         self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
         self._on_device = bool(rates.leave) and self._training
         self._gradients_wait = not (frees or self._on_device or self._state or plan.ranks > 1)

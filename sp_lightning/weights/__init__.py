@@ -13,5 +13,5 @@ knows of that, and has the transfers; with several devices ``reduced_gradients``
 
 Host blocks (``store``) and a plan come in. Device parameters for modules and gradients in ``param.grad`` go out. The wing may
 import ``store``, ``observe``, ``plan``, ``model`` and ``device``. It knows neither steps nor backwards: what it needs of them
-it asks for through the protocol ``Doors`` and the base ``BlockSource``.
+it asks for through the protocol ``EngineCallbacks`` and the base ``BlockSource``.
 """

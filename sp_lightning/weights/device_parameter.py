@@ -2,7 +2,7 @@
 
 A :class:`DeviceParameter` is a leaf of the autograd graph with the right shape, dtype and device for the whole step.
 While its layer is on the device it is a view of the slot, and computing with it is no slower than with a plain
-``Parameter``. While its layer is away it is a :class:`StandIn`: a tensor of the weight's shape without memory, whose
+``Parameter``. While its layer is away it is a :class:`OffloadedParameter`: a tensor of the weight's shape without memory, whose
 class brings the layer before anything computes with it. Every use of a weight is therefore right, wherever it happens:
 a weight that is read outside of forward, arithmetic on ``self.parameters()``, ``torch.autograd.grad`` with respect to
 parameters.
@@ -159,7 +159,7 @@ class DeviceParameter(nn.Parameter):
         return self._ordinary(self.data.detach().clone()).__reduce_ex__(protocol)
 
 
-class StandIn(DeviceParameter):
+class OffloadedParameter(DeviceParameter):
     """A device parameter whose layer is away. Reading its metadata is free; anything else brings the layer.
 
     A function from which torch hides the class gets an error: :func:`~sp_lightning.device.layout.absent`.
@@ -179,7 +179,7 @@ class StandIn(DeviceParameter):
             with Untouched():
                 return func(*args, **kwargs)
         # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
-        first = next((each for each in (*args, *kwargs.values()) if issubclass(type(each), StandIn)), None)
+        first = next((each for each in (*args, *kwargs.values()) if issubclass(type(each), OffloadedParameter)), None)
         if first is not None and first._of.compute is not None and not first._of.doors.at_host():
             output = first._of.compute(first, func, types, args, kwargs)
             if output is not NotImplemented:
@@ -189,7 +189,7 @@ class StandIn(DeviceParameter):
         if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
             args, kwargs = tree_map_only(DeviceParameter, _present_edge, (args, kwargs))
             return func(*args, **kwargs)
-        away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+        away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OffloadedParameter)]
         if not away:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} was given a weight whose layer is away, inside an object of "
@@ -229,7 +229,11 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     casts: dict[Any, Any] = {}  # by ParameterGroup
     for argument in (*args, *kwargs.values()) if kwargs else args:
         # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
-        if type(argument) is not Tensor and issubclass(type(argument), StandIn) and argument._of not in casts:
+        if (
+            type(argument) is not Tensor
+            and issubclass(type(argument), OffloadedParameter)
+            and argument._of not in casts
+        ):
             group = argument._of
             if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
                 return None
@@ -238,7 +242,7 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
             casts[group] = None if group.shared else group.casts
     if None not in casts.values():
         return _call(casts, func, args, kwargs) if casts else None
-    away = [argument for argument in (*args, *kwargs.values()) if issubclass(type(argument), StandIn)]
+    away = [argument for argument in (*args, *kwargs.values()) if issubclass(type(argument), OffloadedParameter)]
     if away[0]._of.doors.at_host():
         return None
     with away[0]._of.doors.on_demand(away, casts=True):
@@ -248,7 +252,7 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     if not (kwargs or torch.is_grad_enabled()):  # the same in one go, for inference, where it counts most
-        given = [casts[each._of][each._index] if issubclass(type(each), StandIn) else each for each in args]
+        given = [casts[each._of][each._index] if issubclass(type(each), OffloadedParameter) else each for each in args]
         return func(*given)
     # Autocast casts the last argument first, so that gradients come in the order of the arguments in backward. So does
     # this; sorted, the names have the bias before the weight.
@@ -258,7 +262,9 @@ def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
 
 def _cast(argument: Any, casts: dict[Any, Sequence[Tensor]]) -> Any:
     """The cast of an argument that is a stand-in; any other argument as it is."""
-    if not issubclass(type(argument), StandIn):  # isinstance is slow: the metaclass of Parameter checks in Python
+    if not issubclass(
+        type(argument), OffloadedParameter
+    ):  # isinstance is slow: the metaclass of Parameter checks in Python
         return argument
     group, index = argument._of, argument._index
     if not torch.is_grad_enabled():

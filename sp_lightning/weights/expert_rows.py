@@ -30,7 +30,7 @@ from sp_lightning.device.torch_private import (
     gradient_hooks,
     transforms_active,
 )
-from sp_lightning.model.stacks import NEARLY_ALL, Reading, how_it_reads
+from sp_lightning.model.stacks import NEARLY_ALL, StackReading, how_it_reads
 from sp_lightning.observe.messages import say_once
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.weights.layer import NOTHING, AllRows, Rows, Slot, StreamedLayer
@@ -105,7 +105,7 @@ class ExpertRows(AllRows):
         trusted, rows = False, None
         reading = None if self.comes_whole or hides_stand_ins((args, kwargs)) else self._reading(module)
         if reading is not None:
-            trusted, rows = reading is Reading.ROUTED_ROWS, self._read_indices([*args, *(kwargs or {}).values()])
+            trusted, rows = reading is StackReading.ROUTED_ROWS, self._read_indices([*args, *(kwargs or {}).values()])
         few = rows is not None and len(rows) < NEARLY_ALL * self.count
         call = _Call(rows, trusted) if few else _Call()
         self._calls.setdefault(threading.get_ident(), []).append(call)
@@ -115,7 +115,7 @@ class ExpertRows(AllRows):
         self._this_step = True
         self.need(call.rows)
 
-    def _reading(self, module: nn.Module) -> Reading | None:
+    def _reading(self, module: nn.Module) -> StackReading | None:
         """What is known of how the call reads stacks; None if it reads all of them, or that is not known."""
         if transforms_active():
             return None
@@ -124,7 +124,7 @@ class ExpertRows(AllRows):
             return None
         reading = how_it_reads(module)
         hooked = bool(forward_pre_hooks(module) or global_forward_pre_hooks)
-        if reading is not Reading.UNKNOWN and not hooked:
+        if reading is not StackReading.UNKNOWN and not hooked:
             return reading
         self.fall_back(_HOOKED if hooked else "nobody knows how its forward reads them")
         return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.device.torch_private import subclasses_are_asked
-from sp_lightning.weights.roles import Role, leave, take
+from sp_lightning.weights.roles import ParameterRole, leave, take
 
 _tensor_grad: Any = Tensor.grad
 
@@ -23,7 +23,7 @@ _SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_g
 """They read ``param.grad`` only to reset it."""
 
 
-class _HasFreedGradient(Role):
+class _HasFreedGradient(ParameterRole):
     """A host parameter whose gradient was freed after its update."""
 
     rank = 3

@@ -136,7 +136,7 @@ class NoCasts:
 
 
 @dataclass(eq=False)
-class OnItsWay:
+class PendingGather:
     """A layer of which some was sent to its slot; the rest is to come from other ranks, if these announce it, too.
 
     Attributes:
@@ -189,7 +189,7 @@ class Slot:
     stale: bool = False
     digests: ViewDigests | None = None
     filled: Any = None
-    coming: OnItsWay | None = None
+    coming: PendingGather | None = None
     idle: Any = None
     begun: Any = None
     backward: bool = False

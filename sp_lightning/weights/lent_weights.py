@@ -15,10 +15,10 @@ from sp_lightning.weights.casts import SavedValues, are_saved, keep_saved_values
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import Kind, Slot, StreamedLayer
 from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.writes import ExchangedMemory, LeftViews, ViewDigests, WeightWatch
+from sp_lightning.weights.writes import ExchangedMemory, StaleViews, ViewDigests, WeightWatch
 
 
-class Tenants:
+class SlotUsers:
     """The users of a layer's memory while the layer is in use: here there are none, as in a simulation.
 
     Args:
@@ -68,7 +68,7 @@ class Tenants:
         return False
 
 
-class LentWeights(Tenants):
+class BoundWeights(SlotUsers):
     """The tenants of a real model's slots: its device parameters. The caller holds the engine's lock.
 
     Args:
@@ -91,7 +91,7 @@ class LentWeights(Tenants):
         self.resident_storages = resident_storages
         self._watch = watch
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
-        self._left = LeftViews()
+        self._left = StaleViews()
         self._exchanged = ExchangedMemory()
         self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
         self.write_backs = 0

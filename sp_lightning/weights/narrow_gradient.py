@@ -22,14 +22,14 @@ from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import no_torch_functions, subclasses_are_asked, tree_leaves
 from sp_lightning.kernels.norms import norms_of
-from sp_lightning.weights.roles import Role, leave, take
+from sp_lightning.weights.roles import ParameterRole, leave, take
 
 _tensor_data: Any = Tensor.data
 _tensor_grad: Any = Tensor.grad
 _lock = threading.RLock()
 Change = Callable[[Tensor], Any]
 """Changes a gradient, or a part of one, in place: unscales or clips it."""
-Made = tuple[Tensor, tuple[Change, ...]]
+RunInputs = tuple[Tensor, tuple[Change, ...]]
 """A gradient as it came, and what has changed its value since, in order."""
 _MOST_CHANGES = 2
 """Of one step: it unscales and clips. Changes of several steps pile up if user code never sets a gradient to None."""
@@ -65,7 +65,7 @@ class NarrowGradient(Tensor):
         computed: of one that is on the device: the event after the kernels that wrote it. None of others.
     """
 
-    made_of: Made
+    made_of: RunInputs
     looked_at: Callable[[], None]
     computed: Any = None
 
@@ -82,7 +82,7 @@ class NarrowGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class _HasNarrowGradient(Role):
+class _HasNarrowGradient(ParameterRole):
     """A host parameter whose gradient is narrow. It has the class of the user's again once user code asks for ``grad``."""
 
     rank = 2
@@ -135,9 +135,9 @@ def is_narrow(parameter: nn.Parameter) -> bool:
     return issubclass(type(parameter), _HasNarrowGradient) and type(stored(parameter)) is NarrowGradient
 
 
-def made_of(gradient: Any) -> Made:
+def made_of(gradient: Any) -> RunInputs:
     """Returns a gradient as it came, and what has changed its value since. A wide one is itself, and nothing has."""
-    found: Made = getattr(gradient, "made_of", (gradient, ()))  # in one go: another thread may widen it meanwhile
+    found: RunInputs = getattr(gradient, "made_of", (gradient, ()))  # in one go: another thread may widen it meanwhile
     return found
 
 

@@ -25,7 +25,7 @@ from sp_lightning.observe.messages import HIDDEN_READ
 from sp_lightning.weights.casts import SavedValues
 from sp_lightning.weights.device_parameter import (
     DeviceParameter,
-    StandIn,
+    OffloadedParameter,
     Untouched,
     gradient_edge,
     set_class,
@@ -34,7 +34,7 @@ from sp_lightning.weights.device_parameter import (
 )
 
 
-class Doors(Protocol):
+class EngineCallbacks(Protocol):
     """The calls by which uses of weights reach the engine: the only way up from this wing.
 
     A ``layer`` is a :class:`~sp_lightning.weights.layer.StreamedLayer`, which the callers here only pass on.
@@ -119,7 +119,7 @@ class ParameterGroup:
     """
 
     layer: Any
-    doors: Doors
+    doors: EngineCallbacks
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ParameterGroup:
         self.attached = self.resting = self.shared = self.by_rows = False
         self.compute: Callable[..., Any] | None = None
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
-        self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
+        self._absent = [_with_user_class(OffloadedParameter, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
         with no_inference_mode():
             self.away = [self._absent_like(span, index) for index, span in enumerate(spans)]
@@ -167,7 +167,7 @@ class ParameterGroup:
         for index in stacks:
             self._present[index] = self._absent[index]
 
-    def connect(self, layer: Any, doors: Doors) -> None:
+    def connect(self, layer: Any, doors: EngineCallbacks) -> None:
         """Sets the layer, and the engine that is asked for it. The parameters can be used from now on."""
         self.layer = layer
         self.doors = doors
@@ -195,7 +195,7 @@ class ParameterGroup:
         tensor_data.__set__(parameter, self.away[index])
         object.__setattr__(parameter, "_of", self)
         object.__setattr__(parameter, "_index", index)
-        parameter.__class__ = _with_user_class(StandIn, type(host))
+        parameter.__class__ = _with_user_class(OffloadedParameter, type(host))
         return parameter
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
@@ -419,7 +419,7 @@ class ParameterGroup:
 
     def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
         """A context in which a parameter's layer is on the device."""
-        return self.doors.on_demand([parameter]) if isinstance(parameter, StandIn) else nullcontext()
+        return self.doors.on_demand([parameter]) if isinstance(parameter, OffloadedParameter) else nullcontext()
 
 
 def _counter(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.weights.layer import Slot, StreamedLayer
-from sp_lightning.weights.lent_weights import LentWeights
+from sp_lightning.weights.lent_weights import BoundWeights
 from sp_lightning.weights.slots import BlockSource
 
 
@@ -22,7 +22,7 @@ class Residents:
         nbytes: bytes of device memory.
     """
 
-    def __init__(self, layer: StreamedLayer, source: BlockSource, lent: LentWeights) -> None:
+    def __init__(self, layer: StreamedLayer, source: BlockSource, lent: BoundWeights) -> None:
         self.layer = layer
         self.group = layer.parameters
         self._source = source

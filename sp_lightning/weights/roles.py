@@ -21,7 +21,7 @@ from sp_lightning.weights.device_parameter import DeviceParameter, set_class
 _lock = threading.RLock()  # an update may end in another thread
 
 
-class Role(nn.Parameter):
+class ParameterRole(nn.Parameter):
     """A role. Its methods come before those of the roles with a higher :attr:`rank`, and before those of the user's class.
 
     Attributes:
@@ -31,7 +31,7 @@ class Role(nn.Parameter):
     """
 
     rank: ClassVar[int]
-    roles: ClassVar[tuple[type[Role], ...]] = ()
+    roles: ClassVar[tuple[type[ParameterRole], ...]] = ()
     users: ClassVar[type[nn.Parameter]]
     made: ClassVar[dict[Any, type[nn.Parameter]]]
 
@@ -57,7 +57,7 @@ class Role(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind: Any = type(self)  # once: another thread may take the role at any time
-        roles = kind.roles if issubclass(kind, Role) else ()
+        roles = kind.roles if issubclass(kind, ParameterRole) else ()
         if any(role.is_foreign() for role in roles):
             return kind.users.__deepcopy__(self, memo)
         with left([self], roles):
@@ -109,7 +109,7 @@ def looked_at(func: Callable[..., Any], args: Any, kwargs: Any, present: Callabl
     """
 
     def seen(each: Tensor) -> Tensor:
-        if not issubclass(type(each), Role):
+        if not issubclass(type(each), ParameterRole):
             return each
         with DisableTorchFunctionSubclass():
             view = each.detach()
@@ -119,17 +119,17 @@ def looked_at(func: Callable[..., Any], args: Any, kwargs: Any, present: Callabl
     return func(*args, **kwargs)
 
 
-def take(parameter: nn.Parameter, role: type[Role]) -> None:
+def take(parameter: nn.Parameter, role: type[ParameterRole]) -> None:
     """Gives a parameter a role, unless it has it."""
     take_all((parameter,), role)
 
 
-def leave(parameter: nn.Parameter, role: type[Role]) -> None:
+def leave(parameter: nn.Parameter, role: type[ParameterRole]) -> None:
     """Takes a role, or a role that derives from it, from a parameter that may have it."""
     leave_all((parameter,), role)
 
 
-def take_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
+def take_all(parameters: Sequence[nn.Parameter], role: type[ParameterRole]) -> None:
     """Gives parameters a role. Each of them nearly always has the plain class, or none but this role, which is done at once."""
     with _lock:
         plain = _class_of((role,), nn.Parameter)
@@ -140,7 +140,7 @@ def take_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
                 _change(parameter, lambda roles: (*roles, role))
 
 
-def leave_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
+def leave_all(parameters: Sequence[nn.Parameter], role: type[ParameterRole]) -> None:
     """Takes a role from parameters, as :func:`take_all` gives it."""
     with _lock:
         plain = _class_of((role,), nn.Parameter)
@@ -152,7 +152,7 @@ def leave_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
 
 
 @contextmanager
-def left(parameters: Sequence[nn.Parameter], roles: Sequence[type[Role]]) -> Iterator[None]:
+def left(parameters: Sequence[nn.Parameter], roles: Sequence[type[ParameterRole]]) -> Iterator[None]:
     """A context in which parameters, which have these roles, are without them."""
     for role in roles:
         for parameter in parameters:
@@ -165,9 +165,11 @@ def left(parameters: Sequence[nn.Parameter], roles: Sequence[type[Role]]) -> Ite
                 take(parameter, role)
 
 
-def _change(parameter: Any, change: Callable[[tuple[type[Role], ...]], tuple[type[Role], ...]]) -> None:
+def _change(
+    parameter: Any, change: Callable[[tuple[type[ParameterRole], ...]], tuple[type[ParameterRole], ...]]
+) -> None:
     kind = type(parameter)
-    before = kind.roles if issubclass(kind, Role) else ()
+    before = kind.roles if issubclass(kind, ParameterRole) else ()
     after = change(before)
     roles = tuple(sorted(set(after), key=lambda role: role.rank)) if len(after) > 1 else after
     if roles != before:
@@ -175,7 +177,7 @@ def _change(parameter: Any, change: Callable[[tuple[type[Role], ...]], tuple[typ
         set_class(parameter, _class_of(roles, users) if roles else users)
 
 
-def _class_of(roles: tuple[type[Role], ...], users: type[nn.Parameter]) -> type[nn.Parameter]:
+def _class_of(roles: tuple[type[ParameterRole], ...], users: type[nn.Parameter]) -> type[nn.Parameter]:
     made = roles[0].made
     if (roles, users) not in made:
         attributes = {"__module__": users.__module__, "roles": roles, "users": users}

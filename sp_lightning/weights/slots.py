@@ -169,7 +169,7 @@ class Slots:
             if slot.coming is not None:
                 self._arrive(slot)
             if slot.alive:
-                self._let_go(slot)
+                self._wait_for_readers(slot)
             if slot.layer is not None and slot.layer.slot is slot:
                 slot.layer.slot = None
             # A slot that was held after its release has no event of its own, because its last view may be dropped at any
@@ -197,7 +197,7 @@ class Slots:
             layer.fetches += 1
             self.fetched_bytes += nbytes
 
-    def _let_go(self, slot: Slot) -> None:
+    def _wait_for_readers(self, slot: Slot) -> None:
         """Releases the tensors that the transfer into a slot has read. Steps, which may reuse that memory, wait for the transfer.
 
         They wait for that to the host, too, which reads the same casts.
@@ -249,7 +249,7 @@ class Slots:
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if slot.alive:
-            self._let_go(slot)
+            self._wait_for_readers(slot)
         if slot.layer is not None:
             slot.layer.rows.arrived(slot.memory)
 
@@ -294,7 +294,7 @@ class Slots:
             if slot.overwritable:
                 self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
                 if slot.alive:
-                    self._let_go(slot)
+                    self._wait_for_readers(slot)
                 if slot.layer is not None and slot.layer.slot is slot:
                     slot.layer.slot = None
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)

@@ -25,19 +25,27 @@ from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.own_threads import LateError, OwnThreads
 from sp_lightning.device.torch_private import is_view, tree_leaves, tree_map_only
 from sp_lightning.model.found import Place
-from sp_lightning.model.wrapped import StandInForWrapped, parts
+from sp_lightning.model.wrapped import OffloadedWrapper, parts
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.roles import OF_THE_PARAMETER, Role, leave_all, left, looked_at, take_all, writes_in_place
+from sp_lightning.weights.roles import (
+    OF_THE_PARAMETER,
+    ParameterRole,
+    leave_all,
+    left,
+    looked_at,
+    take_all,
+    writes_in_place,
+)
 from sp_lightning.weights.writes import WeightWatch
 
 _Exchange = tuple[nn.Module, bool, str, Any, Any]
 """A module, whether its ``__setattr__`` is to be called, its attribute, the host parameter and its device parameter."""
 
 
-class Swap:
+class ParameterSwap:
     """Swaps all streamed and resident parameters of a module, and buffers beside them. The caller holds the engine's lock.
 
     Args:
@@ -84,7 +92,9 @@ class Swap:
         self._pairs: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
         of = {id(host): device for host, device in plain if isinstance(host, nn.Parameter)}
         self._captured = [device.host for device in of.values()]
-        self._role: type[_InStep] = type("InStep", (_InStep,), {"device_of": of, "swap": self})
+        self._role: type[_HostParameterInStep] = type(
+            "InStep", (_HostParameterInStep,), {"device_of": of, "swap": self}
+        )
         self._wrapped = list(wrapped)
         # What changed() compares. It is asked before each batch, so it walks along lists, and calls no function of Python's own.
         self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
@@ -121,7 +131,7 @@ class Swap:
             for attribute, parameter in dict.items(parameters) if parameters else ():
                 kind = type(parameter)
                 # isinstance is slow: the metaclass of Parameter checks in Python.
-                if kind is not nn.Parameter and issubclass(kind, (DeviceParameter, StandInForWrapped)):
+                if kind is not nn.Parameter and issubclass(kind, (DeviceParameter, OffloadedWrapper)):
                     parameters[attribute] = parameter.host
         self.on_device = False  # set last, so that a call that was interrupted is repeated
 
@@ -199,7 +209,7 @@ class ByThread(dict[str, Any]):
     def _seen(self, found: Any) -> Any:
         """What the present thread finds in place of what is there."""
         kind = type(found)
-        if kind is nn.Parameter or not issubclass(kind, (DeviceParameter, StandInForWrapped)) or self._threads.own:
+        if kind is nn.Parameter or not issubclass(kind, (DeviceParameter, OffloadedWrapper)) or self._threads.own:
             return found
         return found.host
 
@@ -235,12 +245,12 @@ class ByThread(dict[str, Any]):
         return dict, (self.copy(),)
 
 
-class _InStep(Role):
+class _HostParameterInStep(ParameterRole):
     """A host parameter while a step runs."""
 
     rank = 1
     device_of: dict[int, DeviceParameter]
-    swap: Swap
+    swap: ParameterSwap
     used = False
 
     @classmethod
@@ -254,7 +264,7 @@ class _InStep(Role):
     ) -> Any:
         kwargs = kwargs or {}
         # Another thread may take the role from a parameter at any time: its class is not asked again.
-        role = next(each for each in cls.roles if issubclass(each, _InStep))
+        role = next(each for each in cls.roles if issubclass(each, _HostParameterInStep))
         of = role.device_of
         if not role.swap.threads.own:
             return _elsewhere(role, func, args, kwargs)
@@ -314,7 +324,9 @@ def _is_in_use(layer: StreamedLayer) -> bool:
     return layer.parameters.attached or (layer.slot is not None and layer.slot.held)
 
 
-def _elsewhere(role: type[_InStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _elsewhere(
+    role: type[_HostParameterInStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """A use of host parameters in a thread that is not the run's: it helps in a forward, or looks at the host's memory."""
     of = role.device_of
     if func in OF_THE_PARAMETER or func == _SET_DATA:
@@ -338,7 +350,7 @@ def _elsewhere(role: type[_InStep], func: Callable[..., Any], args: Sequence[Any
     return looked_at(func, args, kwargs, lambda host, seen: _present(role, host, seen) if id(host) in of else seen)
 
 
-def _present(role: type[_InStep], host: Tensor, seen: Tensor) -> Tensor:
+def _present(role: type[_HostParameterInStep], host: Tensor, seen: Tensor) -> Tensor:
     """What a thread that is not the run's sees of a host parameter: its memory, or a copy if the device has other values."""
     group = role.device_of[id(host)]._of
     copied: Tensor | None = group.doors.copied(group.layer, role.device_of[id(host)]._index)
@@ -346,7 +358,7 @@ def _present(role: type[_InStep], host: Tensor, seen: Tensor) -> Tensor:
 
 
 def _on_device(
-    func: Callable[..., Any], hosts: Sequence[Tensor], others: Sequence[Tensor], role: type[_InStep]
+    func: Callable[..., Any], hosts: Sequence[Tensor], others: Sequence[Tensor], role: type[_HostParameterInStep]
 ) -> bool:
     """Whether a call is to be given the device's parameters: for a graph, or because another argument is on the device."""
     device = next(iter(role.device_of.values()))._of.doors.device

@@ -32,7 +32,7 @@ from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import SharedMemory
 from sp_lightning.observe.messages import say_once
-from sp_lightning.weights.layer import OnItsWay, StreamedLayer
+from sp_lightning.weights.layer import PendingGather, StreamedLayer
 
 
 class Uploads:
@@ -51,9 +51,11 @@ class Uploads:
         self.device = device
         self.ring = 0
         self.gathered_bytes = 0
-        self.pending: deque[OnItsWay] = deque()
+        self.pending: deque[PendingGather] = deque()
 
-    def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
+    def send(
+        self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]
+    ) -> PendingGather | None:
         """Begins the upload of a layer. The upload stream waits already for what was in the slot, and for the layer's bytes.
 
         Args:
@@ -75,7 +77,7 @@ class Uploads:
             using: the layer that compute comes to; None if it comes to none.
         """
 
-    def finish(self, last: OnItsWay | None = None) -> None:
+    def finish(self, last: PendingGather | None = None) -> None:
         """Issues all layers up to this one, or all that are on their way. A rank that has failed is a ``RankError``."""
 
     def end_round(self) -> None:
@@ -120,14 +122,16 @@ class SlicedUploads(Uploads):
         self._sums = self._rounds = 0  # how often the ranks had summed gradients when it began, and rounds since
         self._parted = 0  # rounds in a row in which ranks did not agree
 
-    def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
+    def send(
+        self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]
+    ) -> PendingGather | None:
         part = source.nbytes // self._ranks.size // _ALIGNMENT * _ALIGNMENT
         number = self._announce(layer) if part and layer.planned.ring == self.ring else None
         if number is None:
             return super().send(layer, target, source, landed)
         begin, rest = self._ranks.rank * part, self._ranks.size * part
         self._copy(target, source, (begin, begin + part), (rest, source.nbytes))
-        self.pending.append(coming := OnItsWay(number, layer, target, source, part, landed))
+        self.pending.append(coming := PendingGather(number, layer, target, source, part, landed))
         self.go_on()
         return coming if coming in self.pending else None
 
@@ -177,7 +181,7 @@ class SlicedUploads(Uploads):
             finally:
                 self._lock.release()
 
-    def finish(self, last: OnItsWay | None = None) -> None:
+    def finish(self, last: PendingGather | None = None) -> None:
         while self.pending and (last is None or last in self.pending):
             first = self.pending[0]
             try:

@@ -1,7 +1,7 @@
 """Which weights were written: digests by which equal values are known, and the classes that compare them.
 
 Where a version shows a write, :class:`~sp_lightning.weights.parameter_group.ParameterGroup` counts it. Here is what no version
-shows: views that outlive their step (:class:`ViewDigests`), their layer's use of the memory (:class:`LeftViews`) or their
+shows: views that outlive their step (:class:`ViewDigests`), their layer's use of the memory (:class:`StaleViews`) or their
 weight's (:class:`ExchangedMemory`), and the host's weights within a step (:class:`WeightWatch`).
 """
 
@@ -87,7 +87,7 @@ class ViewDigests:
         return [index for index in written if index not in twice]
 
 
-class LeftViews:
+class StaleViews:
     """Views of memory that its layer has left because one of its weights was given other memory; the others went on elsewhere.
 
     What is written through such a view is lost, so it is refused.

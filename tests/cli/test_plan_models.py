@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from sp_lightning.__main__ import main
-from sp_lightning.device.torch_fake import on_paper
+from sp_lightning.device.torch_fake import fake_tensors
 from sp_lightning.model.find import find_layers
 from tests.support.answers import plan
 from tests.support.tiers import some
@@ -33,7 +33,7 @@ def default(kind: str, folder: Path) -> str:
 @pytest.mark.rest("a model of 76 billion parameters is made on paper")
 def test_of_the_blocks_of_a_vision_tower_all_travel() -> None:
     """17 of 32 stayed on the device, 5.6 GiB that did not fit, because together they were 1/50 of the model."""
-    with on_paper():
+    with fake_tensors():
         module = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig())
         found = find_layers(module)
     assert sum(layer.name.startswith("model.visual.blocks.") for layer in found.layers) == 32

@@ -19,7 +19,7 @@ from tests.support.models import vectors
 from tests.support.nets import Scheduled, Summarized, assert_changing, clock, middle
 from tests.support.runs import loader
 from tests.support.tiers import first
-from tests.support.ways import Net, Seen, Way, compare
+from tests.support.ways import Net, RunVariant, Seen, compare
 
 
 @feature("Callbacks", "`EarlyStopping`")
@@ -32,7 +32,7 @@ from tests.support.ways import Net, Seen, Way, compare
     ids=["patience", "threshold"],
 )
 def test_early_stopping(options: dict[str, Any], tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         stopping = plc.EarlyStopping(**options)
         seen = way.fit(callbacks=[stopping], max_epochs=20, batches=3)
         return {**seen, "stopping": stopping.state_dict(), "reason": str(stopping.stopping_reason)}
@@ -43,7 +43,7 @@ def test_early_stopping(options: dict[str, Any], tmp_path: Path) -> None:
 
 @feature("Callbacks", "`LearningRateMonitor`")
 def test_learning_rate_monitor(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         monitor = plc.LearningRateMonitor(log_momentum=True, log_weight_decay=True)
         return {**way.fit(partial(Scheduled, "one cycle"), callbacks=[monitor]), "rates": monitor.lrs}
 
@@ -64,7 +64,7 @@ def test_summary(
     monkeypatch.setattr("rich._console", None)  # rich has asked for the columns when it was first used
     name = plc.model_summary.__name__
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         caplog.clear()
         capsys.readouterr()
         with caplog.at_level(logging.INFO, name):
@@ -79,7 +79,7 @@ def test_summary(
 
 @feature("Callbacks", "`DeviceStatsMonitor`")
 def test_device_stats(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         seen = way.fit(callbacks=[plc.DeviceStatsMonitor(cpu_stats=True)])
         lines = seen["logged"][0][0]
         timeless = [(step, {k: v for k, v in line.items() if "cpu" not in k} or list(line)) for step, line in lines]
@@ -92,7 +92,7 @@ def test_device_stats(tmp_path: Path) -> None:
 
 @feature("Callbacks", "`LambdaCallback`")
 def test_lambda_callback(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         values: list[Any] = []
 
         def note(trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
@@ -111,7 +111,7 @@ def test_lambda_callback(tmp_path: Path) -> None:
 def test_timer(interval: str, tmp_path: Path) -> None:
     """By a clock that goes on with each look at it, so that both runs stop at the same batch."""
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         timer = plc.Timer(datetime.timedelta(seconds=10), interval, verbose=False)
         with clock(plc.timer, "monotonic"):
             seen = way.fit(callbacks=[timer], max_epochs=20)
@@ -136,7 +136,7 @@ class Writes(plc.BasePredictionWriter):
 @feature("Callbacks", "`BasePredictionWriter`", "`predict(return_predictions=False)`")
 @pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
 def test_prediction_writer(interval: str, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         writer = Writes(interval)
         trainer = way.trainer(callbacks=[writer])
         wants = interval != "batch"
@@ -153,7 +153,7 @@ def test_throughput(tmp_path: Path) -> None:
     class Measured(Net):
         flops_per_batch = 1000
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         monitor = plc.ThroughputMonitor(len, lambda batch: batch.shape[1], window_size=3)
         with clock(plc.throughput_monitor, "perf_counter"):
             return way.fit(Measured, callbacks=[monitor], accumulate_grad_batches=2, val_check_interval=3)
@@ -168,7 +168,7 @@ def test_spike_detection(spike: bool, tmp_path: Path) -> None:
     batches = list(vectors(6))
     batches[4] = batches[4] * (1000 if spike else 1)
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         detection = plc.SpikeDetection(exclude_batches_path=way.folder / "bad.json", atol=1.0)
         trainer = way.trainer(callbacks=[detection])
         module = Net()
@@ -203,7 +203,7 @@ def shown_by(kind: Any, shown: list[Any]) -> Any:
     "kind", first([plc.TQDMProgressBar, plc.RichProgressBar], plc.TQDMProgressBar, why="the other bar")
 )
 def test_progress_bars(kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         shown: list[Any] = []
         bar = shown_by(kind, shown)
         seen = way.fit(callbacks=[bar], enable_progress_bar=True, num_sanity_val_steps=1)

@@ -20,7 +20,7 @@ from tests.support.models import vectors
 from tests.support.nets import Does, Fails, WithExtras, clock, fails
 from tests.support.runs import loader
 from tests.support.tiers import first
-from tests.support.ways import Net, Seen, Way, compare, files, left
+from tests.support.ways import Net, RunVariant, Seen, compare, files, left
 
 pytestmark = [
     # Lightning's advice to who resumes without the callbacks that saved.
@@ -47,7 +47,7 @@ SAVERS: dict[str, dict[str, Any]] = {
     "name", first(SAVERS, "monitor, min", "save_last=link", "save_weights_only", why="other options of Lightning's")
 )
 def test_model_checkpoint(name: str, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         saver = ModelCheckpoint(way.folder, "{epoch}-{step}-{train_loss_step:.9f}", **SAVERS[name])
         with clock(plc.model_checkpoint, "monotonic"):
             seen = way.fit(callbacks=[saver], enable_checkpointing=True, max_epochs=2)
@@ -62,7 +62,7 @@ def test_model_checkpoint(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*.fit.ckpt_path=.*(without a model|no last checkpoint).*:UserWarning")
 @pytest.mark.parametrize("where", ["before", "forward", "after", "validation", "interrupt"])
 def test_saved_on_exception(where: str, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         savers = [
             ModelCheckpoint(way.folder / "a", save_on_exception=True),
             plc.OnExceptionCheckpoint(way.folder / "b"),
@@ -95,11 +95,11 @@ def test_resumes_in_the_middle(batch: int, tmp_path: Path) -> None:
     """Both ways to write a file, with all ways to read it."""
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 3, "batches": 7}
 
-    def write(way: Way) -> Seen:
+    def write(way: RunVariant) -> Seen:
         seen = way.fit(callbacks=[SavesAt(way.folder / "mid.ckpt", batch)], **options)
         return {**seen, "files": files(way.folder)}
 
-    def read(way: Way, path: Path) -> Seen:
+    def read(way: RunVariant, path: Path) -> Seen:
         return {**way.fit(ckpt_path=path, **options), "path": ""}
 
     assert compare(write, tmp_path)["files"]
@@ -111,7 +111,7 @@ def test_resumes_in_the_middle(batch: int, tmp_path: Path) -> None:
 
 @feature("Checkpoints", '`ckpt_path="best"` and `"last"`', "`Trainer.save_checkpoint(weights_only=True)`")
 def test_best_and_last(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         saver = ModelCheckpoint(way.folder, monitor="val_loss", mode="max", save_last=True, save_top_k=2)
         trainer = way.trainer(callbacks=[saver], enable_checkpointing=True, max_epochs=2)
         module = Net()
@@ -157,7 +157,7 @@ class Counts(Callback):
     "`save_hyperparameters`, `load_from_checkpoint`",
 )  # fmt: skip
 def test_states_of_ones_own(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         saver = ModelCheckpoint(way.folder, "one", every_n_train_steps=4)
         first = Counts()
         fitted = way.fit(partial(WithExtras, 4, 2e-2), callbacks=[first, saver], enable_checkpointing=True)
@@ -188,7 +188,7 @@ class Partial(Net):
 
 @feature("Checkpoints", "`strict_loading=False`, `state_dict` override")
 def test_strict_loading(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         saver = ModelCheckpoint(way.folder, "one", every_n_train_steps=4)
         fitted = way.fit(Partial, callbacks=[saver], enable_checkpointing=True)
         resumed = way.fit(Partial, max_epochs=2, ckpt_path=way.folder / "one.ckpt")
@@ -214,7 +214,7 @@ class SlowIO(TorchCheckpointIO):
 def test_async_checkpoints(tmp_path: Path) -> None:
     """A file is of the moment when it was asked for, though training goes on before it is written."""
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trained = threading.Event()
         io = AsyncCheckpointIO(SlowIO(trained))
         saver = ModelCheckpoint(way.folder, every_n_train_steps=2, save_top_k=-1)

@@ -14,7 +14,7 @@ from tests.support.models import vectors
 from tests.support.nets import WithExtras
 from tests.support.runs import loader
 from tests.support.tiers import first
-from tests.support.ways import Seen, Way, compare, files, left
+from tests.support.ways import RunVariant, Seen, compare, files, left
 
 pytestmark = [
     # Lightning's advice to who resumes without the callbacks that saved.
@@ -72,7 +72,7 @@ def test_cli(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "JSONARGPARSE_DEPRECATION_WARNINGS", "off"
     )  # Lightning 2.6 calls what jsonargparse 4.53 deprecates
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         config = way.folder / "fit.yaml"
         config.write_text(CONFIG.replace("DIR", str(way.folder / "files")))
         chosen = CHOICES[name] if way.overlap else []

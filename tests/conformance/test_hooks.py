@@ -21,7 +21,7 @@ from tests.support.models import CASES, vectors
 from tests.support.nets import Fails, Scheduled, assert_changing, fails, middle
 from tests.support.runs import assert_equal, fused, loader
 from tests.support.tiers import first
-from tests.support.ways import EVERY, LATE, Net, Seen, Way, compare, left
+from tests.support.ways import EVERY, LATE, Net, RunVariant, Seen, compare, left
 
 pytestmark = [
     # Lightning's advice to who resumes without the callbacks that saved.
@@ -68,7 +68,7 @@ class Looks(Callback):
 def test_what_hooks_see(name: str, accumulate: int, tmp_path: Path) -> None:
     case = CASES[name]
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         looks = Looks(LOOKS, gradients=True)
         options = {"callbacks": [looks], "accumulate_grad_batches": accumulate, "max_epochs": 2}
         seen = way.fit(fused(case.make), case.batches(), case.batches()[:1], **options)
@@ -87,7 +87,7 @@ def test_what_hooks_see(name: str, accumulate: int, tmp_path: Path) -> None:
 def test_what_hooks_see_of_early_updates(tmp_path: Path) -> None:
     hooks = [hook for hook in LOOKS if "zero_grad" not in hook and "backward" not in hook and "optimizer" not in hook]
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         looks = Looks(hooks, gradients=False)
         seen = way.fit(callbacks=[looks], max_epochs=2)
         return {**seen, "looks": looks.seen}
@@ -136,7 +136,7 @@ def test_what_hooks_write(hook: str, what: str, tmp_path: Path) -> None:
         lambda way: way.fit(callbacks=[Changes(hook, what)], max_epochs=2, batches=3, val=1), tmp_path, overlaps
     )
     if hook != "on_train_start":
-        untouched = Way(tmp_path / "untouched", None).fit(max_epochs=2, batches=3, val=1)
+        untouched = RunVariant(tmp_path / "untouched", None).fit(max_epochs=2, batches=3, val=1)
         with pytest.raises(AssertionError, match="differ"):
             assert_equal(seen["state"], untouched["state"], "state")
 
@@ -191,7 +191,7 @@ class WithData(Scheduled):
 
 @feature("Hooks", "all hooks of modules and callbacks: order, and weights at each")
 def test_order_of_hooks(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         noted: list[Any] = []
         callback = noting(Callback, hooks_of(Callback), "callback", noted)()
         saver = ModelCheckpoint(way.folder, "one", every_n_train_steps=2)
@@ -271,7 +271,7 @@ class Data(pl.LightningDataModule):
 
 @feature("Hooks", "`LightningDataModule`, all hooks")
 def test_data_module(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         noted: list[Any] = []
         saver = ModelCheckpoint(way.folder, "one", every_n_train_steps=3)
         trainer = way.trainer(callbacks=[saver], enable_checkpointing=True, max_epochs=2)

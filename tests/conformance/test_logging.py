@@ -22,12 +22,12 @@ from tests.support.features import LOGGING, feature
 from tests.support.models import CASES, Classifier, images
 from tests.support.nets import Summarized, WithExtras, middle
 from tests.support.runs import loader
-from tests.support.ways import LATE, Net, Seen, Way, compare, left
+from tests.support.ways import LATE, Net, RunVariant, Seen, compare, left
 
 
 @feature(LOGGING, "`CSVLogger`")
 def test_csv_logger(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         logger = CSVLogger(way.folder, "csv", 0, flush_logs_every_n_steps=1)
         seen = way.fit(partial(WithExtras, 4), logger=logger, max_epochs=2)
         with (way.folder / "csv/version_0/metrics.csv").open() as lines:
@@ -47,7 +47,7 @@ class Drawn(Summarized):
         self.logger.experiment.add_histogram("weights", middle(self), self.current_epoch)
 
 
-def board(way: Way, *, graph: bool) -> Seen:
+def board(way: RunVariant, *, graph: bool) -> Seen:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logger = TensorBoardLogger(way.folder, "board", 0, log_graph=graph)
     seen = way.fit(Drawn, logger=logger, max_epochs=2)
@@ -95,7 +95,7 @@ PROFILERS: dict[str, Callable[[Path], Any]] = {
 def test_profilers(name: str, tmp_path: Path) -> None:
     """What is timed is the same, but for the strategy's name and our callback."""
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         profiler = PROFILERS[name](way.folder)
         seen = way.fit(profiler=profiler)
         tables = way.folder.glob("fit-*.txt") if name != "pytorch" else ()  # whose table has the longest only
@@ -141,7 +141,7 @@ class Metrics(Classifier, Net):
 
 @feature(LOGGING, "torchmetrics: attributes, `MetricCollection`")
 def test_metrics(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(max_epochs=3)
         module = Metrics()
         trainer.fit(module, loader(images(16, 4)), loader(images(16, 3)))

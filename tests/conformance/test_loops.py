@@ -20,7 +20,7 @@ from tests.support.models import CASES, vectors
 from tests.support.nets import Does, clock, middle
 from tests.support.runs import fused, loader
 from tests.support.tiers import first
-from tests.support.ways import LATE, Net, Seen, Way, compare, left
+from tests.support.ways import LATE, Net, RunVariant, Seen, compare, left
 
 
 class Quiet(Net):
@@ -89,7 +89,7 @@ class StopsAt(Callback):
     ),
 )
 def test_flags(name: str, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         options: dict[str, Any] = {"max_epochs": 2, **FLAGS[name]}
         steps: list[Tensor] = []
         if name != "barebones":
@@ -106,7 +106,7 @@ def test_flags(name: str, tmp_path: Path) -> None:
 
 @feature("Loops and flags", "`max_time`")
 def test_max_time(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         with clock(plc.timer, "monotonic"):
             return way.fit(max_time={"seconds": 10}, max_epochs=20)
 
@@ -131,7 +131,7 @@ class Reloads(Net):
 @pytest.mark.rest("the first tier has one of each kind")
 @feature("Loops and flags", "`reload_dataloaders_every_n_epochs`")
 def test_reloaded_data(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(max_epochs=4, reload_dataloaders_every_n_epochs=2)
         module = Reloads()
         trainer.fit(module)
@@ -167,7 +167,7 @@ COMBINED = ("min_size", "max_size", "max_size_cycle", "sequential")
 @feature("Loops and flags", *(f"`CombinedLoader`: {mode}" for mode in COMBINED))
 @pytest.mark.parametrize("mode", first(COMBINED, next(iter(COMBINED)), why="other modes of Lightning's"))
 def test_combined_loaders(mode: Any, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer()
         module = Several()
         training: Any = loader(vectors(3)) if mode == "sequential" else CombinedLoader(several(), mode)
@@ -186,7 +186,7 @@ def test_combined_loaders(mode: Any, tmp_path: Path) -> None:
 @pytest.mark.rest("the first tier has one of each kind")
 @feature("Loops and flags", "several validation, test and predict loaders")
 def test_several_loaders(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(max_epochs=2)
         module = Several()
         loaders = list(several().values())
@@ -202,7 +202,7 @@ def test_several_loaders(tmp_path: Path) -> None:
 
 @feature("Loops and flags", "`limit_test_batches`, `limit_predict_batches`")
 def test_limits_of_other_loops(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(limit_test_batches=2, limit_predict_batches=0.5)
         module = Net()
         tested = trainer.test(module, loader(vectors(6)), verbose=False)
@@ -223,7 +223,7 @@ class Streamed(IterableDataset):
 @feature("Loops and flags", "`IterableDataset`")
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"limit_train_batches": 3}], ids=str)
 def test_iterable_data(options: dict[str, Any], tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(max_epochs=2, **options)
         trainer.fit(Net(), DataLoader(Streamed(), batch_size=None), DataLoader(Streamed(), batch_size=None))
         return left(trainer)
@@ -251,7 +251,7 @@ class Skips(Net):
 @pytest.mark.parametrize("how", ["epoch", "loss"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_skipped(how: str, accumulate: int, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         return way.fit(partial(Skips, how), max_epochs=2, accumulate_grad_batches=accumulate)
 
     seen = compare(run, tmp_path)
@@ -266,7 +266,7 @@ def test_skipped(how: str, accumulate: int, tmp_path: Path) -> None:
     "name", first(["stack", "gpt2-tied", "resnet50"], "gpt2-tied", second=["stack"], why="other models")
 )
 def test_all_loops(name: str, inference_mode: bool, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(inference_mode=inference_mode)
         case = CASES[name]
         module = fused(case.make)()

@@ -15,7 +15,7 @@ from tests.support.models import Gan, Lbfgs, Stack, vectors
 from tests.support.nets import Does, Scheduled
 from tests.support.runs import assert_equal, loader
 from tests.support.tiers import first
-from tests.support.ways import LATE, Net, Seen, Way, compare, left
+from tests.support.ways import LATE, Net, RunVariant, Seen, compare, left
 
 
 @feature("Optimization", "`gradient_clip_val`, both algorithms")
@@ -23,12 +23,12 @@ from tests.support.ways import LATE, Net, Seen, Way, compare, left
 def test_clipping(algorithm: str, tmp_path: Path) -> None:
     limit = {"norm": 0.01, "value": 1e-4}[algorithm]
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         return way.fit(gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
     clipped = compare(run, tmp_path, LATE)
     with pytest.raises(AssertionError, match="differ"):
-        assert_equal(clipped["state"], Way(tmp_path / "unclipped", None).fit()["state"], "state")
+        assert_equal(clipped["state"], RunVariant(tmp_path / "unclipped", None).fit()["state"], "state")
 
 
 class Clips(Net):
@@ -48,7 +48,7 @@ class Clips(Net):
 
 @feature("Optimization", "`configure_gradient_clipping` override")
 def test_clipping_of_ones_own(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer()
         module = Clips()
         trainer.fit(module, loader(vectors(6)))
@@ -65,7 +65,7 @@ KINDS = ("epoch", "step", "plateau", "plateau, step", "one cycle", "sequential")
 @feature("Optimization", *(f"learning-rate schedulers: {kind}" for kind in KINDS))
 @pytest.mark.parametrize("kind", first(KINDS, "step", "plateau", why="other schedulers of torch"))
 def test_schedulers(kind: str, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         rates: list[float] = []
         watch = Does(on_train_batch_end=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]))
         seen = way.fit(partial(Scheduled, kind), callbacks=[watch], max_epochs=3)
@@ -145,7 +145,7 @@ class Frequencies(Gan):
 @feature("Optimization", "several optimizers: `toggle_optimizer`, `toggle_model`, frequencies by hand")
 @pytest.mark.parametrize("make", [Gan, Frequencies])
 def test_several_optimizers(make: Any, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(max_epochs=2)
         module = make()
         trainer.fit(module, loader(vectors(6)), loader(vectors(1)))
@@ -159,7 +159,7 @@ def test_several_optimizers(make: Any, tmp_path: Path) -> None:
 
 @feature("Optimization", "closures that are called many times (LBFGS)")
 def test_lbfgs(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         calls: list[int] = []
 
         class Counted(Lbfgs):
@@ -220,7 +220,7 @@ OVERRIDES = {
 @feature("Optimization", *OVERRIDES.values())
 @pytest.mark.parametrize("how", OVERRIDES)
 def test_overrides(how: str, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer()
         module = StepsInItsOwnWay(how)
         trainer.fit(module, loader(vectors(6)))
@@ -231,4 +231,4 @@ def test_overrides(how: str, tmp_path: Path) -> None:
     assert all(gradient is not None for gradient in seen["gradients"].values())
     if how not in ("closure first", "zeros"):  # other ways to the same end
         with pytest.raises(AssertionError):
-            assert_equal(seen["state"], Way(tmp_path / "without", None).fit(val=1)["state"], "state")
+            assert_equal(seen["state"], RunVariant(tmp_path / "without", None).fit(val=1)["state"], "state")

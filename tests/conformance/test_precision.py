@@ -16,7 +16,7 @@ from tests.support.features import feature
 from tests.support.models import CASES
 from tests.support.runs import fused, loader
 from tests.support.tiers import first
-from tests.support.ways import EVERY, LATE, Seen, Way, compare, files, left
+from tests.support.ways import EVERY, LATE, RunVariant, Seen, compare, files, left
 
 
 def in_precision(precision: str, make: Callable[[], pl.LightningModule]) -> Callable[[], pl.LightningModule]:
@@ -49,7 +49,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-t
 def test_precision(precision: str, name: str, tmp_path: Path) -> None:
     case = CASES[name]
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
         options: dict[str, Any] = (
             {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}

@@ -20,7 +20,7 @@ from tests.support.models import CASES, Stack, tokens, vectors
 from tests.support.nets import Does, assert_changing
 from tests.support.runs import collate, loader, trainer_for
 from tests.support.tiers import first
-from tests.support.ways import LATE, Net, Notes, Seen, Way, compare, files, left
+from tests.support.ways import LATE, Net, Notes, RunVariant, Seen, compare, files, left
 
 pytestmark = [
     # Lightning's advice to who resumes without the callbacks that saved.
@@ -35,7 +35,7 @@ def test_init_module(empty: bool, tmp_path: Path) -> None:
     pl.seed_everything(3, verbose=False)
     weights = Net().state_dict()
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer()
         with trainer.init_module(empty_init=empty):
             module = Net()
@@ -67,7 +67,7 @@ class Configured(Net):
 
 @feature("Set-up and data", "`configure_model`")
 def test_configure_model(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(max_epochs=2)
         module = Configured()
         trainer.fit(module, loader(vectors(6)), loader(vectors(1)))
@@ -84,7 +84,7 @@ def test_configure_model(tmp_path: Path) -> None:
 @feature("Set-up and data", "`Trainer.fit` twice on one trainer")
 @pytest.mark.parametrize("other", [False, True], ids=["same module", "another module"])
 def test_fit_twice(other: bool, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(max_epochs=1)
         first = Net()
         trainer.fit(first, loader(vectors(4)), loader(vectors(1)))
@@ -103,7 +103,7 @@ def test_fit_twice(other: bool, tmp_path: Path) -> None:
 @feature("Set-up and data", "one module on two trainers: plain after ours, ours after plain, ours after ours")
 @pytest.mark.parametrize("fits", ["ours, plain", "plain, ours", "ours, ours"])
 def test_one_module_on_two_trainers(fits: str, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         pl.seed_everything(3, verbose=False)
         module = Net()
         states = []
@@ -126,7 +126,7 @@ def test_one_module_on_two_trainers(fits: str, tmp_path: Path) -> None:
     "whole", first([True, False], False, why="seconds of compilation"), ids=["LightningModule", "layers"]
 )
 def test_compiled(whole: bool, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         torch.compiler.reset()
         trainer = way.trainer()
         module: Any = Net(Stack(2))
@@ -154,7 +154,7 @@ class Draws(torch.utils.data.Dataset):
 @pytest.mark.rest("two more processes in each run")
 @feature("Set-up and data", "`seed_everything(workers=True)`, workers")
 def test_seeded_workers(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         batches: list[Tensor] = []
         watch = Does(on_train_batch_start=lambda trainer, module, batch, *_: batches.append(batch.clone()))
         trainer = way.trainer(callbacks=[watch], max_epochs=2)
@@ -181,7 +181,7 @@ def test_a_language_model(tmp_path: Path) -> None:
             optimizer = super().configure_optimizers()
             return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8), "interval": "step"}]
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         saver = ModelCheckpoint(way.folder, "{step}", every_n_train_steps=2, save_top_k=-1)
         options: dict[str, Any] = {
             "make": Language, "batches": tokens(6), "val": tokens(1), "gradient_clip_val": 0.1, "max_epochs": 2,

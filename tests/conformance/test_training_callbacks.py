@@ -21,7 +21,7 @@ from tests.support.models import Classifier, images, vectors
 from tests.support.runs import loader
 from tests.support.simdevice import simulated
 from tests.support.tiers import first, some
-from tests.support.ways import LATE, Net, Seen, Way, compare, files, left
+from tests.support.ways import LATE, Net, RunVariant, Seen, compare, files, left
 
 
 class Images(Classifier, Net):
@@ -41,7 +41,7 @@ pytestmark = [
 @feature("Callbacks", "`Tuner.lr_find`", "`LearningRateFinder`")
 @pytest.mark.parametrize("callback", some([False, True], True, why="the same by the tuner"), ids=["tuner", "callback"])
 def test_learning_rate_finder(callback: bool, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         trainer = way.trainer(callbacks=[plc.LearningRateFinder(num_training_steps=25)] if callback else [])
         module = Net()
         if callback:
@@ -92,7 +92,7 @@ class Sized(Net):
     "way_to_find", first(["power", "binsearch", "callback"], "binsearch", why="other ways to search")
 )
 def test_batch_size_scaler(way_to_find: str, limit: int, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         finder = plc.BatchSizeFinder(steps_per_trial=2, max_trials=4)
         trainer = way.trainer(callbacks=[finder] if way_to_find == "callback" else [], limit_train_batches=4)
         module = Sized(limit)
@@ -109,7 +109,7 @@ def test_batch_size_scaler(way_to_find: str, limit: int, tmp_path: Path) -> None
 @feature("Callbacks", "`StochasticWeightAveraging`, with BatchNorm")
 @pytest.mark.parametrize("device", first([None, "cpu"], None, second=[], why="the same on the CPU"))
 def test_stochastic_weight_averaging(device: str | None, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         averaging = plc.StochasticWeightAveraging(0.05, 1, annealing_epochs=2, device=device)
         saver = ModelCheckpoint(way.folder, every_n_train_steps=5, save_top_k=-1)
         data = {"batches": images(16, 2), "val": images(16, 1)}
@@ -144,7 +144,7 @@ class Averages(plc.WeightAveraging):
 def test_weight_averaging(kind: Any, device: str | None, tmp_path: Path) -> None:
     """Validation sees the averages; a file has both, and a run resumes with both."""
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         made = partial(kind, device, **({"decay": 0.8} if kind is plc.EMAWeightAveraging else {}))
         saver = ModelCheckpoint(way.folder, "{step}", every_n_train_steps=4, save_top_k=-1)
         data: dict[str, Any] = {"make": Images, "batches": images(16, 3), "val": images(16, 1)}
@@ -161,7 +161,7 @@ def test_weight_averaging(kind: Any, device: str | None, tmp_path: Path) -> None
 
 @feature("Callbacks", "`GradientAccumulationScheduler`")
 def test_accumulation_scheduler(tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         return way.fit(callbacks=[plc.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=4)
 
     assert compare(run, tmp_path)["progress"][0] == 6 + 3 + 2 + 2
@@ -182,7 +182,7 @@ class Thaws(plc.BaseFinetuning):
 def test_finetuning(tmp_path: Path) -> None:
     """Blocks are unfrozen in the middle of a fit; a run that resumes has their groups."""
 
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         saver = ModelCheckpoint(way.folder, "{epoch}", save_top_k=-1)
         seen = way.fit(callbacks=[Thaws(), saver], enable_checkpointing=True, max_epochs=5, batches=2)
         resumed = way.fit(callbacks=[Thaws()], max_epochs=5, batches=2, ckpt_path=way.folder / "epoch=1.ckpt")
@@ -208,7 +208,7 @@ class WithBackbone(Images):
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist:UserWarning")  # BatchNorm's
 @pytest.mark.parametrize("train_bn", first([True, False], True, why="the same without"))
 def test_backbone_finetuning(train_bn: bool, tmp_path: Path) -> None:
-    def run(way: Way) -> Seen:
+    def run(way: RunVariant) -> Seen:
         callback = plc.BackboneFinetuning(1, lambda epoch: 1.5, train_bn=train_bn, backbone_initial_ratio_lr=0.1)
         return way.fit(WithBackbone, images(16, 2), images(16, 1), callbacks=[callback], max_epochs=3)
 
@@ -224,7 +224,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def prune(way: Way, method: str, lottery: bool) -> Seen:
+def prune(way: RunVariant, method: str, lottery: bool) -> Seen:
     callback = plc.ModelPruning(
         method, amount=0.3, use_lottery_ticket_hypothesis=lottery, parameter_names=["weight"], **METHODS[method]
     )

@@ -13,26 +13,26 @@ import pytest
 import torch.distributed as dist
 
 from sp_lightning.device import board
-from sp_lightning.device.board import Board, NodeNews, RankError, RankInterrupt, board_bytes
+from sp_lightning.device.board import NodeNews, RankError, RankInterrupt, RankStatus, board_bytes
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create
 
 
-def boards(size: int = 2) -> list[Board]:
+def boards(size: int = 2) -> list[RankStatus]:
     nbytes = whole_pages(board_bytes(size))
     descriptor = create(nbytes, "board")
     memory = SharedMemory(descriptor, nbytes)
     os.close(descriptor)
     names = [f"rank {rank}" for rank in range(size)]
-    return [Board(memory, rank, {}, names, str) for rank in range(size)]
+    return [RankStatus(memory, rank, {}, names, str) for rank in range(size)]
 
 
 def test_ranks_that_come_in_one_order_see_each_other() -> None:
     first, second = boards()
     for turn in range(100):  # more than are kept
-        first.come(f"meeting {turn}")
+        first.arrive(f"meeting {turn}")
         assert not first.all_here()
-        second.come(f"meeting {turn}")
+        second.arrive(f"meeting {turn}")
         assert first.all_here()
         assert second.all_here()
 
@@ -40,9 +40,9 @@ def test_ranks_that_come_in_one_order_see_each_other() -> None:
 def test_the_second_to_come_says_where_both_are() -> None:
     first, second = boards()
     first.place = "batch 3"
-    first.come("a sum")
+    first.arrive("a sum")
     with pytest.raises(RankError, match=r"rank 1 has come to a step, and rank 0 to a sum, batch 3\. All ranks need"):
-        second.come("a step")
+        second.arrive("a step")
     with pytest.raises(RankError, match="rank 0 has come to a sum, batch 3, and rank 1 to a step"):
         first.until(lambda: False, "the others")
 
@@ -51,52 +51,52 @@ def test_a_difference_that_is_past_is_found() -> None:
     """Whoever goes ahead without waiting may have left the meeting at which they parted."""
     first, second = boards()
     for what in ("one", "two", "three", "four"):
-        first.come(what)
-    second.come("one")
+        first.arrive(what)
+    second.arrive("one")
     with pytest.raises(RankError, match="rank 1 has come to another, and rank 0 to two"):
-        second.come("another")
+        second.arrive("another")
     with pytest.raises(RankError, match="rank 1 has come to another, and rank 0 to two"):
-        second.come("three")
+        second.arrive("three")
 
 
 def test_a_rank_far_behind_is_let_alone() -> None:
     """What it has missed is no longer on the board, so there is nothing to compare until it is nearer."""
     first, second = boards()
     for turn in range(100):
-        first.come(str(turn))
+        first.arrive(str(turn))
     for turn in range(100):
-        second.come(str(turn))
+        second.arrive(str(turn))
 
 
 def test_each_meeting_has_its_numbers() -> None:
     first, second = boards()
-    first.come("backward", 7)
-    second.come("backward", 7)
+    first.arrive("backward", 7)
+    second.arrive("backward", 7)
     assert [first.number(rank) for rank in range(2)] == [7, 7]
-    first.come("backward", 5)  # the other one has not looked yet
+    first.arrive("backward", 5)  # the other one has not looked yet
     assert [second.number(rank) for rank in range(2)] == [7, 7]
-    second.come("backward", 2**53)
+    second.arrive("backward", 2**53)
     assert [[each.number(rank) for rank in range(2)] for each in (first, second)] == [[5, 2**53]] * 2
 
 
 def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
     first, second = boards()
     for each in (first, second):
-        each.come("a batch")
+        each.arrive("a batch")
     second.run_ends()
     first.check("nothing")  # it has come to all that this rank has come to
     with pytest.raises(RankError, match="rank 0 has come to another batch, and rank 1 to the end of its run"):
-        first.come("another batch")
+        first.arrive("another batch")
 
 
 def test_a_rank_that_has_failed_says_that_and_not_that_it_has_parted() -> None:
     """It comes to the end of its run where the others still come to a batch."""
     first, second = boards()
     for each in (first, second):
-        each.come("a batch")
+        each.arrive("a batch")
     second.fail(ValueError("too large"))
     second.run_ends()
-    first.come("another batch")
+    first.arrive("another batch")
     with pytest.raises(RankError, match="rank 1 has failed while rank 0 waited for it: ValueError: too large"):
         first.check("it")
 
@@ -106,14 +106,14 @@ def test_after_its_run_a_rank_may_be_early() -> None:
     first, second = boards()
     for each in (first, second):
         each.run_ends()
-    first.come("a barrier")
+    first.arrive("a barrier")
     first.check("the others")
 
 
 def test_what_has_come_in_the_last_moment_counts() -> None:
     """A rank that has ended may have brought about what is waited for, after the last look."""
     first, second = boards()
-    first.come("a batch")
+    first.arrive("a batch")
     check, there = first.check, []
 
     def late(why: str) -> None:
@@ -127,9 +127,9 @@ def test_what_has_come_in_the_last_moment_counts() -> None:
 
 def test_a_rank_that_says_nothing_is_given_up() -> None:
     first, second = boards()
-    second.come("a step")
-    first.come("a step")
-    first.come("a sum")
+    second.arrive("a step")
+    first.arrive("a step")
+    first.arrive("a sum")
     with (
         mock.patch.object(board, "_TIMEOUT", timedelta(seconds=0.1)),
         pytest.raises(

@@ -42,7 +42,7 @@ OPERATORS: dict[str, Any] = {
 def test_what_an_operator_made_is_made_again(operator: Any) -> None:
     """The second and the third time the mode knows it from the first."""
     found: list[Any] = []
-    for mode in (torch_fake.FakeTensorMode(allow_non_fake_inputs=True), torch_fake.Paper()):
+    for mode in (torch_fake.FakeTensorMode(allow_non_fake_inputs=True), torch_fake.FakeResults()):
         with mode:
             for _ in range(3):
                 x, y = torch.empty(4, 6), torch.empty(4, 6)
@@ -53,7 +53,7 @@ def test_what_an_operator_made_is_made_again(operator: Any) -> None:
 
 
 def test_what_is_remembered_depends_on_more_than_shapes() -> None:
-    with torch_fake.Paper() as paper:
+    with torch_fake.FakeResults() as paper:
         x = torch.empty(4, dtype=torch.int32)
         assert [(x * other).dtype for other in (2, 2.0, True, 2, 2.0)] == [
             torch.int32, torch.float32, torch.int32, torch.int32, torch.float32,
@@ -76,7 +76,7 @@ def test_what_is_remembered_depends_on_more_than_shapes() -> None:
 
 def test_weights_that_are_cast_up_and_back_are_the_first_ones_again() -> None:
     """diffusers' layerwise casting: each cast stayed alive, and the plan counted both directions of it as activations."""
-    with torch_fake.on_paper():
+    with torch_fake.fake_tensors():
         layer = nn.Linear(8, 8).to(torch.float8_e4m3fn)
         tied = nn.Linear(8, 8)
         tied.weight = layer.weight

@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import Callback
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.engine.turns import Turns
+from sp_lightning.engine.turns import RankTurns
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.trainer.rank_steps import _CLOSURE, RankSteps
 from tests.equality.cases import CASES
@@ -129,7 +129,7 @@ HELD_UP: dict[Wait, Callable[[], Any]] = {
     Wait.USE_AFTER_TURN: lambda: held_up(torch.optim.Adam, "_init_group", 0),
     Wait.READ_AFTER_SHARED_UPDATE: late_work,
     Wait.UPDATE_AFTER_LANDING: lambda: held_up(Device, "copy", 1, drains),
-    Wait.READ_AFTER_FILL: lambda: held_up(Turns, "cast", 0),
+    Wait.READ_AFTER_FILL: lambda: held_up(RankTurns, "cast", 0),
 }
 
 

@@ -172,7 +172,7 @@ def flags(tensor: torch.Tensor) -> list[str]:
 
 
 def refuse(free: Callable[[], bool], why: str) -> None:
-    """Waits a second for a lock, as :meth:`Board.until` does for longer."""
+    """Waits a second for a lock, as :meth:`RankStatus.until` does for longer."""
     late = monotonic() + 1
     while not free():
         if monotonic() > late:

@@ -10,7 +10,7 @@ import torch
 
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.swap import Swap
+from sp_lightning.weights.swap import ParameterSwap
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, settled, simulated
@@ -149,16 +149,16 @@ def test_an_operator_that_nobody_declared_is_noticed() -> None:
 def test_weights_of_the_host_in_the_model_are_noticed() -> None:
     """Were the modules' parameters not exchanged, a CPU would compute with the host's and say nothing."""
 
-    def forgetful(self: Swap) -> None:
+    def forgetful(self: ParameterSwap) -> None:
         to_device(self)
         for module, _, attribute, host, _ in self._pairs:
             if host.shape == (16, 32):
                 module._parameters[attribute] = host
 
-    to_device = Swap.to_device
-    exchanged = mock.patch.object(Swap, "to_device", forgetful)
+    to_device = ParameterSwap.to_device
+    exchanged = mock.patch.object(ParameterSwap, "to_device", forgetful)
     # Otherwise the host's would be taken for some that user code has captured.
-    with simulated(), exchanged, mock.patch.object(Swap, "watch_captured"), pytest.raises(Mixed):
+    with simulated(), exchanged, mock.patch.object(ParameterSwap, "watch_captured"), pytest.raises(Mixed):
         fit(lambda: Module(Stack()), vectors(1), superpipeline())
 
 

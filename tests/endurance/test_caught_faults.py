@@ -24,10 +24,10 @@ from sp_lightning.engine.access import Access
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.step import Step
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from sp_lightning.weights.lent_weights import LentWeights
+from sp_lightning.weights.lent_weights import BoundWeights
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.swap import Swap
+from sp_lightning.weights.swap import ParameterSwap
 from sp_lightning.weights.uploads import Uploads
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
@@ -134,15 +134,15 @@ ROWS = [
     Row("enter of a call / leave", Residents, "refresh", 2, calls),
     Row("enter of a call / leave", Slots, "fetch", 2, calls),
     Row("enter of a call / leave", torch, "tanh", 2, calls),
-    Row("leave of a call, its parts", LentWeights, "write_back", 1, writes_and_calls),
-    Row("leave of a call, its parts", LentWeights, "take_back_all", 1, calls, BETWEEN),
-    Row("leave of a call, its parts", LentWeights, "_after_release", 2, calls),
+    Row("leave of a call, its parts", BoundWeights, "write_back", 1, writes_and_calls),
+    Row("leave of a call, its parts", BoundWeights, "take_back_all", 1, calls, BETWEEN),
+    Row("leave of a call, its parts", BoundWeights, "_after_release", 2, calls),
     Row("begin_call / end_call", Slots, "use", 3, calls),
-    Row("begin_call / end_call", LentWeights, "move_in", 3, calls),
+    Row("begin_call / end_call", BoundWeights, "move_in", 3, calls),
     Row("on_demand: begin_call / end_call", Slots, "use", 2, reads, IN),
     Row("fetch: slot taken / filled", Uploads, "send", 3, calls),
-    Row("modules: to_device / to_host", Swap, "to_device", 1, calls, BETWEEN),
-    Row("modules: to_host / to_device", Swap, "to_host", 1, saves, IN),
+    Row("modules: to_device / to_host", ParameterSwap, "to_device", 1, calls, BETWEEN),
+    Row("modules: to_host / to_device", ParameterSwap, "to_host", 1, saves, IN),
     Row("reading: to_host / install, to_device", nn.Module, "state_dict", 1, saves, BOTH, RECOMPUTE),
     Row("reading: to_host / install, to_device", nn.Module, "state_dict", 1, saves, BOTH, OFFLOAD),
     Row("reading: to_host / install, to_device", AtomicCheckpointIO, "save_checkpoint", 1, saves, BOTH, RECOMPUTE),

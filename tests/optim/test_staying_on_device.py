@@ -242,7 +242,7 @@ def test_what_a_fetch_reads_on_the_device_is_alive_until_steps_have_waited(
     make: Callable[[], Stepped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is fetched last and in vain is there until the run ends, and then the host waits."""
-    let_go, fetch, free = Slots._let_go, Slots.fetch, Slots._free
+    let_go, fetch, free = Slots._wait_for_readers, Slots.fetch, Slots._free
     seen, read, at_end = list[tuple[int, Wait]](), list[int](), list[int]()
 
     def noting(self: Slots, slot: Slot) -> None:
@@ -258,7 +258,7 @@ def test_what_a_fetch_reads_on_the_device_is_alive_until_steps_have_waited(
         at_end.extend(len(slot.alive) for slot in self.all)
         free(self)
 
-    monkeypatch.setattr(Slots, "_let_go", noting)
+    monkeypatch.setattr(Slots, "_wait_for_readers", noting)
     monkeypatch.setattr(Slots, "fetch", counting)
     monkeypatch.setattr(Slots, "_free", ending)
     fetched(make)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import islice
 
-from sp_lightning.plan.state_placement import Succession
+from sp_lightning.plan.state_placement import AccessPredictor
 
 
 def after(depth: int, used: str) -> str:
-    succession = Succession[str](depth)
+    succession = AccessPredictor[str](depth)
     for each in used:
         succession.note(each)
     return "".join(islice(succession.coming(), 9))
@@ -22,7 +22,7 @@ def test_it_goes_round_once() -> None:
 def test_what_is_used_now_comes_last_for_who_needs_it_anew() -> None:
     """Weights in files are read anew for each fetch: where one layer alone is there, the next read is its own."""
     for used, coming in (("aaaa", "a"), ("ababab", "ab"), ("abcabc", "abc")):
-        succession = Succession[str](2)
+        succession = AccessPredictor[str](2)
         for each in used:
             succession.note(each)
         assert "".join(succession.coming(itself=True)) == coming

@@ -28,7 +28,7 @@ from torchmetrics import MeanMetric
 from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import PAGE
-from sp_lightning.sharing.common import CommonLayer, TrialMemory
+from sp_lightning.sharing.common import SharedLayer, TrialMemory
 from sp_lightning.sharing.own import with_state
 from sp_lightning.sharing.shared_base import current
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
@@ -466,17 +466,17 @@ def test_a_layer_needs_two_descriptors_for_a_moment(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few + more, limits[1]))
         try:
             with pytest.raises(OSError, match="`ulimit -n 65536`"):
-                CommonLayer(device, PAGE, PAGE, pin=False)
+                SharedLayer(device, PAGE, PAGE, pin=False)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     with pytest.raises((OSError, RuntimeError)) as raised:
-        CommonLayer(device, PAGE, 1 << 60, pin=False)
+        SharedLayer(device, PAGE, 1 << 60, pin=False)
     assert "ulimit" not in str(raised.value)
 
 
 def test_own_pages_behind_the_frozen_weights_are_none_of_theirs() -> None:
     device = Device(torch.device("cpu"))
-    memory = TrialMemory(device, CommonLayer(device, PAGE, 4 * PAGE, pin=False), 4 * PAGE)
+    memory = TrialMemory(device, SharedLayer(device, PAGE, 4 * PAGE, pin=False), 4 * PAGE)
     memory.common[3 * PAGE] = 1
     assert memory.own(PAGE) == []
     assert memory.own(4 * PAGE) == [(3 * PAGE, 4 * PAGE)]

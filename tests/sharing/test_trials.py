@@ -21,7 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.sharing import shared_base
-from sp_lightning.sharing.common import Common, TrialMemory
+from sp_lightning.sharing.common import SharedLayers, TrialMemory
 from sp_lightning.sharing.shared_base import Trial, current
 from sp_lightning.sharing.turns import TURNS
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
@@ -565,7 +565,7 @@ def test_an_interrupt_ends_trials_that_have_not_begun() -> None:
     assert TURNS._running is None
 
 
-@pytest.mark.parametrize("part", [Trial, Common], ids=["the trial", "the device's memory"])
+@pytest.mark.parametrize("part", [Trial, SharedLayers], ids=["the trial", "the device's memory"])
 def test_what_fails_at_the_end_of_a_trial_ends_its_turn(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Any) -> None:
         raise OSError("the device is gone")

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_lightning.device.torch_private import attention_order, set_attention_order
-from sp_lightning.sharing.turns import _SETTINGS, PATIENCE, ProcessState, TrialTurns, Turn
+from sp_lightning.sharing.turns import _SETTINGS, PATIENCE, ProcessState, TrialTurn, TrialTurns
 from tests.support.trials import interruptible
 
 PROGRAMS = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=30), min_size=1, max_size=6)
@@ -52,8 +52,8 @@ class Machine:
         finally:
             self.turns.end(turn)
 
-    def begin(self) -> Turn:
-        turn = Turn(self.there.__contains__)
+    def begin(self) -> TrialTurn:
+        turn = TrialTurn(self.there.__contains__)
         self.turns.begin(turn)
         return turn
 
@@ -309,7 +309,7 @@ def test_a_generator_of_numpy_goes_with_what_it_has_drawn() -> None:
 def test_a_trial_whose_state_cannot_be_read_has_the_turn_still(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(room=1)
     with machine.together(2) as pool:
-        turn: Turn | None = None
+        turn: TrialTurn | None = None
 
         def fails() -> None:
             nonlocal turn
@@ -444,7 +444,7 @@ def test_trials_that_are_cancelled_end_at_their_next_layer() -> None:
 def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> None:
     """Ctrl-C comes while another trial computes. Nobody waits for ever, and no two compute at once."""
     machine, go_on = Machine(room=1), threading.Event()
-    ours = machine.begin() if begun else Turn(machine.there.__contains__)
+    ours = machine.begin() if begun else TrialTurn(machine.there.__contains__)
     order = list[str]()
 
     def other() -> None:

@@ -18,7 +18,7 @@ from sp_lightning import SharedBase
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.sharing.common import Common
+from sp_lightning.sharing.common import SharedLayers
 from tests.support.runs import Outcome, assert_same
 from tests.support.simdevice import Race, SimDevice
 from tests.support.trials import RATES, learn
@@ -115,7 +115,7 @@ def test_memory_is_given_back_after_the_copies_to_it(larger: bool, omit: Wait | 
         make_plan(find_layers(nn.Sequential(nn.Linear(8, width))), k=1, k_prime=1, training=True) for width in (8, 99)
     ]
     (small,), (large,) = (plan.layers for plan in plans)
-    device, common = SimDevice(torch.device("cpu"), omit), Common(1)
+    device, common = SimDevice(torch.device("cpu"), omit), SharedLayers(1)
     common.bring(common.layer(small, 1, device, pin=False), device)
     give_back = partial(common.bring, common.layer(large, 1, device, pin=False), device) if larger else common.free
     race = pytest.raises(Race, match=r"written by compute at .* is not ordered after copied to")
@@ -127,7 +127,7 @@ def test_memory_is_given_back_after_the_copies_to_it(larger: bool, omit: Wait | 
 def test_a_layer_comes_after_one_that_nobody_has_copied(omit: Wait | None) -> None:
     """A trial that was interrupted between the two had brought it; the next trial's uploads have a stream of their own."""
     plan = make_plan(find_layers(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), k=1, k_prime=1, training=True)
-    simulated, common = SimDevice(torch.device("cpu"), omit), Common(1)
+    simulated, common = SimDevice(torch.device("cpu"), omit), SharedLayers(1)
     one, other = (OfTrial(simulated, uploads) for uploads in UPLOADS)
     first, second = (common.layer(planned, 1, simulated, pin=False) for planned in plan.layers)
     common.bring(first, one)  # type: ignore[arg-type]

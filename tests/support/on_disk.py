@@ -20,7 +20,7 @@ from sp_lightning.optim import state_on_disk
 from sp_lightning.plan import state_placement
 from sp_lightning.plan.state_placement import least_room, place_state, staging_bytes
 from sp_lightning.store import mapped_file
-from sp_lightning.store.away import Away
+from sp_lightning.store.away import OnDiskTensor
 from sp_lightning.trainer import disk_tier
 
 
@@ -72,7 +72,7 @@ class Unfreezes(BaseFinetuning):
 
 def away(optimizer: Any) -> int:
     """How many tensors of an optimizer's state are on the disk."""
-    return sum(type(value) is Away for state in optimizer.state.values() for value in state.values())
+    return sum(type(value) is OnDiskTensor for state in optimizer.state.values() for value in state.values())
 
 
 FAULTS = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
-from sp_lightning.optim.background import BackgroundUpdates, _BeingUpdated
+from sp_lightning.optim.background import BackgroundUpdates, _PendingUpdate
 from sp_lightning.weights.layer import StreamedLayer
 from tests.support.models import CASES, Module, Stack
 from tests.support.runs import Outcome, fit, fused
@@ -103,4 +103,4 @@ class Looks(Module):
             lambda: torch._foreach_norm([weight]),
         ]
         self.seen.append(looks[batch_idx % len(looks)]())
-        assert not issubclass(type(weight), _BeingUpdated)  # within a step it has another role, as a captured weight
+        assert not issubclass(type(weight), _PendingUpdate)  # within a step it has another role, as a captured weight

@@ -16,7 +16,7 @@ from sp_lightning.device.layout import part
 from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights import slots, writes
-from sp_lightning.weights.swap import Swap
+from sp_lightning.weights.swap import ParameterSwap
 from sp_lightning.weights.writes import digest
 from tests.support.simdevice import poison
 
@@ -28,7 +28,7 @@ def poisoned() -> Iterator[None]:
     What the engine itself does with the host's weights meanwhile (takes back what was written, adopts memory that they were
     given, compares them) finds them as if they were not hidden. Otherwise the poison, and not the engine, changes numbers.
     """
-    to_device, to_host = Swap.to_device, Swap.to_host
+    to_device, to_host = ParameterSwap.to_device, ParameterSwap.to_host
     write, adopt = HostBlock.write, HostBlock.adopt
     hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
 
@@ -41,13 +41,13 @@ def poisoned() -> Iterator[None]:
         copy, block.memory.common = block.weights, hidden.pop(block)
         block.weights.copy_(copy)
 
-    def hide(self: Swap) -> None:
+    def hide(self: ParameterSwap) -> None:
         if not self.on_device:
             for block in self.blocks:
                 hide_one(block)
         to_device(self)
 
-    def show(self: Swap) -> None:
+    def show(self: ParameterSwap) -> None:
         if self.on_device:
             for block in self.blocks:
                 show_one(block)
@@ -79,8 +79,8 @@ def poisoned() -> Iterator[None]:
 
     with (
         slots.poisoned(),
-        mock.patch.object(Swap, "to_device", hide),
-        mock.patch.object(Swap, "to_host", show),
+        mock.patch.object(ParameterSwap, "to_device", hide),
+        mock.patch.object(ParameterSwap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
         mock.patch.object(HostBlock, "adopt", hidden_adopt),
         mock.patch.object(writes, "digest", hidden_digest),

@@ -27,7 +27,7 @@ LATE = ("off", "forward")
 # ---------------------------------------------------------------------- what is compared
 
 
-class Way:
+class RunVariant:
     """One way to run: plain Lightning, or a strategy of ours for each trainer."""
 
     def __init__(self, folder: Path, overlap: str | None, **options: Any) -> None:
@@ -68,13 +68,13 @@ class Way:
         return left(trainer)
 
 
-def compare(run: Callable[[Way], Seen], folder: Path, overlaps: Overlaps = EVERY, **options: Any) -> Seen:
+def compare(run: Callable[[RunVariant], Seen], folder: Path, overlaps: Overlaps = EVERY, **options: Any) -> Seen:
     """Run under plain Lightning and in each of our ways; returns what plain left."""
-    way = Way(folder, None)
+    way = RunVariant(folder, None)
     plain = scrubbed(run(way), way.folder)
     assert plain, "there is nothing to compare"
     for overlap in overlaps:
-        way = Way(folder, overlap, **options)
+        way = RunVariant(folder, overlap, **options)
         ours = scrubbed(run(way), way.folder)
         assert way.strategies
         for strategy in way.strategies:

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.engine.turns import Turns
+from sp_lightning.engine.turns import RankTurns
 from tests.equality.on_ranks import InOrder, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import Number, devices, in_ranks, rank, total
@@ -97,13 +97,13 @@ class Loads(Callback):
         state = {name: torch.full_like(value, 0.5) for name, value in pl_module.state_dict().items()}
         sleep(3 * SECONDS * rank())
         self._look(pl_module)
-        merge = Turns._merge_weights
+        merge = RankTurns._merge_weights
 
         def late(turns: Any) -> int:
             sleep(SECONDS * (rank() == 0))
             return merge(turns)
 
-        with mock.patch.object(Turns, "_merge_weights", late):
+        with mock.patch.object(RankTurns, "_merge_weights", late):
             trainer.strategy.load_model_state_dict({"state_dict": state})
         self._look(pl_module)
 

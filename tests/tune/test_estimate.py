@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from sp_lightning import chunk_loss
 from sp_lightning.activations import offload
-from sp_lightning.device.torch_fake import on_paper
+from sp_lightning.device.torch_fake import fake_tensors
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.activation_policy import Call
@@ -93,7 +93,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, ...]]:
 
 def worked(case: Case, autocast: torch.dtype | None = None) -> Work:
     """A batch on paper."""
-    with on_paper(), warnings.catch_warnings():
+    with fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, where modules are copied on paper
         module = case.make()
         module.train()
@@ -261,7 +261,7 @@ def test_attention_with_dropout_inside_checkpoints() -> None:
 @pytest.mark.parametrize(("rows", "seconds"), [(1, 4 * 64 * 64 / 1e6), (1000, 2 * 1000 * 64 * 64 / 1e6)])
 def test_a_product_takes_its_operations_or_the_reading_of_its_weight(rows: int, seconds: float) -> None:
     """On a device with one operation and one byte in a microsecond; four bytes for each of the weight's numbers."""
-    with on_paper():
+    with fake_tensors():
         net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
 
         def run() -> None:
@@ -288,7 +288,7 @@ def test_attention_is_counted_in_forward_and_backward(heads: int) -> None:
     """Two products of length x length x width in forward, five in backward, of which one is made again."""
     module = nn.Sequential(nn.Linear(8, 8, bias=False), Attends(heads))
     x = torch.ones(1, 2, 16, 8)
-    with on_paper():
+    with fake_tensors():
         work = estimate(find_layers(module, layers=["0"]), lambda: module(x).sum().backward())
     linear = 2 * 2 * 16 * 8 * 8
     product = 2 * 2 * 16 * 16 * 8
@@ -310,7 +310,7 @@ def test_formulas_that_a_module_registers_count() -> None:
         module = nn.Sequential(nn.Linear(8, 8, bias=False), Counted())
         x = torch.ones(8, 8)
         try:
-            with on_paper():
+            with fake_tensors():
                 work = estimate(find_layers(module, layers=["0"]), lambda: module(x).sum().backward())
         finally:
             del flop_registry[operator]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
+from sp_lightning.device.torch_fake import VALUES_NEEDED, fake_tensors
 from sp_lightning.tune.known_values import answered, known_values
 
 
 def test_what_a_vision_tower_asks_for_is_answered() -> None:
-    with on_paper(), known_values():
+    with fake_tensors(), known_values():
         sizes = torch.tensor([[1, 4, 6], [1, 2, 2]])
         patches = torch.randn(28, 8)
         mask = torch.tensor([True, False, True, True])
@@ -23,7 +23,7 @@ def test_what_a_vision_tower_asks_for_is_answered() -> None:
 
 
 def test_what_is_written_in_place_changes_each_view() -> None:
-    with on_paper(), known_values():
+    with fake_tensors(), known_values():
         ids = torch.zeros(6, dtype=torch.long)
         view = ids[2:4]
         ids[:3] = 4
@@ -35,7 +35,7 @@ def test_what_is_written_in_place_changes_each_view() -> None:
 
 
 def test_what_comes_from_weights_has_no_values() -> None:
-    with on_paper():
+    with fake_tensors():
         weight = torch.ones(4)
         with known_values(), pytest.raises(VALUES_NEEDED):
             bool((weight > 0).all())
@@ -49,7 +49,7 @@ def test_values_are_kept_only_if_something_asks() -> None:
         runs.append(1)
         return int(torch.arange(3)[2])
 
-    with on_paper():
+    with fake_tensors():
         assert answered(asks) == 2
         assert len(runs) == 2
         runs.clear()

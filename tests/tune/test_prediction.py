@@ -13,7 +13,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from sp_lightning.device.timeline import Interval
-from sp_lightning.device.torch_fake import on_paper
+from sp_lightning.device.torch_fake import fake_tensors
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.dry_run import Work, estimate
@@ -95,7 +95,7 @@ def vit() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 
 
 def worked(make: Any) -> Work:
-    with on_paper():
+    with fake_tensors():
         net, loss = make()
         return estimate(find_layers(net), lambda: loss(net))
 
@@ -112,7 +112,7 @@ def test_a_batch_on_paper_gives_the_engines_events(make: Any, k: int, k_prime: i
 
 def test_what_is_made_on_paper_leaves_torch_as_it_was() -> None:
     theirs = nn.init._no_grad_trunc_normal_
-    with pytest.raises(KeyError), on_paper():
+    with pytest.raises(KeyError), fake_tensors():
         raise KeyError
     assert nn.init._no_grad_trunc_normal_ is theirs
     assert type(torch.empty(1)) is Tensor

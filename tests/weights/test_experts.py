@@ -51,14 +51,14 @@ def test_only_experts_that_were_routed_to_are_fetched(predict: bool) -> None:
 def test_in_prediction_experts_are_not_guessed() -> None:
     """Where routing changes from batch to batch, what the last one used would come for nothing."""
 
-    class Turns(Mixture):
+    class RankTurns(Mixture):
         def forward(self, x: Tensor) -> Tensor:
             self.only = int(x[0, 0] > 0)
             return super().forward(x)
 
     batches = [torch.full((4, 16), (-1.0) ** number) for number in range(6)]
     strategy = superpipeline(k=1)
-    trainer_for(strategy).predict(Module(Turns()), loader(batches))
+    trainer_for(strategy).predict(Module(RankTurns()), loader(batches))
     fetched = {name: count for name, count in strategy.fetches().items() if ".experts." in name}
     assert sum(fetched.values()) <= 3 * len(batches), "one in each block for each batch"
 

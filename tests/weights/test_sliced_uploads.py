@@ -28,7 +28,7 @@ from sp_lightning.device.lease import Lease
 from sp_lightning.device.shared_memory import SharedMemory, create
 from sp_lightning.engine.placement import Placement
 from sp_lightning.weights import uploads
-from sp_lightning.weights.layer import OnItsWay, Slot
+from sp_lightning.weights.layer import PendingGather, Slot
 from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.uploads import SlicedUploads, Uploads, gather_log_bytes
 from tests.equality.cases import CASES
@@ -336,17 +336,17 @@ class Late(Uploads):
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
-        self.pending: deque[OnItsWay] = deque()
+        self.pending: deque[PendingGather] = deque()
         self.waited = 0
 
-    def send(self, layer: Any, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
+    def send(self, layer: Any, target: Tensor, source: Tensor, landed: Callable[[], None]) -> PendingGather | None:
         poison(target)
         half = source.nbytes // 2
         self.device.copy((target[:half],), (source[:half],), Stream.UPLOAD)
-        self.pending.append(OnItsWay(0, layer, target, source, 0, landed))
+        self.pending.append(PendingGather(0, layer, target, source, 0, landed))
         return self.pending[-1]
 
-    def finish(self, last: OnItsWay | None = None) -> None:
+    def finish(self, last: PendingGather | None = None) -> None:
         while self.pending and (last is None or last in self.pending):
             coming = self.pending.popleft()
             half = coming.source.nbytes // 2

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sp_lightning.device.device import Device
 from sp_lightning.model.find import find_layers
-from sp_lightning.model.stacks import Reading, how_it_reads
+from sp_lightning.model.stacks import StackReading, how_it_reads
 from sp_lightning.observe import messages
 from sp_lightning.plan.plan import make_plan
 from tests.support import stacked
@@ -222,7 +222,7 @@ def test_what_a_module_keeps_of_torch_and_numbers_is_no_launcher() -> None:
         def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
             return self.act(super().forward(x, indices, weights)) * self.config.scale + self.kept[0]
 
-    assert how_it_reads(Keeps()) is Reading.BY_TORCH
+    assert how_it_reads(Keeps()) is StackReading.BY_TORCH
 
 
 class AllKept(Router):
@@ -305,17 +305,17 @@ def test_a_hook_that_may_route_otherwise_is_named(where: str, caplog: Any, monke
 
 def test_what_is_known_of_forwards() -> None:
     experts = stacked.transformer("qwen3", "grouped_mm").net.model.layers[0].mlp.experts
-    assert how_it_reads(experts) is Reading.ROUTED_ROWS
+    assert how_it_reads(experts) is StackReading.ROUTED_ROWS
     experts.config._experts_implementation = "eager"
-    assert how_it_reads(experts) is Reading.BY_TORCH
+    assert how_it_reads(experts) is StackReading.BY_TORCH
     for kernels in ("sonicmoe", "deepgemm"):
         experts.config._experts_implementation = kernels
-        assert how_it_reads(experts) is Reading.UNKNOWN
-    assert how_it_reads(Stack()) is Reading.BY_TORCH
-    assert how_it_reads(ByScript()) is Reading.UNKNOWN
+        assert how_it_reads(experts) is StackReading.UNKNOWN
+    assert how_it_reads(Stack()) is StackReading.BY_TORCH
+    assert how_it_reads(ByScript()) is StackReading.UNKNOWN
     exchanged = Stack()
     vars(exchanged)["forward"] = lambda *args: args[0]
-    assert how_it_reads(exchanged) is Reading.UNKNOWN
+    assert how_it_reads(exchanged) is StackReading.UNKNOWN
 
 
 # ---------------------------------------------------------------------- gradients by rows
