@@ -94,7 +94,7 @@ def update_rates(
     state = (ledger.state or 0) / gradients
     (moved,) = (each for each in ledger.passes if each.what == ON_DEVICE)
     update = gradients / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
-    return {"update": update, "arrive": moved.read / gradients, "leave": moved.written / gradients}
+    return {"update": update, "come": moved.read / gradients, "leave": moved.written / gradients}
 
 
 def _multiplied(flops: int, there: str, tflops: float, option: str) -> tuple[float, str]:
