@@ -564,7 +564,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=["all", "bridge"],
         help="bridge: freeze the model; train a linear map from its vision tower, and a soft token (%(default)s)",
     )
-    add("--optimizer-on", default="host", choices=["host", "device"], help="where the optimizer steps (%(default)s)")
+    add("--optimizer-on", default="cpu", choices=["cpu", "gpu"], help="where the optimizer steps (%(default)s)")
     add("--workers", type=int, default=0, help="processes that prepare images (%(default)s)")
     add_run_options(parser, "finetune_vlm")
     return parser

@@ -191,7 +191,9 @@ def test_a_signal_ends_the_run_and_its_child(tmp_path: Path, capsys: pytest.Capt
     file, child = tmp_path / "rows.jsonl", tmp_path / "child"
     rows.append(file, made_up("plain", 1.0))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    script = f"import os, pathlib, time; pathlib.Path({str(child)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    # It waits first: on a busy machine the signal came before the parent had the child's number.
+    write = f"pathlib.Path({str(child)!r}).write_text(str(os.getpid()))"
+    script = f"import os, pathlib, time; time.sleep(0.5); {write}; time.sleep(60)"
 
     def kill() -> None:
         while not (child.is_file() and child.read_text()):
