@@ -18,10 +18,7 @@ Time and memory of the second and third command on a 24 GB card, *estimated* for
         # 2.01 s per batch, 2037 tokens/s, device memory 12.9 GiB, host memory 57.5 GiB
     python -m sp_lightning plan examples/shapes/llama-3-8b.json --lora 16 --tokens 4096 --gradient-checkpointing \\
         --gradient-clip norm --accumulate-grad-batches 8 --gpu-memory 22GiB --host-memory 62GiB
-        # 3.06 s per batch, 1339 tokens/s, device memory 10.0 GiB, host memory 44.6 GiB
-
-``plan`` assumes frozen weights in float32; this file loads them in bfloat16. For those, ``--precision bf16-true`` is closer:
-2.8 s per batch, 1463 tokens/s, device memory 8.9 GiB, host memory 15.3 GiB.
+        # 2.8 s per batch, 1462 tokens/s, device memory 8.9 GiB, host memory 15.7 GiB
 """
 
 from __future__ import annotations
@@ -49,6 +46,10 @@ from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
 from sp_lightning import SuperpipelineStrategy
 
+DATA = (
+    'file, folder of files (.jsonl, .parquet, .txt) or hub dataset (default: Python\'s docstrings). Rows have "messages", or '
+    '"prompt" and "completion", or "text"'
+)
 IGNORED = -100  # a label that does not count in the loss
 FILES = (".jsonl", ".parquet", ".txt")
 ROWS = 'Expected "messages", or "prompt" and "completion", or "text". For example: {"prompt": "2 + 2 =", "completion": " 4"}'
@@ -88,8 +89,14 @@ def read_rows(data: str | None) -> Iterable[dict[str, Any]]:
         return python_functions()
     path = Path(data)
     files = [file for file in ([path] if path.is_file() else sorted(path.rglob("*"))) if file.suffix in FILES]
-    if not files and (path.exists() or data.startswith((".", "/")) or data.endswith((*FILES, ".json", ".csv"))):
-        raise ValueError(f"--data {data}: found no {', '.join(FILES)} file. For example: --data my.jsonl")
+    if path.is_file() and not files:
+        raise ValueError(
+            f"--data {data}: expected a file that ends in {', '.join(FILES)}. For example: --data my.jsonl"
+        )
+    if path.is_dir() and not files:
+        raise ValueError(f"--data {data}: the folder has no {', '.join(FILES)} file. For example: --data my.jsonl")
+    if not path.exists() and (data.startswith((".", "/")) or data.endswith((*FILES, ".json", ".csv"))):
+        raise ValueError(f"--data {data}: does not exist. For example: --data my.jsonl")
     return itertools.chain.from_iterable(map(read_file, files)) if files else load_dataset(data)
 
 
@@ -251,7 +258,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--model", help="hub name, folder, or config.json for random weights (default: a small Llama, random weights)")
-    add("--data", help="file, folder of files (.jsonl, .parquet, .txt) or hub dataset (default: Python's docstrings)")
+    add("--data", help=DATA)
     add("--length", type=int, default=128, help="tokens per window (%(default)s)")
     add("--batch-size", type=int, default=8, help="windows per batch (%(default)s)")
     add("--accumulate-grad-batches", type=int, default=1, help="batches per optimizer step (%(default)s)")
@@ -259,7 +266,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, help="optimizer steps, in place of --epochs")
     add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
     add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 2e-5 with --model, else 4e-3)")
-    add("--lora", type=int, metavar="RANK", help="train LoRA adapters (PEFT), and no other weights")
+    add(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train LoRA adapters (PEFT) of this rank, for example 16, and no other weights",
+    )
     add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
     add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
     add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
@@ -276,6 +288,10 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    if options.resume and options.resume.is_dir():
+        raise ValueError(
+            f"--resume {options.resume}: expected a file, got a folder. For example: {options.resume}/last.ckpt"
+        )
     if options.resume and not options.resume.is_file():
         raise ValueError(f"--resume {options.resume}: not found. Expected last.ckpt of an earlier run")
     if options.output.is_file():

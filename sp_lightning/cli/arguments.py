@@ -51,6 +51,7 @@ _OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # they count 
 _GENERATE = (
     "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
 )
+_CLIP = "gradients are clipped: by norm, as Trainer(gradient_clip_val=1.0), or by value (gradient_clip_algorithm)"
 _LOSS_TOKENS = "compute the loss from the logits of N tokens at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, else chooses for each layer (%(default)s)"
 _OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
@@ -113,6 +114,16 @@ def _amount(text: str) -> int:
     return found
 
 
+def _precision(text: str) -> str:
+    """Lightning's name of a precision, also from its short names."""
+    return {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "fp32": "32-true"}.get(text, text)
+
+
+def _clip(text: str) -> str:
+    """The algorithm of gradient clipping. A number is a norm, as in ``gradient_clip_val=1.0``."""
+    return "norm" if re.fullmatch(r"\d*\.?\d+", text) else text
+
+
 def positive_number(text: str) -> float:
     """A number above 0."""
     try:
@@ -163,7 +174,9 @@ class Question(argparse.Namespace):
     model: Annotated[str, _option(WANTED, nargs="+")]
     predict: Annotated[bool, _option("no training", action="store_true")]
     generate: Annotated[int | None, _option(_GENERATE, type=_count, metavar="N")]
-    precision: Annotated[str, _option("(%(default)s)", choices=PRECISIONS, default="bf16-mixed", nargs="+")]
+    precision: Annotated[
+        str, _option("(%(default)s)", type=_precision, choices=PRECISIONS, default="bf16-mixed", nargs="+")
+    ]
     batch_size: Annotated[
         int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1, nargs="+")
     ]
@@ -176,7 +189,7 @@ class Question(argparse.Namespace):
     accumulate_grad_batches: Annotated[
         int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)
     ]
-    gradient_clip: Annotated[str | None, _option("as Trainer(gradient_clip_algorithm=…)", choices=("norm", "value"))]
+    gradient_clip: Annotated[str | None, _option(_CLIP, type=_clip, choices=("norm", "value"))]
     loss_tokens: Annotated[int | None, _option(_LOSS_TOKENS, type=_count, metavar="N")]
     lora: Annotated[int | None, _option(_LORA, type=_count, metavar="N")]
     trials: Annotated[int, _option(_TRIALS, type=_count, default=1, metavar="N")]
@@ -377,7 +390,9 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoRe
     first = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
     known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     longer = [flag for flag in known if flag.endswith(first.removeprefix("-"))]
-    close = longer or difflib.get_close_matches(first, known, 1, cutoff=0.65)
+    close = longer or [
+        flag for flag in difflib.get_close_matches(first, known, 3, cutoff=0.66) if flag[2] == first.lstrip("-")[:1]
+    ]
     name = first.lstrip("-").replace("-", "_")
     if close:
         hint = f" Did you mean {close[0]}?"

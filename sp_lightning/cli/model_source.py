@@ -109,7 +109,9 @@ def find_config(source: str) -> Path | None:
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
-            raise ValueError(f"{str(file)!r} does not exist. {EXPECTED}.")
+            alike = difflib.get_close_matches(file.name, [each.name for each in file.parent.glob("*")], 1)
+            hint = f" Did you mean {str(file.parent / alike[0])!r}?" if alike else ""
+            raise ValueError(f"{str(file)!r} does not exist.{hint} {EXPECTED}.")
         return file
     if "/" not in source or ":" in source:
         return None

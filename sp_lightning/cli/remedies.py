@@ -13,7 +13,7 @@ from sp_lightning.cli.verdict import enough_host_memory
 from sp_lightning.plan.activation_policy import FREEING
 
 _STEP = 2**29  # bytes of memory, by which the least is rounded up
-_MOST, _MOST_RUNS = 2, 4
+_MOST, _MOST_RUNS = 3, 4
 _OF_LOSS = 3  # times the bytes that it saves are alive at most while a loss over tokens is computed
 _DEVICE, _HOST = frozenset({"device"}), frozenset({"host"})
 
@@ -22,7 +22,7 @@ Changes = dict[str, Any]
 
 
 def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
-    """The answers to changed questions that fit: the two cheapest, none of which contains the other, and more memory.
+    """The answers to changed questions that fit: the three cheapest, none of which contains the other, and more memory.
 
     Args:
         asked: what does not fit; of what fits with this strategy alone, only a way to do without it is tried.

@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -214,6 +215,8 @@ def _called(given: Factory | None) -> Any:
         NotRunError: it fails.
     """
     factory = _resolved(given)
+    if isinstance(factory, ModuleType):
+        raise ValueError(f"{given!r} is a module. Expected {given}:Name, which makes it.")
     try:
         return None if factory is None else factory()
     except Exception as error:

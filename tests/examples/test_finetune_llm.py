@@ -246,9 +246,9 @@ def test_parquet_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--data", "no.jsonl"], "--data no.jsonl: found no .jsonl, .parquet, .txt file"),
+        (["--data", "no.jsonl"], "--data no.jsonl: does not exist"),
         (["--data", "owner/name"], "Run: pip install datasets"),
-        (["--data", "empty"], "--data empty: found no"),
+        (["--data", "empty"], "--data empty: the folder has no"),
         (["--data", "columns.jsonl"], 'row 2: found the columns instruction, output. Expected "messages"'),
         (["--data", "broken.jsonl"], "line 2: not JSON"),
         (["--data", "silent.jsonl"], "row 1: found no message of the role assistant"),
