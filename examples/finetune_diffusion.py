@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> Finetune:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
+    kept = {name: getattr(options, name) for name in ("full", "lora", "validate_every")}  # a resumed run has the same
+    (options.output / "options.json").write_text(json.dumps(kept))
     pairs = pairs or draw_shapes(options.output / "shapes")
     options.model = options.model or str(make_tiny_model(options.output / f"tiny-{options.seed}", pairs, options.seed))
 
@@ -78,8 +80,12 @@ def main(argv: Sequence[str] | None = None) -> Finetune:
     )
     if options.full:
         module.transformer.save_pretrained(options.output / "transformer")
+        print(f"Saved {options.output / 'transformer'}. Load it: FluxTransformer2DModel.from_pretrained(FOLDER)")
     else:
         FluxPipeline.save_lora_weights(options.output, get_peft_model_state_dict(module.transformer))
+        print(
+            f'Saved {options.output / "pytorch_lora_weights.safetensors"}. Load it: pipe.load_lora_weights("{options.output}")'
+        )
     return module
 
 
@@ -205,6 +211,8 @@ def make_trainer(options: argparse.Namespace, **more: Any) -> pl.Trainer:
 
 def read_pairs(folder: Path) -> list[tuple[Path, str]]:
     """Read the names of images, and their captions. Raises ValueError or OSError if something is missing."""
+    if not folder.is_dir():
+        raise ValueError(f"--data {folder}: not a folder. Expected a folder of images with captions.")
     if (folder / "metadata.jsonl").is_file():
         lines = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines() if line.strip()]
         if wrong := [line for line in lines if not {"file_name", "text"} <= set(line)]:
@@ -212,9 +220,17 @@ def read_pairs(folder: Path) -> list[tuple[Path, str]]:
         pairs = [(folder / line["file_name"], line["text"]) for line in lines]
     else:
         images = sorted(file for file in folder.iterdir() if file.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+        if without := [file for file in images if not file.with_suffix(".txt").is_file()]:
+            caption = without[0].with_suffix(".txt").name
+            raise ValueError(
+                f"--data {folder}: {without[0].name} has no caption. Expected {caption} beside it, or metadata.jsonl."
+            )
         pairs = [(file, file.with_suffix(".txt").read_text().strip()) for file in images]
     for file, _ in pairs:
-        Image.open(file).close()
+        try:
+            Image.open(file).verify()
+        except (OSError, SyntaxError) as error:
+            raise ValueError(f"--data {folder}: {file.name} is not a readable image ({error}).") from error
     if len(pairs) < 2:
         raise ValueError(f"--data {folder}: found {len(pairs)} images with captions. Expected at least 2.")
     return pairs
@@ -371,12 +387,17 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="hub name or folder of a diffusers Flux pipeline (default: a tiny one with random weights)")
     add("--data", type=Path, help="folder of images with captions (default: drawn shapes)")
     add("--resolution", type=int, help="side of a square image in pixels; others have about its area (512; tiny: 32)")
-    add("--lora", type=int, default=16, metavar="RANK", help="train a LoRA of this rank (%(default)s)")
-    add("--full", action="store_true", help="train all weights instead")
+    add("--lora", type=int, metavar="RANK", help="train a LoRA of this rank (16)")
+    add("--full", action="store_true", help="train all weights instead of a LoRA")
     add("--quantize-8bit", action="store_true", help="int8 weights under the LoRA, by torchao")
     add("--gradient-checkpointing", action="store_true", help="less memory for activations, more time")
     add("--ema", type=float, metavar="DECAY", help="average the weights (0.999); host memory for a second model")
-    add("--steps", type=int, default=300, help="in total, with those before --resume (%(default)s)")
+    add(
+        "--steps",
+        type=int,
+        default=300,
+        help="total number of steps, a multiple of --validate-every; with --resume, including earlier ones (%(default)s)",
+    )
     add("--validate-every", type=int, help="steps between validations, and between checkpoints (a third of --steps)")
     add("--batch-size", type=int, help="images per step (1; tiny: 8)")
     add("--lr", type=float, help="learning rate (1e-4; tiny: 5e-3)")
@@ -398,13 +419,25 @@ def check(options: argparse.Namespace) -> None:
     for name, tiny, usual in (("resolution", 32, 512), ("batch_size", 8, 1), ("lr", 5e-3, 1e-4)):
         if getattr(options, name) is None:
             setattr(options, name, usual if options.model else tiny)
+    if options.lora is not None and options.full:
+        raise ValueError("--lora and --full exclude each other. Leave one of them out.")
+    before = options.output / "options.json"
+    earlier = json.loads(before.read_text()) if options.resume and before.is_file() else {}
+    if options.lora is None:
+        options.lora = earlier.get("lora", 16)
+    if earlier and (options.full, options.lora) != (earlier["full"], earlier["lora"]):
+        was = "--full" if earlier["full"] else f"--lora {earlier['lora']}"
+        raise ValueError(f"--resume: the run in {options.output} had {was}. Give the same.")
     if options.validate_every is None:
-        options.validate_every = max(1, options.steps // 3)
+        options.validate_every = earlier.get("validate_every", max(1, options.steps // 3))
     for name in ("steps", "validate_every", "batch_size", "resolution", "lora", "lr"):
         if getattr(options, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}. Expected more than 0.")
     if options.steps % options.validate_every:
-        raise ValueError(f"--steps {options.steps} is not a multiple of --validate-every {options.validate_every}.")
+        more = -(-options.steps // options.validate_every) * options.validate_every
+        raise ValueError(
+            f"--steps {options.steps} is not a multiple of --validate-every {options.validate_every}. For example --steps {more}."
+        )
     if options.ema is not None and not 0 < options.ema < 1:
         raise ValueError(f"--ema is {options.ema}. Expected a decay between 0 and 1, such as 0.999.")
     if options.quantize_8bit and (options.full or options.ema):
@@ -412,6 +445,10 @@ def check(options: argparse.Namespace) -> None:
     if options.resume and not (options.output / "last.ckpt").is_file():
         raise ValueError(
             f"--resume: {options.output / 'last.ckpt'} does not exist. Give the --output of an earlier run."
+        )
+    if options.model and Path(options.model).exists() and not (Path(options.model) / "model_index.json").is_file():
+        raise ValueError(
+            f"--model {options.model}: expected the folder of a pipeline, with model_index.json, or a hub name."
         )
     if options.model and (kind := FluxPipeline.load_config(options.model)["_class_name"]) != "FluxPipeline":
         raise ValueError(f"--model {options.model} is a {kind}. Expected a FluxPipeline.")

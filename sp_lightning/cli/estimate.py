@@ -272,7 +272,8 @@ def estimate_model(question: Question) -> Estimate:
             enable: Any = getattr(module, "gradient_checkpointing_enable", None)
             if enable is None:
                 raise ValueError(
-                    f"{type(module).__name__} cannot checkpoint gradients; leave out --gradient-checkpointing."
+                    f"--gradient-checkpointing: {type(module).__name__} has no gradient_checkpointing_enable(), as models of "
+                    "transformers have. Use --activations recompute instead."
                 )
             enable()
         if question.loss_tokens is not None:

@@ -236,6 +236,11 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
         raise ImportError(
             f"{asked.model!r} is a transformers config, and transformers is not installed: pip install transformers"
         ) from error
+    if "_class_name" in raw:
+        raise ValueError(
+            f"{str(file)!r} is a config of diffusers ({raw['_class_name']}), which `plan` does not read. Give a factory that "
+            "returns the model with example_input_array: package.module:Factory (examples/guide/diffusion.md)"
+        )
     if raw.get("model_type") not in transformers.CONFIG_MAPPING:
         raise ValueError(
             f"{str(file)!r}: expected a model_type that transformers {transformers.__version__} knows, got "

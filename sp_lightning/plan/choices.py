@@ -24,6 +24,7 @@ _DISK = 'Use disk, a folder for what host memory does not hold: disk="/scratch".
 _GPU_MEMORY = 'Use gpu_memory, the limit of GPU memory: gpu_memory="16GiB".'
 _CHECKPOINTING = 'Use activations="recompute", which is activation checkpointing.'
 _HOST_STEPS = 'Optimizers step on the CPU by default. Leave it out, or use optimizer_on="gpu" for steps on the GPU.'
+_QUANTISED = "Quantise the frozen model itself (torchao, bitsandbytes); the strategy moves it as it is. Leave it out."
 _TRAINER = "It is an option of the Trainer: {}."
 HABITS = {
     "cpu_offload": _OFFLOADED, "offload": _OFFLOADED, "offload_params": _OFFLOADED, "offload_parameters": _OFFLOADED,
@@ -34,6 +35,8 @@ HABITS = {
     "memory_budget": _GPU_MEMORY, "max_memory": _GPU_MEMORY, "max_gpu_memory": _GPU_MEMORY, "vram": _GPU_MEMORY,
     "activation_checkpointing": _CHECKPOINTING, "gradient_checkpointing": _CHECKPOINTING, "checkpointing": _CHECKPOINTING,
     "activation_checkpointing_policy": _CHECKPOINTING, "activation_offload": 'Use activations="offload".',
+    "fp8": _QUANTISED, "fp8_base": _QUANTISED, "load_in_8bit": _QUANTISED, "load_in_4bit": _QUANTISED, "quantization": _QUANTISED,
+    "lowvram": _GPU_MEMORY, "layer_offload_fraction": _GPU_MEMORY, "stage": _OFFLOADED, "zero_stage": _OFFLOADED,
     "optimizer_in_backward": 'Use optimizer_overlap="backward".', "resident": 'Use keep_on_gpu=["lm_head"].',
     "exclude_frozen_parameters": "Use save_frozen=False.", "weights": 'Use load_weights_from="model.safetensors".',
     "precision": _TRAINER.format('Trainer(precision="bf16-mixed")'), "devices": _TRAINER.format("Trainer(devices=1)"),

@@ -106,7 +106,7 @@ def test_weights_are_those_of_plain_lightning(more: list[str], given: list[str],
 
 
 def test_the_base_has_8_bits(given: list[str]) -> None:
-    options = recipe.make_parser().parse_args([*given, "--quantize-8bit"])
+    options = recipe.make_parser().parse_args([*given, "--quantize-8bit", "--lora", "4"])
     kinds = {name: type(each) for name, each in recipe.load_transformer(options).named_parameters()}
     quantised = {name for name, kind in kinds.items() if kind is not torch.nn.Parameter}
     assert quantised == {name for name in kinds if name.endswith("base_layer.weight")} != set()
@@ -246,3 +246,32 @@ def test_wrong_data_is_refused(kind: str, said: str, tmp_path: Path, capsys: pyt
         recipe.main(["--data", str(data), "--output", str(tmp_path / "run")])
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"a.png": b"no picture", "a.txt": b"a"}, "a.png is not a readable image"),
+        ({"a.png": b""}, "a.png has no caption. Expected a.txt"),
+    ],
+)
+def test_images_that_cannot_be_used_are_named(files: dict[str, bytes], said: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        recipe.read_pairs(tmp_path)
+
+
+def test_a_resumed_run_keeps_what_it_trains_and_when_it_validates(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").touch()
+    (tmp_path / "options.json").write_text('{"full": false, "lora": 4, "validate_every": 2}')
+
+    def read(*given: str) -> Any:
+        options = recipe.make_parser().parse_args([*given, "--output", str(tmp_path), "--resume"])
+        recipe.check(options)
+        return options
+
+    assert (read("--steps", "6").lora, read("--steps", "6").validate_every) == (4, 2)
+    for other in (["--full"], ["--lora", "8"]):
+        with pytest.raises(ValueError, match="had --lora 4"):
+            read("--steps", "6", *other)
