@@ -25,8 +25,10 @@ def add_adapters(module: nn.Module, rank: int) -> list[str]:
         A sentence on the experts whose adapters are not counted, if there are some.
 
     Raises:
-        ValueError: there is no linear layer.
+        ValueError: there is no linear layer, or there are adapters.
     """
+    if names := [name for name, _ in module.named_parameters() if "lora_" in name]:
+        raise ValueError(f"--lora: {type(module).__name__} has adapters already ({names[0]}, …). Leave --lora out.")
     head = getattr(module, "get_output_embeddings", lambda: None)()
     linear: list[Any] = [each for each in module.modules() if _inputs(each) is not None and each is not head]
     if not linear:

@@ -161,3 +161,16 @@ def test_a_quantised_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = plan(capsys, str(tmp_path), "--tokens", "8", "--k", "1", "--predict")
     assert any("quantization_config (bitsandbytes)" in note for note in found["notes"])
+
+
+def adapted() -> nn.Module:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["0"], r=2), net)
+    return net
+
+
+def test_a_model_with_adapters_gets_no_more_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """It got a second set, without a word."""
+    with pytest.raises(SystemExit):
+        main(["plan", "tests.cli.test_plan_adapters:adapted", "--input", "2", "16", "--lora", "2"])
+    assert "--lora: Sequential has adapters already (0.lora_A" in capsys.readouterr().err
