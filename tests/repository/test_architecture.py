@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.utils import prune
 
@@ -363,3 +363,22 @@ def test_the_options_are_frozen() -> None:
         "debug_writes": False,
     }
     assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_the_public_names_are_frozen() -> None:
+    """What users import, and what they read of a strategy beside Lightning's own names. The CHANGELOG says what changes."""
+    assert sp_lightning.__all__ == [
+        "Plan",
+        "PlannedLayer",
+        "SharedBase",
+        "Stats",
+        "SuperpipelineCallback",
+        "SuperpipelineStrategy",
+        "__version__",
+        "check",
+        "chunk_loss",
+        "rank_order_hook",
+    ]
+    lightnings = {*dir(SingleDeviceStrategy()), *dir(DDPStrategy())}
+    own = {name for name in dir(SuperpipelineStrategy()) if not name.startswith("_") and name not in lightnings}
+    assert own == {"activations", "fetches", "ledger", "log", "plan", "remarks", "stats"}
