@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import sp_lightning
-from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser, read, separate
+from sp_lightning.cli.arguments import LIGHTNING, PROGRAM, Question, make_parser, read, separate
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -19,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             a command cannot do what it is asked to do. The message says why.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if PROGRAM == "superpipeline" and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as with python -m, so that a user's own modules are found
     parser = make_parser()
     given = None if arguments and arguments[0] in LIGHTNING else read(parser, arguments)
     _import_the_rest()

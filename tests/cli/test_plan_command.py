@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -601,6 +602,21 @@ def test_help_needs_neither_torch_nor_lightning() -> None:
     code += "try: it.main()\nexcept SystemExit: print(sorted({'torch', 'lightning'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.rest("a subprocess that imports torch")
+def test_the_console_script_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))\n"
+    )
+    code = "import sys; sys.path.pop(0); sys.argv = ['superpipeline', 'plan', 'mine:make', '--input', '2', '8', '--k', '1']\n"
+    code += "import sp_lightning.__main__ as it; it.main()"
+    environment = {**os.environ, "PYTHONPATH": str(SHAPES.parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "SuperpipelineStrategy(" in done.stdout
 
 
 @pytest.mark.rest("a subprocess that imports torch")
