@@ -27,8 +27,8 @@ def add_adapters(module: nn.Module, rank: int) -> list[str]:
     Raises:
         ValueError: there is no linear layer, or there are adapters.
     """
-    if names := [name for name, _ in module.named_parameters() if "lora_" in name]:
-        raise ValueError(f"--lora: {type(module).__name__} has adapters already ({names[0]}, …). Leave --lora out.")
+    if adapters := [name for name, _ in module.named_parameters() if "lora_" in name]:
+        raise ValueError(f"--lora: {type(module).__name__} has adapters already ({adapters[0]}, …). Leave --lora out.")
     head = getattr(module, "get_output_embeddings", lambda: None)()
     linear: list[Any] = [each for each in module.modules() if _inputs(each) is not None and each is not head]
     if not linear:
