@@ -11,7 +11,7 @@ from sp_lightning._version import __version__
 
 # The command line imports the rest itself (see sp_lightning._public). orig_argv tells a command from a program whose own
 # arguments look like it.
-if sys.orig_argv[1:3] != ["-m", "sp_lightning"] and Path(sys.argv[0]).name != "superpipeline":
+if sys.orig_argv[1:3] != ["-m", "sp_lightning"] and [Path(word).name for word in sys.argv[:1]] != ["superpipeline"]:
     from sp_lightning._public import (
         Plan,
         PlannedLayer,

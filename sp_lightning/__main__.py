@@ -37,8 +37,9 @@ def _import_the_rest() -> None:
     """Gives the package its public names. Factories of users import them."""
     from sp_lightning import _public
 
-    for name in _public.__all__:
-        setattr(sp_lightning, name, getattr(_public, name))
+    for name in sp_lightning.__all__:
+        if name != "__version__":
+            setattr(sp_lightning, name, getattr(_public, name))
 
 
 def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:

@@ -31,20 +31,8 @@ from sp_lightning.sharing.shared_base import SharedBase
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
-__all__ = [
-    "Plan",
-    "PlannedLayer",
-    "SharedBase",
-    "Stats",
-    "SuperpipelineCallback",
-    "SuperpipelineStrategy",
-    "check",
-    "chunk_loss",
-    "rank_order_hook",
-]
-
 SuperpipelineStrategy.register_strategies(StrategyRegistry)
 if _log is not None:
     rank_zero.log = _log
     if RequirementCache("pytorch-lightning>=2.6"):
-        import sp_lightning.pytorch_lightning  # noqa: F401 (registers its own)
+        import sp_lightning.pytorch_lightning

@@ -71,7 +71,7 @@ from examples.text import (
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The results of a run.
 
     Attributes:
         first_loss, last_loss: of the first training step, and the mean over the last tenth of the steps.

@@ -68,7 +68,7 @@ class OffloadedStorage:
 
     @property
     def on_device(self) -> bool:
-        """Whether the storage is in device memory: not offloaded yet, or copied back."""
+        """True if the storage is in device memory: not offloaded yet, or copied back."""
         return self.source is not None or self.returned is not None
 
     @property

@@ -25,7 +25,7 @@ def add_adapters(module: nn.Module, rank: int) -> list[str]:
         A sentence on the experts whose adapters are not counted, if there are some.
 
     Raises:
-        ValueError: there is no linear layer, or there are adapters.
+        ValueError: the module has no linear layers, or has adapters already.
     """
     if adapters := [name for name, _ in module.named_parameters() if "lora_" in name]:
         raise ValueError(f"--lora: {type(module).__name__} has adapters already ({adapters[0]}, …). Leave --lora out.")

@@ -19,7 +19,9 @@ from sp_lightning.plan.choices import CHECKED, HABITS, Mode
 from sp_lightning.plan.choices import Overlap as AskedOverlap
 from sp_lightning.plan.units import exact_bytes, parse_bytes
 
-PROGRAM = "superpipeline" if Path(sys.argv[0]).name == "superpipeline" else "python -m sp_lightning"
+PROGRAM = (
+    "superpipeline" if [Path(word).name for word in sys.argv[:1]] == ["superpipeline"] else "python -m sp_lightning"
+)
 """How the user has called the command line."""
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
@@ -67,8 +69,8 @@ _LORA = (
 _TRIALS = "trainings at once that share the frozen weights by sp_lightning.SharedBase (%(default)s)"
 _VERBOSE = "also layers, windows, activations, and what the words mean"
 _STATUS = (
-    "exit status: 0 if it fits as asked, with plain Lightning or here; 1 if it does not, even if a change would help; 2 if there "
-    "is not an answer; 3 if activations are unknown, because no batch could be run. Of several models the highest counts."
+    "exit status: 0 if it fits as asked, with plain Lightning or this strategy; 1 if it does not, even if a change would help; "
+    "2 if an error occurs; 3 if activations are unknown, because a batch could not be run. Several models: the highest."
 )
 _RATES = "rates that `python -m sp_lightning rates > FILE` has measured, for those that are not given here"
 _FROM = "what a run of this model has reached, by SuperpipelineCallback(report=FILE): corrects the times by it"

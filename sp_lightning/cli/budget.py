@@ -159,7 +159,7 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
 
 
 def _takes_batches(asked: Question) -> bool:
-    """Whether --batch-size says anything of this model: a factory's batch is its own."""
+    """True if the model takes --batch-size. A factory's model has its own batch."""
     return ":" not in asked.model
 
 

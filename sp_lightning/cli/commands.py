@@ -143,8 +143,8 @@ def run_lightning(arguments: list[str]) -> None:
     """Runs Lightning's CLI.
 
     Raises:
-        SystemExit: jsonargparse is not installed, there is no model, or a value in the configuration is refused; the message
-            says why.
+        SystemExit: jsonargparse is missing, the arguments name no model, or a value in the configuration is invalid. The
+            message has the reason.
     """
     named = [word.partition("=")[0] for word in arguments]
     if not {"--model", "--config", "-c", "--help", "-h", "--print_config"} & set(named):

@@ -22,7 +22,7 @@ Changes = dict[str, Any]
 
 
 def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
-    """The answers to changed questions that fit: the three cheapest, none of which contains the other, and more memory.
+    """The answers to changed questions that fit: the three cheapest changes that do not contain each other, and more memory.
 
     Args:
         asked: what does not fit; of what fits with this strategy alone, only a way to do without it is tried.

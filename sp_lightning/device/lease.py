@@ -148,7 +148,7 @@ class Lease:
 
 
 def shared(tensor: Tensor, beside: int = 0) -> bool:
-    """Whether anybody beside this tensor, and so many others, holds its memory, as another tensor or a graph may."""
+    """True if the tensor's memory has more references, from other tensors or graphs, than this one and ``beside`` known ones."""
     storage = tensor.untyped_storage()
     # this tensor is one owner, the storage object in this function another
     return storage_use_count(storage_id(storage)) > 2 + beside

@@ -49,7 +49,7 @@ class EarlyUpdates(enum.Enum):
 
     @property
     def in_backward(self) -> bool:
-        """Whether updates may begin before all gradients are complete."""
+        """True if updates may begin before all gradients are complete."""
         return self in (EarlyUpdates.KEEPS, EarlyUpdates.FREES)
 
 

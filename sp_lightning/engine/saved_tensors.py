@@ -244,7 +244,7 @@ class SavedTensors(Part):
 
 
 def _is_of_frozen_weight(leaf: Tensor) -> bool:
-    """Whether a leaf is a view of a device parameter in memory other than its slot. Kept, it would hold the parameter."""
+    """True if a leaf is a view of a device parameter outside its slot. A graph that kept it would hold the parameter."""
     return issubclass(type(base_of(leaf)), DeviceParameter)
 
 

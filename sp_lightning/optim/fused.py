@@ -72,7 +72,7 @@ def _sgd_updates(dtype: torch.dtype) -> bool:
 
 
 def may_get_gradients(parameter: Tensor) -> bool:
-    """Whether a parameter is trained or may be unfrozen. A parameter of integers is neither, and no step touches it."""
+    """True if a parameter is trained or can be unfrozen. Optimizers never step parameters of integers."""
     return parameter.is_floating_point() or parameter.is_complex()
 
 

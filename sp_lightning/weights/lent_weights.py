@@ -302,8 +302,8 @@ class BoundWeights(SlotUsers):
 
         Args:
             slot: the slot.
-            held_is_compared_later: whether weights in other memory that somebody holds, who may write it at any time, are
-                left to :meth:`_take_back_replaced`.
+            held_is_compared_later: leave weights to :meth:`_take_back_replaced` if user code holds their other memory and
+                may write it at any time.
 
         Returns:
             Whether anything may have been written, and by index the weights that were given other memory than the slot's
@@ -344,7 +344,7 @@ class BoundWeights(SlotUsers):
         return bool(written), replaced
 
     def _alike(self, slot: Slot, given: Mapping[int, Tensor], later: Collection[int] = ()) -> set[int]:
-        """The weights that were given other memory with the same values, which neither host nor slot has to take over.
+        """Returns weights that were given other memory with equal values, so that nothing has to be copied.
 
         Libraries give a weight its own values in each forward (bitsandbytes' 8 bits), and cast weights up and down (diffusers'
         layerwise casting). They are compared on the device, where the slot has the host's values, with one wait for all.
@@ -352,7 +352,7 @@ class BoundWeights(SlotUsers):
         Args:
             slot: the slot that the layer is in.
             given: the other memory by the weight's index.
-            later: those of them that are compared later on: they count as alike if they could be compared now.
+            later: weights to compare later. They count as equal if a comparison is possible.
         """
         layer = slot.layer
         assert layer is not None
@@ -370,7 +370,7 @@ class BoundWeights(SlotUsers):
             return set()
         # Those of another dtype stay out: the slot keeps the values that they had before, not the host's.
         unwritten = [i for i in given.keys() - group.viewed - group.retyped.keys() if _same_form(given[i], places[i])]
-        compared = [i for i in unwritten if i not in later]
+        compared, written = [i for i in unwritten if i not in later], set[int]()
         if compared:
             self._slots.join(slot)
             with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
@@ -378,8 +378,7 @@ class BoundWeights(SlotUsers):
                 self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
                 self.write_backs += 1
                 written = {i for i, differs in zip(compared, differ.tolist(), strict=True) if differs}
-            return set(unwritten) - written
-        return set(unwritten)
+        return set(unwritten) - written
 
     def _values(self, slot: Slot) -> Sequence[Tensor]:
         """The weights in a slot, once everything is done that writes them."""
@@ -461,7 +460,7 @@ class BoundWeights(SlotUsers):
             keep_saved(layer, index)
 
     def _note_exchanged(self, layer: StreamedLayer, index: int, needed_by: object) -> None:
-        """Has writes to the memory that a weight is about to leave noticed, if user code views it."""
+        """Remembers the values in the memory that a weight is about to leave, if user code holds a view and may write them."""
         group, slot = layer.parameters, layer.slot
         if slot is None:
             return
@@ -483,7 +482,7 @@ class BoundWeights(SlotUsers):
         self._exchanged.note(slot.lease, slot.memory, value, needed_by, written)
 
     def compare_exchanged(self) -> None:
-        """Looks whether user code has written memory that its weight has left; see :class:`ExchangedMemory`."""
+        """Detects writes of user code to memory that its weight has left; see :class:`ExchangedMemory`."""
         self._exchanged.compare(self._settle)
 
     def leave_views(self, slot: Slot, replaced: Collection[int]) -> None:
@@ -528,7 +527,7 @@ _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def _same_form(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors can be compared by their bytes."""
+    """True if two tensors can be compared by their bytes."""
     return (
         (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         == (other.dtype, other.shape, other.stride(), other.device)
@@ -538,7 +537,7 @@ def _same_form(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _differ(tensor: Tensor, other: Tensor) -> Tensor:
-    """Whether any bytes of two tensors of the same form differ, on their device."""
+    """Returns, on the device, whether any bytes of two tensors of the same form differ."""
     kind = _WHOLE_NUMBERS[tensor.dtype.itemsize]
     return (tensor.view(kind) != other.view(kind)).any()
 

@@ -170,7 +170,7 @@ def adapted() -> nn.Module:
 
 
 def test_a_model_with_adapters_gets_no_more_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """It got a second set, without a word."""
+    """`plan` added a second set of adapters silently."""
     with pytest.raises(SystemExit):
         main(["plan", "tests.cli.test_plan_adapters:adapted", "--input", "2", "16", "--lora", "2"])
     assert "--lora: Sequential has adapters already (0.lora_A" in capsys.readouterr().err
