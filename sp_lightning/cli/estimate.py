@@ -294,7 +294,7 @@ def estimate_model(question: Question) -> Estimate:
 
 
 def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
-    """Gives a base that is to be frozen the dtype that transformers loads it in, if it is a narrower one. Says so."""
+    """Converts a base that will be frozen to its config's dtype, if that is a 16-bit one, and returns a note on it."""
     stored = source.stored
     if autocast is None or stored is None or not stored.is_floating_point or stored.itemsize >= 4:
         return []

@@ -247,7 +247,8 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
             f"{raw.get('model_type')!r}. For any other model, give a factory: package.module:Factory"
         )
     # A run chooses the dtype of what it trains by its precision, whatever dtype the file's weights have.
-    stored = getattr(torch, str(raw.pop("dtype", None) or raw.pop("torch_dtype", None)), None)
+    older = raw.pop("torch_dtype", None)  # its name before transformers 5
+    stored = getattr(torch, str(raw.pop("dtype", None) or older), None)
     notes = tuple(_quantised(raw, file))
     config = transformers.AutoConfig.for_model(**raw)
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
@@ -203,9 +203,12 @@ def resolve(name: str, wanted: str) -> Any:
 
 
 def _resolved(given: Factory | None) -> Callable[[], Any] | None:
-    return (
-        resolve(given, "package.module:Factory, which returns a LightningModule") if isinstance(given, str) else given
-    )
+    if not isinstance(given, str):
+        return given
+    found = resolve(given, "package.module:Factory, which returns a LightningModule")
+    if isinstance(found, ModuleType):
+        raise ValueError(f"{given!r} is a module. Expected {given}:Name, which makes it.")
+    return cast(Callable[[], Any], found)
 
 
 def _called(given: Factory | None) -> Any:
@@ -215,8 +218,6 @@ def _called(given: Factory | None) -> Any:
         NotRunError: it fails.
     """
     factory = _resolved(given)
-    if isinstance(factory, ModuleType):
-        raise ValueError(f"{given!r} is a module. Expected {given}:Name, which makes it.")
     try:
         return None if factory is None else factory()
     except Exception as error:

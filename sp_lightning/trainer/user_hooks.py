@@ -38,7 +38,14 @@ from sp_lightning.device.torch_private import (
     step_pre_hooks,
     unscales_by_itself,
 )
-from sp_lightning.optim.alone import DECLARES, depends_on_places, is_declared, is_torchs, steps_alone
+from sp_lightning.optim.alone import (
+    DECLARES,
+    depends_on_places,
+    is_declared,
+    is_of_bitsandbytes,
+    is_torchs,
+    steps_alone,
+)
 from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
 from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.optim.step_context import compiles
@@ -255,7 +262,7 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
             return (
                 f"{name} is not one of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers, nor "
                 "one of torchao's with a state of few bits"
-            ), ""
+            ), 'Step on the GPU (optimizer_on="gpu"), or use' * is_of_bitsandbytes(optimizer)
         for group in [each for each in optimizer.param_groups if not runs_fused(optimizer, each, fuse=fuse)]:
             chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
             by = ", ".join(f"{key}={value}" for key, value in chosen.items())

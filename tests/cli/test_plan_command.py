@@ -635,3 +635,34 @@ def test_the_keys_of_an_answer_are_frozen(capsys: pytest.CaptureFixture[str]) ->
         "offloaded_bytes", "optimizer_on", "parameters", "plain_bytes", "precision", "prompt_seconds", "saved_bytes", "tables",
         "trained_parameters", "training", "trials", "verdict", "why_no_activations", "windows",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check", "M.json"], "`plan` takes a config; `check` needs your own module"),
+        (["check", "json"], "'json' is a module. Expected json:Name"),
+        (["rates", "--disk", "/no/such/folder"], "--disk /no/such/folder: not a folder"),
+        (["rates", "--seconds", "abc"], "must be a number above 0, got abc"),
+        (["plan", "resnet18", "--gpu-memory", "much"], "'much' is not a size. For example 24GiB"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_was_expected(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_lightnings_commands_need_a_model() -> None:
+    with pytest.raises(SystemExit, match=r"fit: no model\. Expected --config FILE or --model package\.Class"):
+        main(["fit"])
+
+
+def test_configs_of_diffusers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path)])
+    assert "is a config of diffusers (FluxTransformer2DModel)" in capsys.readouterr().err

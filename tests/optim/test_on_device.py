@@ -584,6 +584,18 @@ def test_tables_that_layers_share_are_no_race() -> None:
     assert_same(ours, run("auto"))
 
 
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_an_overlap_on_the_cpu_names_steps_on_the_gpu_for_bitsandbytes(overlap: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r'AdamW8bit is not one of .* Step on the GPU \(optimizer_on="gpu"\), or use Sup'
+    ):
+        fit(
+            lambda: of_bitsandbytes("AdamW8bit", min_8bit_size=16),
+            vectors(),
+            SuperpipelineStrategy(k=1, optimizer_overlap=overlap),
+        )
+
+
 def test_bitsandbytes_has_an_ordinary_optimizer() -> None:
     def run(strategy: Any) -> Outcome:
         return fit(lambda: of_bitsandbytes("PytorchLARS", momentum=0.9), vectors(), strategy, recorded="losses")
