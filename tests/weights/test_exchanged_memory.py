@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -15,6 +18,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.activations.recompute import Unrepeatable
+from sp_lightning.weights.layer import Kind, StreamedLayer
 from tests.support.data_writes import BLOCKS, Convolutions, Linears, Writes, multiply
 from tests.support.models import Module, vectors
 from tests.support.poison import poisoned
@@ -684,3 +688,39 @@ def test_memory_of_another_dtype_is_written_while_its_layer_is_away(k: int) -> N
     """The next use of the layer overwrote it with the host's values, without a word."""
     plain = fit(WritesWide, vectors())
     assert_same(fit(WritesWide, vectors(), superpipeline(k=k, k_prime=1)), plain)
+
+
+UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {
+    "an update is under way": lambda lent, layer, slot: (layer.owner, "update", Future()),
+    "the host's was written": lambda lent, layer, slot: (StreamedLayer, "outdated", True),
+    "the slot has to be filled again": lambda lent, layer, slot: (slot, "stale", True),
+    "the slot's views may write it": lambda lent, layer, slot: (slot, "digests", object()),
+    "other ranks bring the rest": lambda lent, layer, slot: (slot, "coming", object()),
+    "writes are looked for": lambda lent, layer, slot: (lent, "_watch", object()),
+    "only rows are uploaded": lambda lent, layer, slot: (layer, "planned", replace(layer.planned, rows=(0,))),
+    "a table": lambda lent, layer, slot: (layer, "kind", Kind.TABLE),
+    "residents": lambda lent, layer, slot: (layer, "kind", Kind.RESIDENTS),
+    "the weight was handed out": lambda lent, layer, slot: (layer.parameters, "viewed", {0}),
+    "it has another dtype": lambda lent, layer, slot: (layer.parameters, "retyped", {0: torch.ones(1)}),
+}
+
+
+@pytest.mark.parametrize("why", UNKNOWN)
+def test_a_weight_is_not_compared_with_a_slot_that_may_have_other_values_than_the_host(why: str) -> None:
+    """Then it is written back, as before. Equal to the slot, it would be taken for the host's."""
+    found: list[set[int]] = []
+
+    class Asks(Module):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            lent = self.trainer.strategy._run.engine._lent
+            slot = next(each for each in lent._slots.all if each.layer is not None)
+            given = {0: lent._slots.views(slot.layer, slot)[0].clone()}
+            found.append(lent._alike(slot, given))
+            owner, name, value = UNKNOWN[why](lent, slot.layer, slot)
+            with mock.patch.object(owner, name, value):
+                found.append(lent._alike(slot, given))
+            return loss
+
+    fit(lambda: Asks(nn.Sequential(*(Linears() for _ in range(3)))), vectors(1), superpipeline(k=1))
+    assert found == [{0}, set()]
