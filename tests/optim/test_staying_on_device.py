@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from sp_lightning.engine.host_source import HostSource
 from sp_lightning.optim.on_device import FRESH
 from sp_lightning.optim.twins import for_fetch
 from sp_lightning.weights.gradients import Gradients
-from sp_lightning.weights.layer import Slot, StreamedLayer
+from sp_lightning.weights.layer import Kind, Slot, StreamedLayer
 from sp_lightning.weights.slots import Slots
-from tests.support.models import CASES, vectors
+from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.normed import NormedStack
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit
@@ -445,3 +446,37 @@ def test_what_steps_have_made_is_gone_after_a_run(monkeypatch: pytest.MonkeyPatc
     gc.collect()
     assert len(alive) == len(vectors()) * len(ours.state)
     assert [each for each in alive if each() is not None] == []
+
+
+HOST_HAS_WORK: dict[str, Callable[[Any, Any], tuple[Any, str, Any]]] = {
+    "only rows are uploaded": lambda source, layer: (layer, "rows", object()),
+    "casts are out of date": lambda source, layer: (type(layer.casts), "current", False),
+    "the slot has to be filled again": lambda source, layer: (layer.slot, "stale", True),
+    "user code views the slot": lambda source, layer: (layer.slot, "escaped", True),
+    "its views may write the slot": lambda source, layer: (layer.slot, "digests", object()),
+    "weights are on a disk": lambda source, layer: (layer.block, "memory", type("OnDisk", (), {"use": None})()),
+    "weights were given other memory": lambda source, layer: (type(layer.block), "displaced", [0]),
+    "a weight has another dtype": lambda source, layer: (layer.block, "retyped", {0: torch.ones(1)}),
+    "writes are looked for": lambda source, layer: (source, "_watch", object()),
+}
+
+
+@pytest.mark.parametrize("why", HOST_HAS_WORK)
+def test_a_fetch_waits_for_the_host_if_that_has_work_before_it(why: str) -> None:
+    """Otherwise it would copy what the update has left on the device, without that work."""
+    found: list[bool] = []
+
+    class Asks(Module):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            source = self.trainer.strategy._run.engine._source
+            layer = next(each for each in source._layers if each.slot is not None and each.kind is Kind.BLOCK)
+            found.append(source._fetches_as_updated(layer))
+            owner, name, value = HOST_HAS_WORK[why](source, layer)
+            with mock.patch.object(owner, name, value):
+                found.append(source._fetches_as_updated(layer))
+            return loss
+
+    with simulated():
+        fit(lambda: Asks(Stack()), vectors(1), on_device(), recorded="nothing")
+    assert found == [True, False]
