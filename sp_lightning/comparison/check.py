@@ -20,6 +20,8 @@ from sp_lightning.comparison.record import Compared, Difference, compare, unrepe
 from sp_lightning.comparison.report import Report, RunFigures
 from sp_lightning.comparison.runs import STOPPED, RunResult, RunVariant, root_device, run, undisturbed
 from sp_lightning.comparison.subject import Factory, NotRunError, Subject
+from sp_lightning.device.accelerator import device_for
+from sp_lightning.optim.like_gpu import LikeGpu
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.host_memory import available_bytes
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
@@ -109,12 +111,13 @@ class _Checking:
         self._device = root_device(settings)
         self.found.counted = self._device.type == "cpu"
         variants = _variants(options)
-        self._fuse = _is_fused(options, variants, self._device)
+        self._plain = self._plain_steps(options, variants)
         for variant in variants:
             SuperpipelineStrategy(**variant)  # what cannot be is refused before anything runs
-            variant["fused_optimizer"] = self._fuse
-        plain = self._run_if_it_fits(RunVariant("plain", fuse=self._fuse))
-        again = plain and self._run_if_it_fits(RunVariant("plain again", fuse=self._fuse, watched="gradients"))
+            if self._plain["like"] is None:
+                variant["fused_optimizer"] = self._plain["fuse"]
+        plain = self._run_if_it_fits(RunVariant("plain", **self._plain))
+        again = plain and self._run_if_it_fits(RunVariant("plain again", **self._plain, watched="gradients"))
         if plain is None or again is None:
             return self._without_plain(variants[0])
         self._but = unrepeatable(again.record, plain.record, "logged values")
@@ -127,10 +130,20 @@ class _Checking:
         plain.record.entries += again.record.entries
         if not {"losses", "gradients"} & {entry.kind for entry in plain.record.entries}:
             raise NotRunError("No training step has returned a loss or made a gradient, so nothing was trained.")
-        fused = ", with optimizers fused on the host" if self._fuse else ""
+        fused = ", with optimizers fused on the host" if self._plain["fuse"] and self._steps_on_host(plain) else ""
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
         self._compare_with_plain(variants, plain)
         return self.found
+
+    def _plain_steps(self, options: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
+        """Where plain Lightning's optimizers step, and how: as :class:`RunVariant` has it."""
+        given, on_device = options.get("fused_optimizer", "auto"), options.get("optimizer_on") == "gpu"
+        gpu = device_for(self._device).plain_steps_on
+        like = None if gpu is None or given is False or on_device else LikeGpu(gpu, fuse=given is True)
+        return {"fuse": _is_fused(options, variants, self._device), "like": like, "on_device": on_device}
+
+    def _steps_on_host(self, plain: RunResult) -> bool:
+        return plain.moved or self._device.type == "cpu"
 
     def _compare_with_plain(self, variants: list[dict[str, Any]], plain: RunResult) -> None:
         first, ways = None, []
@@ -221,12 +234,12 @@ class _Checking:
     def _continue(self, ours: RunResult, plain: RunResult) -> None:
         """Trains one batch more from each checkpoint by who has not written it."""
         try:
-            expected = self._run(RunVariant("plain, from its own checkpoint", fuse=self._fuse, begins=plain.checkpoint))
+            expected = self._run(RunVariant("plain, from its own checkpoint", **self._plain, begins=plain.checkpoint))
         except _STOPS as error:
             self.found.notes.append(f"Nothing went on from a checkpoint. {error}")
             return
         self._attempt(
-            RunVariant("plain, from the strategy's checkpoint", fuse=self._fuse, begins=ours.checkpoint), expected
+            RunVariant("plain, from the strategy's checkpoint", **self._plain, begins=ours.checkpoint), expected
         )
         crossed = replace(ours.way, name="streamed, from plain Lightning's checkpoint", begins=plain.checkpoint)
         self._attempt(crossed, expected)
@@ -253,7 +266,7 @@ class _Checking:
             return
         seen = replace(way, name="streamed, hooks on modules", watched="modules")
         try:
-            expected = self._run(RunVariant("plain, hooks on modules", fuse=self._fuse, watched="modules"))
+            expected = self._run(RunVariant("plain, hooks on modules", **self._plain, watched="modules"))
             name, *found = first_module(self._run(seen), expected)
         except _STOPS as error:
             name, *found = "**", str(error)
@@ -308,7 +321,8 @@ def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
-    """Whether the strategy's optimizers run fused in any of its runs. Then they do in all, and so do plain Lightning's."""
+    """Whether the strategy's optimizers run fused on the host in any of its runs. Then they do in all, and so do plain
+    Lightning's."""
     given = options.get("fused_optimizer", "auto")
     if options.get("optimizer_on") == "gpu":  # where they run as their users made them
         return False

@@ -1,4 +1,4 @@
-"""Plain Lightning on one device, with the optimizers' steps where this package has them: on the host, fused or not."""
+"""Plain Lightning on one device, with optimizers that step on the host where this package's steps have the host's bits."""
 
 from __future__ import annotations
 
@@ -11,29 +11,41 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.optim.fused import has_fused_step, runs_fused
+from sp_lightning.optim.like_gpu import LikeGpu
 
 
 class StepsOnHost(SingleDeviceStrategy):
-    """Lightning's strategy for one device. In an optimizer's step, its parameters are copies on the host.
+    """Lightning's strategy for one device. In some optimizers' steps, their parameters are copies on the host.
 
-    The same optimizer has other last bits on an accelerator than on the host, and others again if it runs fused. On the CPU
-    parameters are their own copies, and all that remains is whether steps run fused.
+    The same optimizer has other last bits on an accelerator than on the host, and others again if it runs fused. Where this
+    package has the GPU's bits, plain Lightning's steps stay as they are. On the CPU parameters are their own copies, and all that
+    remains is whether steps run fused.
 
     Args:
         device: where the module is.
         fuse: whether optimizers run fused where their users have left that open, and they can.
+        like: decides which optimizers' steps have the GPU's bits; None if none have.
+
+    Attributes:
+        moved: whether a step was taken on the host whose parameters are elsewhere.
     """
 
     host = torch.device("cpu")
     """Where parameters are their own copies."""
 
-    def __init__(self, device: torch.device, *, fuse: bool) -> None:
+    def __init__(self, device: torch.device, *, fuse: bool, like: LikeGpu | None = None) -> None:
         super().__init__(device)
         self._fuse = fuse
+        self._like = like
+        self.moved = False
         self._originals: dict[Tensor, nn.Parameter] = {}
         self._fused: list[dict[str, Any]] = []
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        if self._like is not None and not self._like.against(optimizer, module, scaled=self._scales):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
         def closed() -> Any:
             self._leave_host(optimizer)  # some optimizers call it again
             result = closure()
@@ -44,6 +56,10 @@ class StepsOnHost(SingleDeviceStrategy):
             return super().optimizer_step(optimizer, closed, model, **kwargs)
         finally:
             self._leave_host(optimizer)
+
+    @property
+    def _scales(self) -> bool:
+        return getattr(self.precision_plugin, "scaler", None) is not None
 
     def _enter_host(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -56,6 +72,7 @@ class StepsOnHost(SingleDeviceStrategy):
     def _on_host(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.device == self.host:
             return parameter
+        self.moved = True
         copy = nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
         copy.grad = None if parameter.grad is None else parameter.grad.to("cpu", copy=True)
         if parameter in optimizer.state:  # the same object, which the optimizer may have in hand

@@ -30,6 +30,7 @@ from sp_lightning.comparison.subject import NotRunError, RunInputs, Subject, wit
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.torch_private import current_graph_task
 from sp_lightning.observe.stats import Stats
+from sp_lightning.optim.like_gpu import LikeGpu
 from sp_lightning.plan.plan import Plan
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
@@ -44,7 +45,9 @@ class RunVariant:
     Attributes:
         name: what it is called.
         options: those of the strategy; None for plain Lightning.
-        fuse: whether the optimizers of plain Lightning run fused where that is left open.
+        fuse: whether the optimizers of plain Lightning run fused where that is left open, and they step on the host.
+        like: decides whether they step on the host; None: all do.
+        on_device: whether all step on the device, because the strategy's do.
         poison: whether released memory is NaN.
         watched: what hooks see beside losses and logged values: nothing, all gradients, or the output of each module.
         begins: a checkpoint to begin with, after which one batch is trained; None for a whole run.
@@ -53,6 +56,8 @@ class RunVariant:
     name: str
     options: dict[str, Any] | None = None
     fuse: bool = False
+    like: LikeGpu | None = None
+    on_device: bool = False
     poison: bool = False
     watched: Literal["nothing", "gradients", "modules"] = "nothing"
     begins: Path | None = None
@@ -70,6 +75,7 @@ class RunResult:
         peak_bytes: the most device memory that was allocated; None where the device does not count.
         plan: of the strategy; None for plain Lightning.
         stats: of the strategy, after training.
+        moved: whether plain Lightning's optimizers stepped on the host, although the module was elsewhere.
         calls: a digest of each input and output of each module, in the order of calls; empty unless hooks saw them.
     """
 
@@ -81,6 +87,7 @@ class RunResult:
     plan: Plan | None = None
     stats: Stats | None = None
     calls: dict[tuple[str, str, int], tuple[str, str]] = field(default_factory=dict)
+    moved: bool = False
 
 
 class Recorder(Callback):
@@ -248,7 +255,8 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
                 record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
     times = recorder.ends if len(recorder.ends) > 1 else [start, *recorder.ends]
     seconds = median(after - before for before, after in pairwise(times))
-    return RunResult(way, record, checkpoint, seconds, recorder.peak, plan, stats, getattr(recorder, "calls", {}))
+    calls, moved = getattr(recorder, "calls", {}), getattr(trainer.strategy, "moved", False)
+    return RunResult(way, record, checkpoint, seconds, recorder.peak, plan, stats, calls, moved)
 
 
 def _trainer(made: RunInputs, way: RunVariant, folder: Path, steps: int, recorder: Recorder) -> pl.Trainer:
@@ -273,7 +281,8 @@ def _strategy(made: RunInputs, way: RunVariant) -> Any:
     if way.options is not None:
         return SuperpipelineStrategy(**way.options)
     device = root_device(made.settings)
-    return "auto" if device.type == "cpu" and not way.fuse else StepsOnHost(device, fuse=way.fuse)
+    plainly = way.on_device or (device.type == "cpu" and not way.fuse)
+    return "auto" if plainly else StepsOnHost(device, fuse=way.fuse, like=way.like)
 
 
 def root_device(settings: Mapping[str, Any]) -> torch.device:

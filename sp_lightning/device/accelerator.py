@@ -39,6 +39,7 @@ class Accelerator(Device):
         if device.index is None:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         super().__init__(device)
+        self.plain_steps_on = device if device.type == "cuda" else None
         self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE)}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
         # torch counts memory per process. For a trial: bytes of the other trials, and the peak of its earlier turns.

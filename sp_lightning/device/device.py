@@ -115,6 +115,9 @@ class Device:
     computes_on_host = True
     """Whether the model computes where the optimizer does."""
 
+    plain_steps_on: torch.device | None = None
+    """The GPU on which plain Lightning's optimizer would step; None where that is the CPU, or where its formulas are unknown."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)

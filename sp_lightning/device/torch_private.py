@@ -11,7 +11,7 @@ torch's own function and not a wrapper.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -26,7 +26,7 @@ from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import batchnorm
-from torch.optim import Optimizer
+from torch.optim import Optimizer, adagrad, adam, sgd
 from torch.optim import optimizer as optimizers
 from torch.utils import _python_dispatch, _pytree, checkpoint
 from torch.utils._device import DeviceContext
@@ -314,6 +314,48 @@ FUSED_STEPS: dict[Callable[..., Any], Literal["adam", "adamw", "sgd", "adagrad"]
 }
 """The operators that fused optimizers call. Their positional arguments are lists, empty or as long as the first: weights,
 gradients, then state. The optimizers are public, what they call is not."""
+
+
+def step_as_torch(
+    kind: Literal["adam", "adamw", "sgd", "adagrad"],
+    form: Literal["foreach", "fused"],
+    weight: Tensor,
+    gradient: Tensor,
+    state: Sequence[Tensor | None],
+    steps: float,
+    settings: Mapping[str, Any],
+) -> list[Tensor | None]:
+    """Steps one weight as torch's optimizer does on its device, in place. The public way would run all hooks on optimizers.
+
+    Args:
+        kind, form: which optimizer, and which of its implementations.
+        weight, gradient, state: on one device. The state is in the order of :data:`FUSED_STEPS`, without the number of steps.
+        steps: how many there have been, this one included.
+        settings: those of the fused operator.
+
+    Returns:
+        The state after the step.
+    """
+    given: Any = {name: value for name, value in settings.items() if name != "is_first_step"}
+    given |= {"foreach": form == "foreach", "fused": form == "fused"}
+    counted = [torch.tensor(steps - 1, dtype=torch.float32, device=weight.device if form == "fused" else "cpu")]
+    columns: Any = [[] if each is None else [each] for each in state]
+    if kind == "sgd":
+        buffers = [None if settings["is_first_step"] or not settings["momentum"] else state[0]]
+        sgd.sgd([weight], [gradient], buffers, **given)
+        return [*buffers]
+    if kind == "adagrad":
+        adagrad.adagrad([weight], [gradient], columns[0], counted, **given)
+    else:
+        averages, squares, largest = columns
+        given["decoupled_weight_decay"] = kind == "adamw"
+        adam.adam([weight], [gradient], averages, squares, largest, counted, **given)
+    return [*state]
+
+
+def foreach_norm(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The norm of each tensor, as ``clip_grad_norm_`` takes them on a GPU. The public function returns the norm of all."""
+    return torch._foreach_norm(list(tensors), 2.0)
 
 
 def second_level_cache() -> int:

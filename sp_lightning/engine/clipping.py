@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from sp_lightning.device.device import Stream
 from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.engine.updating import Updating
+from sp_lightning.kernels.gpu_norms import DTYPES
+from sp_lightning.optim.like_gpu import is_dense
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, Factor, Norms, as_it_came, change, stored
 
@@ -26,18 +28,20 @@ class Clipping:
     Args:
         optimizer: whose gradients they are.
         engine: the engine whose layers have them.
+        like: the GPU whose bits norms have; None for the CPU's.
 
     Attributes:
         pending: how gradients are to be clipped, if the updates do it; None if they have nothing to do.
         at_once: whether gradients change here, layer by layer, and the updates have nothing to do.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Updating) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Updating, like: torch.device | None = None) -> None:
         self._optimizer = optimizer
         self._on_device = engine.on_device  # norms are taken where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
-        self._norms = Norms()  # the background's
+        self._like = like
+        self._norms = Norms(like)  # the background's
         self.pending: Change | None = None
         self.at_once = False
 
@@ -47,13 +51,16 @@ class Clipping:
         measured, self._measured = self._measured, {}
         if any(map(accumulation_hooks, parameters)):  # such hooks may have written gradients after the measurement
             measured = {}
-        norms = Norms()
         if self._on_device is not None:
-            known = self._norms_on_device(parameters)
+            total = get_total_norm(self._norms_on_device(parameters))
+        elif self._like is not None and parameters and all(map(_has_gpu_norm, parameters)):
+            # As get_total_norm adds up the norms of tensors, on the GPU.
+            norms = self._norms_like(self._like, parameters, measured)
+            total = torch.linalg.vector_norm(torch.stack(norms).to(self._like), 2.0)
         else:
-            known = [self._norm_or_gradient(measured, parameter, norms) for parameter in parameters]
-        # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
-        total = get_total_norm(known)
+            of_host = Norms()
+            # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
+            total = get_total_norm([self._norm_or_gradient(measured, each, of_host) for each in parameters])
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_device is not None:
             self._on_device.read()
@@ -77,6 +84,21 @@ class Clipping:
         norms = iter(self._on_device.norms(dense))
         return [next(norms) if gradient.layout is torch.strided else gradient for gradient in gradients]
 
+    def _norms_like(self, device: torch.device, parameters: Sequence[nn.Parameter], measured: Measured) -> list[Tensor]:
+        """The norms of gradients with the bits of a GPU."""
+        norms, unknown = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor]()
+        for parameter in parameters:
+            gradient = stored(parameter)
+            assert gradient is not None
+            known, version, norm = measured.get(parameter, (None, None, gradient))
+            if known is gradient and version == gradient._version:
+                norms[parameter] = norm
+            else:
+                self._in_memory(parameter)
+                unknown[parameter] = gradient
+        norms |= zip(unknown, Norms(device).of([*unknown.values()]), strict=True)
+        return [norms[parameter] for parameter in parameters]
+
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
         """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
         gradient = stored(parameter)
@@ -95,11 +117,12 @@ class Clipping:
     def measure(self, layer: StreamedLayer) -> None:
         """Measures the norms of a layer's gradients while backward goes on.
 
-        Gradients in float16 are left out, because the bits of their norm depend on the number of threads.
+        Gradients in float16 are left out where the CPU's bits are wanted, which depend on the number of threads.
         """
         parameters = [parameter for member in layer.family for parameter in member.block.parameters]
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
-        if any(g.layout is not torch.strided or g.dtype not in (torch.float32, torch.bfloat16) for _, g in gradients):
+        dtypes = (torch.float32, torch.bfloat16) if self._like is None else DTYPES
+        if any(g.layout is not torch.strided or g.dtype not in dtypes for _, g in gradients):
             return
 
         measured, device = self._measured, self._engine.device
@@ -127,8 +150,14 @@ class Clipping:
 
     def end(self) -> None:
         """The step is over. Clips what it has not, and forgets all norms."""
-        self._measured, self._norms = {}, Norms()
+        self._measured, self._norms = {}, Norms(self._like)
         self.finish()
+
+
+def _has_gpu_norm(parameter: nn.Parameter) -> bool:
+    """Whether the norm of a parameter's gradient can be taken as a GPU takes it."""
+    gradient = as_it_came(stored(parameter))
+    return gradient.layout is torch.strided and gradient.dtype in DTYPES and is_dense(gradient)
 
 
 def by_value(clip_val: float) -> Change:

@@ -9,6 +9,7 @@ backward has left no time are updated during the next forward. If gradients are 
 from __future__ import annotations
 
 import enum
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from sp_lightning.engine.clipping import Clipping, by_value
 from sp_lightning.engine.updating import Updating
 from sp_lightning.optim.alone import constants_of, is_declared
 from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
+from sp_lightning.optim.like_gpu import LikeGpu
 from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.optim.step_context import StepContext, compiles, reads_settings
@@ -34,7 +36,10 @@ from sp_lightning.store.away import OnDiskTensor, give
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, as_it_came, change, drop, stored
 
+LOG = logging.getLogger("lightning.pytorch.superpipeline")
 Groups = list[dict[str, Any]]
+_LIKE = "whose bits"
+"""The setting of a layer's part of a group that says which GPU's bits its steps have. Users' groups have none."""
 _OF_EACH = ("params", "param_names")
 """What of a group is a list with one entry for each parameter."""
 
@@ -73,6 +78,8 @@ class LayerwiseStep:
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
         lands: whether an update ends only when all has left the device, because its memory may go to a disk then.
+        like: the GPU whose bits updates have; None: those of torch's operators on the CPU.
+        norms_like: the GPU whose bits norms have; None: those of the CPU.
 
     Attributes:
         clipping: clips the gradients.
@@ -80,6 +87,7 @@ class LayerwiseStep:
         tried: True if a step has tested which layers backward uses after their gradients are complete.
         needed: these uses, in words.
         clip_value: as the argument; None if no layer is updated in backward.
+        norms_like: as the argument.
     """
 
     def __init__(
@@ -95,6 +103,8 @@ class LayerwiseStep:
         state: StateOnDisk | None,
         waits: bool,
         lands: bool,
+        like: LikeGpu | None = None,
+        norms_like: torch.device | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
@@ -103,10 +113,13 @@ class LayerwiseStep:
         self._on_device = on_device = engine.on_device  # where the optimizer's form is its user's
         self._waits = waits
         self._lands = lands
+        self._like = like
+        self.norms_like = norms_like
+        self._warned = False
         self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
         self.clip_value = clip_value if early.in_backward else None
-        self._separable = waits or on_device is not None or is_separable(optimizer)
+        self._separable = (waits and like is None) or on_device is not None or is_separable(optimizer)
         self._closure: Callable[[], Any] | None = None
         if on_device is not None:
             on_device.arrange(loose=state is not None, ahead=not (early.in_backward or waits))
@@ -114,7 +127,7 @@ class LayerwiseStep:
         self._declared = on_device is not None and is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
         self._narrow = narrow and not self._declared and (on_device is not None or not self._separable)
-        self.clipping = Clipping(optimizer, engine)
+        self.clipping = Clipping(optimizer, engine, norms_like)
         # What is done with a layer whose gradients are complete, and, asked before, whether all of them have to be complete.
         self._on_complete, self._wanted = self.clipping.measure if measure else None, None
         if early.in_backward:
@@ -227,6 +240,7 @@ class LayerwiseStep:
             by_layer = self._groups_by_layer()
         except _UndividedError as undivided:
             self._refuse(undivided)
+            self._warn_of_bits(undivided.args[0])
             if self._early is EarlyUpdates.TRIED:
                 self.needed.append(undivided.args[0])
             self.clipping.finish()
@@ -284,6 +298,13 @@ class LayerwiseStep:
                     f"{name} updates layers one by one, but {what}. {instead}, or {otherwise}."
                 ) from undivided
 
+    def _warn_of_bits(self, why: str) -> None:
+        """A step that cannot be divided is torch's own on the CPU. Says once that its bits are not the GPU's."""
+        if self._like is not None and not self._warned:
+            self._warned = True
+            name = self._class.__name__
+            LOG.warning("Superpipeline: this step of %s has the CPU's last bits, not the GPU's: %s.", name, why)
+
     def _cuts(self, group: dict[str, Any]) -> bool:
         """Whether the step of a group can be taken apart."""
         return self._separable or runs_fused(self._optimizer, group, fuse=self._fuse)
@@ -315,6 +336,8 @@ class LayerwiseStep:
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
             name_of = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+            if self._like is not None:
+                settings[_LIKE] = self._like.of(group)
             if self._on_device is None and (self.begun or runs_fused(self._optimizer, group, fuse=self._fuse)):
                 settings["fused"] = True
             trained = [p for p in group["params"] if p.requires_grad]
@@ -433,7 +456,8 @@ class LayerwiseStep:
                     clips[id(parameter)](parameter.grad)
             step()
         else:
-            with InPieces(layer.casts.places(Stream.UPDATE), clips):
+            likes = {id(p): group[_LIKE] for group in part.param_groups if _LIKE in group for p in group["params"]}
+            with InPieces(layer.casts.places(Stream.UPDATE), clips, likes):
                 step()
         layer.casts.refresh(by=Stream.UPDATE, but=set() if self._separable else set(map(id, trained)))
 

@@ -16,11 +16,11 @@ from llvmlite import binding, ir
 from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, NormArguments, NormRecipe, Recipe, Variant
 
 Value = Any  # of llvmlite, which has no types
-_F16, _F32, _I8, _I16, _I32, _I64 = ir.HalfType(), ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
-_PLACE = ir.PointerType()
-_GIVEN = {ctypes.c_void_p: _PLACE, ctypes.c_int64: _I64, ctypes.c_float: _F32}
-_MEMORY = {torch.float32: _F32, torch.float16: _F16, torch.bfloat16: _I16}
-_BYTES = {_F32: 4, _F16: 2, _I16: 2}
+F16, F32, _I8, _I16, _I32, I64 = ir.HalfType(), ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
+PLACE = ir.PointerType()
+_GIVEN = {ctypes.c_void_p: PLACE, ctypes.c_int64: I64, ctypes.c_float: F32}
+_MEMORY = {torch.float32: F32, torch.float16: F16, torch.bfloat16: _I16}
+_BYTES = {F32: 4, F16: 2, _I16: 2}
 _AHEAD = 2048  # elements of a gradient that are fetched from memory before they are read
 
 
@@ -38,11 +38,11 @@ class Kernel(ir.IRBuilder):
     def __init__(self, arguments: type[ctypes.Structure]) -> None:
         module = ir.Module()
         module.triple = binding.get_process_triple()
-        function = ir.Function(module, ir.FunctionType(ir.VoidType(), (_I64, _I64, _PLACE)), "run")
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), (I64, I64, PLACE)), "run")
         super().__init__(function.append_basic_block())
         self.begin, self.end, given = function.args
         self.given = {
-            name: self.load(self.at(given, _I64(getattr(arguments, name).offset), _I8), typ=_GIVEN[kind])
+            name: self.load(self.at(given, I64(getattr(arguments, name).offset), _I8), typ=_GIVEN[kind])
             for name, kind, *_ in arguments._fields_
         }
 
@@ -52,19 +52,19 @@ class Kernel(ir.IRBuilder):
 
     def whole(self, begin: Value, end: Value, size: int) -> Value:
         """Where the last item ends that is whole, of items of so many elements."""
-        return self.sub(end, self.srem(self.sub(end, begin), _I64(size)))
+        return self.sub(end, self.srem(self.sub(end, begin), I64(size)))
 
     def loop(self, begin: Value, end: Value, step: int, body: Callable[[Value], None]) -> Value:
         """Calls ``body`` with the index in steps from ``begin``. Returns the index behind the last one."""
         before, (test, inside, after) = self.block, [self.append_basic_block() for _ in range(3)]
         self.branch(test)
         self.position_at_end(test)
-        index = self.phi(_I64)
+        index = self.phi(I64)
         self.cbranch(self.icmp_signed("<", index, end), inside, after)
         self.position_at_end(inside)
         body(index)
         index.add_incoming(begin, before)
-        index.add_incoming(self.add(index, _I64(step)), self.block)
+        index.add_incoming(self.add(index, I64(step)), self.block)
         self.branch(test)
         self.position_at_end(after)
         return index
@@ -94,12 +94,11 @@ class Elements:
     def __init__(self, kernel: Kernel, variant: Variant, recipe: Recipe, width: int, index: Value) -> None:
         self._kernel = kernel
         self._variant = variant
-        self._fused = recipe.fused
-        self._contracted = recipe.contracted
+        self._recipe: Any = recipe
         self._width = width
         self._index = index
         self._last = width == 1
-        self._float, self._int, self._short = map(self._of, (_F32, _I32, _I16))
+        self._float, self._int, self._short = map(self._of, (F32, _I32, _I16))
 
     def _of(self, kind: Value) -> Value:
         return kind if self._last else ir.VectorType(kind, self._width)
@@ -119,16 +118,21 @@ class Elements:
         """Reads elements in a dtype, as float32."""
         kernel, kind = self._kernel, _MEMORY[dtype]
         value = kernel.load(kernel.at(kernel.given[name], self._index, kind), align=_BYTES[kind], typ=self._of(kind))
-        if kind is _F16:
+        return self._widened(value, dtype)
+
+    def _widened(self, value: Value, dtype: torch.dtype) -> Value:
+        """Elements as they are in memory, as float32."""
+        kernel = self._kernel
+        if dtype is torch.float16:
             return kernel.fpext(value, self._float)
-        if kind is _I16:
+        if dtype is torch.bfloat16:
             return kernel.bitcast(kernel.shl(kernel.zext(value, self._int), self._bits(16)), self._float)
         return value
 
     def _store(self, name: str, value: Value, dtype: torch.dtype) -> None:
         """Writes float32 elements in a dtype."""
         value = value if dtype is torch.float32 else self._rounded(value, dtype)
-        kind = _F32 if dtype is torch.float32 else _I16
+        kind = F32 if dtype is torch.float32 else _I16
         self._kernel.store(value, self._kernel.at(self._kernel.given[name], self._index, kind), align=_BYTES[kind])
 
     def _state(self, number: int) -> Value:
@@ -143,11 +147,11 @@ class Elements:
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a · b + c."""
-        return self._call("fma", a, b, c) if self._fused else self._kernel.fadd(self._kernel.fmul(a, b), c)
+        return self._call("fma", a, b, c) if self._recipe.fused else self._kernel.fadd(self._kernel.fmul(a, b), c)
 
     def _plus(self, a: Value, b: Value, c: Value) -> Value:
         """a · b + c where torch's source does not say that it is fused."""
-        fused = self._last or self._contracted
+        fused = self._last or self._recipe.contracted
         return self.fma(a, b, c) if fused else self._kernel.fadd(self._kernel.fmul(a, b), c)
 
     def _mixed(self, average: Value, rate: Value, new: Value, share: Value) -> Value:
@@ -159,7 +163,7 @@ class Elements:
     def _mixed_squares(self, average: Value, rate: Value, new: Value, share: Value) -> Value:
         """average · rate + new · share · new. In a vector it is up to torch's compiler, too, what is fused."""
         scaled = self._kernel.fmul(share, new)
-        if not self._last and self._contracted == "second":
+        if not self._last and self._recipe.contracted == "second":
             return self.fma(new, scaled, self._kernel.fmul(average, rate))
         return self._plus(average, rate, self._kernel.fmul(scaled, new))
 
@@ -181,7 +185,7 @@ class Elements:
         """float32 rounded to the nearest of 16 bits, to the even one of two."""
         kernel = self._kernel
         if dtype is torch.float16:
-            return kernel.bitcast(kernel.fptrunc(value, self._of(_F16)), self._short)
+            return kernel.bitcast(kernel.fptrunc(value, self._of(F16)), self._short)
         bits = kernel.bitcast(value, self._int)
         odd = kernel.and_(kernel.lshr(bits, self._bits(16)), self._bits(1))
         rounded = kernel.lshr(kernel.add(kernel.add(odd, self._bits(0x7FFF)), bits), self._bits(16))
@@ -250,32 +254,36 @@ class Elements:
 
 def text(what: Any, recipe: Any) -> str:
     """The text of an update, or of norms of gradients in a dtype, by a recipe for it."""
-    return (_update if isinstance(what, Variant) else _norms)(what, recipe)
+    return (update if isinstance(what, Variant) else _norms)(what, recipe)
 
 
-def _update(variant: Variant, recipe: Recipe) -> str:
-    """The update of a tensor; items are blocks of :data:`BLOCK` elements.
+def update(variant: Variant, recipe: Any, write: Callable[..., Elements] = Elements) -> str:
+    """The text of the update of a tensor; items are blocks of :data:`BLOCK` elements.
+
+    Args:
+        variant, recipe: what, and how.
+        write: writes what becomes of some elements: :class:`Elements`, or a class that rounds otherwise.
 
     Casts go past the caches: nobody reads them before the next fetch.
     """
     kernel, width = Kernel(Arguments), recipe.width
-    begin, end = (kernel.mul(each, _I64(BLOCK)) for each in (kernel.begin, kernel.end))
+    begin, end = (kernel.mul(each, I64(BLOCK)) for each in (kernel.begin, kernel.end))
     end = kernel.select(kernel.icmp_signed("<", end, kernel.given["count"]), end, kernel.given["count"])
 
     def block(index: Value) -> None:
         made = []
         for more in range(0, BLOCK, width):
-            elements = Elements(kernel, variant, recipe, width, kernel.add(index, _I64(more)))
+            elements = write(kernel, variant, recipe, width, kernel.add(index, I64(more)))
             made.append((elements, elements.update()))
         for more in range(0, BLOCK if variant.cast else 0, 2 * width):
             low, high = (elements.cast(weight) for elements, weight in made[more // width :][:2])
             order = ir.Constant(ir.VectorType(_I32, 2 * width), list(range(2 * width)))
-            place = kernel.at(kernel.given["cast"], kernel.add(index, _I64(more)), _I16)
+            place = kernel.at(kernel.given["cast"], kernel.add(index, I64(more)), _I16)
             stored = kernel.store(kernel.shuffle_vector(low, high, order), place, align=4 * width)
             stored.set_metadata("nontemporal", kernel.module.add_metadata([_I32(1)]))
 
     def some(width: int, index: Value) -> None:
-        elements = Elements(kernel, variant, recipe, width, index)
+        elements = write(kernel, variant, recipe, width, index)
         weight = elements.update()
         if variant.cast:
             elements.store_cast(weight)
@@ -295,8 +303,8 @@ def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
     is left.
     """
     kernel, width = Kernel(NormArguments), recipe.width
-    vector = ir.VectorType(_F32, width)
-    sums, total = kernel.alloca(vector), kernel.alloca(_F32)
+    vector = ir.VectorType(F32, width)
+    sums, total = kernel.alloca(vector), kernel.alloca(F32)
     update = Variant("sgd", dtype, None, 0, maximize=False, decays=False)  # which widens gradients in the same way
 
     def add(width: int, to: Value, fused: Value, index: Value) -> None:
@@ -307,7 +315,7 @@ def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
         kernel.store(kernel.select(fused, once, twice), to)
 
     def of_vector(index: Value) -> None:
-        ahead = kernel.at(kernel.given["gradient"], kernel.add(index, _I64(_AHEAD)), _I16)
+        ahead = kernel.at(kernel.given["gradient"], kernel.add(index, I64(_AHEAD)), _I16)
         kernel.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, *map(_I32, (0, 3, 1)))
         add(width, sums, ir.IntType(1)(recipe.vectors), index)
 
@@ -318,17 +326,17 @@ def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
 
     def each(index: Value) -> None:
         given = kernel.given
-        given["gradient"] = kernel.load(kernel.at(given["gradients"], index, _PLACE), typ=_PLACE)
-        count = kernel.load(kernel.at(given["counts"], index, _I64), typ=_I64)
-        vectors, fours = (kernel.whole(_I64(0), count, size) for size in (width, 4))
+        given["gradient"] = kernel.load(kernel.at(given["gradients"], index, PLACE), typ=PLACE)
+        count = kernel.load(kernel.at(given["counts"], index, I64), typ=I64)
+        vectors, fours = (kernel.whole(I64(0), count, size) for size in (width, 4))
         kernel.store(ir.Constant(vector, None), sums)
-        begin = kernel.loop(_I64(0), vectors, width, of_vector)
+        begin = kernel.loop(I64(0), vectors, width, of_vector)
         lanes = kernel.load(sums, typ=vector)
         first, *others = (kernel.extract_element(lanes, _I32(lane)) for lane in range(width))
         kernel.store(reduce(kernel.fadd, others, first), total)
         kernel.loop(begin, count, 1, partial(of_one, fours))
-        root = kernel.intrinsic("llvm.sqrt.f32", _F32, kernel.load(total, typ=_F32))
-        kernel.store(root, kernel.at(given["norms"], index, _F32))
+        root = kernel.intrinsic("llvm.sqrt.f32", F32, kernel.load(total, typ=F32))
+        kernel.store(root, kernel.at(given["norms"], index, F32))
 
     kernel.loop(kernel.begin, kernel.end, 1, each)
     return kernel.text()

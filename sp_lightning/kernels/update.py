@@ -20,21 +20,22 @@ from torch.autograd.graph import increment_version
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import FUSED_STEPS
+from sp_lightning.kernels import gpu
+from sp_lightning.kernels.gpu import Outcome, Settings
 from sp_lightning.kernels.jit import Compiled, find_kernel
-from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, Recipe, Variant
+from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, GpuRecipe, Like, Recipe, Variant
 
 LEAST = 1 << 14
 """Elements of the smallest tensor for which a kernel is faster than torch's operators."""
 
-_CAST_ALIGNMENT = 32  # bytes, of stores past the caches
+CAST_ALIGNMENT = 32  # bytes, of stores past the caches
 _LEAST_BETA = 1e-6  # below it the sign of a zero in Adam's average is another one
 HALVES = (torch.bfloat16, torch.float16)
 _PAIR = 16
 """Elements of two vectors. torch updates this many 16-bit weights at a time, and the rest of a tensor one by one.
 
 That end is left to torch's operator: how its compiler rounds there shows in too few results to be compared."""
-Settings = Mapping[str, Any]
-"""The keyword arguments of a fused operator."""
+AnyRecipe = Recipe | GpuRecipe
 
 
 @dataclass
@@ -70,7 +71,11 @@ class Operands:
 
 
 def update_in_one_pass(
-    operator: Callable[..., Any], settings: Settings, operands: Operands, factors: Sequence[float]
+    operator: Callable[..., Any],
+    settings: Settings,
+    operands: Operands,
+    factors: Sequence[float],
+    like: Like | None = None,
 ) -> bool:
     """Updates one parameter as a fused operator does, after its gradient was widened and multiplied, and casts it.
 
@@ -79,17 +84,22 @@ def update_in_one_pass(
         settings: its keyword arguments.
         operands: contiguous.
         factors: what the gradient is multiplied by, one after the other.
+        like: whose bits the update has; None for those of the operator on the CPU.
 
     Returns:
         Whether it has: otherwise nothing was done, and torch's operators are to do it.
     """
-    if not _suits(settings, operands, factors):
+    if not _suits(settings, operands, factors, like):
         return False
-    variant = _variant(FUSED_STEPS[operator], settings, operands, len(factors))
+    variant = _variant(FUSED_STEPS[operator], settings, operands, len(factors), like)
     found = _checked(variant) if len(operands.moments) == variant.moments else None
     if found is None:
         return False
     kernel, recipe = found
+    if like is not None:
+        _run(kernel, operands, _numbers(recipe, variant, settings, operands, factors), operands.weight.numel())
+        increment_version([operands.weight, *operands.moments])
+        return True
     try:
         numbers = _numbers(recipe, variant, settings, operands, factors)
     except (ArithmeticError, ValueError):  # settings with which training ends in NaN
@@ -105,24 +115,24 @@ def update_in_one_pass(
     return True
 
 
-def _suits(settings: Settings, operands: Operands, factors: Sequence[float]) -> bool:
+def _suits(settings: Settings, operands: Operands, factors: Sequence[float], like: Like | None) -> bool:
     cast, gradient, dtype = operands.cast, operands.gradient.dtype, operands.weight.dtype
     return (
-        operands.weight.numel() >= LEAST
+        operands.weight.numel() >= (LEAST if like is None else 1)
         and len(factors) <= 2
         and all(each.dtype is dtype for each in operands.moments)
         and gradient in ((torch.float32, *HALVES) if dtype is torch.float32 else (dtype,))
         and (dtype is torch.float32 or (dtype in HALVES and cast is None and not factors))
         and operands.gradient.shape == operands.weight.shape
-        and (cast is None or (cast.dtype in HALVES and cast.data_ptr() % _CAST_ALIGNMENT == 0))
+        and (cast is None or (cast.dtype in HALVES and cast.data_ptr() % CAST_ALIGNMENT == 0))
         and (cast is None or cast.shape == operands.weight.shape)
-        and settings.get("beta1", 1.0) > _LEAST_BETA
+        and (like is not None or settings.get("beta1", 1.0) > _LEAST_BETA)
         and settings.get("grad_scale") is None
         and settings.get("found_inf") is None
     )
 
 
-def _variant(kind: Any, settings: Settings, operands: Operands, factors: int) -> Variant:
+def _variant(kind: Any, settings: Settings, operands: Operands, factors: int, like: Like | None) -> Variant:
     own: dict[str, Any] = {}
     if kind in ("adam", "adamw"):
         own = {"amsgrad": settings["amsgrad"], "near": abs(_float(1 - settings["beta1"])) < 0.5}
@@ -130,17 +140,19 @@ def _variant(kind: Any, settings: Settings, operands: Operands, factors: int) ->
         momentum = settings["momentum"] != 0
         own = {"momentum": momentum, "first": settings["is_first_step"], "nesterov": settings["nesterov"]}
     cast, decays = None if operands.cast is None else operands.cast.dtype, float(settings["weight_decay"]) != 0
-    own |= {"weight": operands.weight.dtype}
+    own |= {"weight": operands.weight.dtype, "like": like}
     return Variant(kind, operands.gradient.dtype, cast, factors, settings["maximize"], decays, **own)
 
 
 def _numbers(
-    recipe: Recipe, variant: Variant, settings: Settings, operands: Operands, factors: Sequence[float]
+    recipe: AnyRecipe, variant: Variant, settings: Settings, operands: Operands, factors: Sequence[float]
 ) -> dict[str, float]:
     """The numbers that torch's operator computes first, in double precision."""
     lr, decay = float(settings["lr"]), float(settings["weight_decay"])
     numbers = {f"factor{at}": factor for at, factor in enumerate(factors)} | {"decay": decay}
     steps = 0.0 if variant.kind == "sgd" else float(operands.state[-1])  # type: ignore[arg-type]
+    if isinstance(recipe, GpuRecipe):
+        return numbers | gpu.numbers(variant, settings, steps)
     if variant.kind in ("adam", "adamw"):
         beta1, beta2, rate = settings["beta1"], settings["beta2"], 1 - settings["beta1"]
         numbers |= {
@@ -180,9 +192,25 @@ def _decay(lr: float, decay: float) -> float:
 
 
 @cache
-def _checked(variant: Variant) -> tuple[Compiled, Recipe] | None:
+def _checked(variant: Variant) -> tuple[Compiled, AnyRecipe] | None:
     """A kernel that has torch's bits, with its recipe; None if there is none."""
-    return find_kernel(variant, RECIPES, partial(_agrees, variant))
+    if variant.like is None:
+        return find_kernel(variant, RECIPES, partial(_agrees, variant))
+    plain = gpu.find_confirmed(variant.plain, _run_plain)
+    if plain is None or variant == variant.plain:
+        return plain
+    return find_kernel(variant, [plain[1]], partial(_agrees, variant), of_gpu=True)
+
+
+def is_confirmed(variant: Variant) -> bool:
+    """Whether there is a kernel with the bits of the GPU that ``variant.like`` names. The first call compares."""
+    return _checked(variant.plain) is not None
+
+
+def _run_plain(
+    kernel: Compiled, weight: Tensor, gradient: Tensor, state: Outcome, numbers: Mapping[str, float]
+) -> None:
+    _run(kernel, Operands(weight, gradient, None, state), numbers, weight.numel())
 
 
 _COUNTS = (4099, *[7] * 12)
@@ -191,14 +219,17 @@ _COUNTS_OF_HALVES = (1 << 20,) * 4
 """The same for 16-bit weights. Where float32 differs in its last bit, one of some 65,000 results of bfloat16 differs."""
 
 
-def _agrees(variant: Variant, kernel: Compiled, recipe: Recipe) -> bool:
-    """Whether a kernel and torch's operators make the same bits of several tensors, of which most end within a vector."""
+def _agrees(variant: Variant, kernel: Compiled, recipe: AnyRecipe) -> bool:
+    """Whether a kernel and torch's operators make the same bits of several tensors, of which most end within a vector.
+
+    For the bits of a GPU the kernel of the plain update stands for torch's operators, with which it was compared.
+    """
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
         counts = _COUNTS if variant.weight is torch.float32 else _COUNTS_OF_HALVES
         return all(_agrees_on(*each, variant, kernel, recipe) for each in enumerate(counts))
 
 
-def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe: Recipe) -> bool:
+def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe: AnyRecipe) -> bool:
     settings, generator = _settings(variant), torch.Generator("cpu").manual_seed(seed)
     # Users may have set other defaults.
     drawn = (torch.randn(count, generator=generator, dtype=torch.float32, device="cpu") for _ in range(5))
@@ -219,7 +250,10 @@ def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe
     for factor in factors:
         wide.mul_(factor)
     operator: Any = next(each for each, kind in FUSED_STEPS.items() if kind == variant.kind)
-    operator(*([] if each is None else [each] for each in (theirs[0], wide, *theirs[1:])), **settings)
+    if variant.like is None:
+        operator(*([] if each is None else [each] for each in (theirs[0], wide, *theirs[1:])), **settings)
+    else:
+        assert update_in_one_pass(operator, settings, Operands(theirs[0], wide, None, theirs[1:]), [], variant.like)
     pairs = [*zip(theirs, ours, strict=True), *([] if cast is None else [(theirs[0].to(cast.dtype), cast)])]
     return all(each is None or _same(each, own) for each, own in pairs)
 
@@ -229,8 +263,8 @@ def _step() -> Tensor:
 
 
 def _aligned(count: int, dtype: torch.dtype) -> Tensor:
-    memory = torch.empty(count + _CAST_ALIGNMENT, dtype=dtype, device="cpu")
-    return memory[-memory.data_ptr() // 2 % (_CAST_ALIGNMENT // 2) :][:count]
+    memory = torch.empty(count + CAST_ALIGNMENT, dtype=dtype, device="cpu")
+    return memory[-memory.data_ptr() // 2 % (CAST_ALIGNMENT // 2) :][:count]
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:

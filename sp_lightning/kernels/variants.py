@@ -8,7 +8,8 @@ is left at the end of a tensor; and a processor without ``fma``, or with shorter
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ BLOCK = 32
 Kind = Literal["adam", "adamw", "sgd", "adagrad"]
 _POINTERS = ("weight", "gradient", "cast", "s0", "s1", "s2")
 _NUMBERS = (
-    "factor0", "factor1", "decay", "step", "rate1", "beyond1", "beta2", "rate2", "bias2", "eps", "momentum", "damping",
+    "factor0", "factor1", "decay", "step", "rate1", "beyond1", "beta1", "beta2", "rate2", "bias2", "eps", "momentum", "damping",
 )  # fmt: skip
 
 
@@ -64,6 +65,65 @@ RECIPES = (
 this order."""
 
 
+Form = Literal["foreach", "fused"]
+"""Which of torch's two ways to step on a GPU: ``foreach`` is the default there, ``fused`` is ``fused=True``."""
+
+
+@dataclass(frozen=True)
+class Like:
+    """Whose bits an update has: those of torch's optimizer on a device.
+
+    Attributes:
+        device: the GPU.
+        form: which of torch's operators steps there.
+    """
+
+    device: torch.device
+    form: Form
+
+
+@dataclass(frozen=True)
+class GpuRecipe:
+    """How nvcc has compiled torch's operators for a GPU, where their source leaves it open.
+
+    nvcc may compute a · b + c with one rounding (``fma``) or with two. All of an operator is compiled in one way.
+
+    Attributes:
+        usual: the names of :data:`OPEN` for which it does what it does by default.
+        width: elements of a vector on the CPU. It does not change results.
+    """
+
+    usual: frozenset[str]
+    width: int = 8
+
+
+OPEN: dict[tuple[Kind, Form], tuple[str, ...]] = {
+    ("adam", "foreach"): ("add", "lerp", "addcmul", "addcdiv", "div"),
+    ("adamw", "foreach"): ("lerp", "addcmul", "addcdiv", "div"),
+    ("sgd", "foreach"): ("add",),
+    ("adagrad", "foreach"): ("add", "addcmul"),
+    ("adam", "fused"): ("decay",),
+    ("adamw", "fused"): ("decay",),
+}
+"""The operators that are open, by optimizer and form: whether their sums are rounded once, which is usual. For ``div`` it is
+whether a root is divided by a number, which is usual, or multiplied by its reciprocal. ``decay`` is a line of the fused operator.
+
+torch 2.10 leaves ``addcmul`` and ``addcdiv`` open; later versions call ``std::fma``. The fused operators of torch 2.10 compute in
+double precision, as those of SGD and Adagrad do in all versions: none of these is written here."""
+
+
+def gpu_recipes(variant: Variant) -> list[GpuRecipe]:
+    """All ways in which nvcc may have compiled the operators of a variant, the likeliest first; none if they are not known."""
+    assert variant.like is not None
+    names = OPEN.get((variant.kind, variant.like.form))
+    if names is None:
+        return []
+    if not variant.decays:
+        names = tuple(name for name in names if not (name == "decay" or (name == "add" and variant.kind != "sgd")))
+    choices = product((True, False), repeat=len(names))
+    return [GpuRecipe(frozenset(name for name, fused in zip(names, each, strict=True) if fused)) for each in choices]
+
+
 @dataclass(frozen=True)
 class Variant:
     """An update. What is the same for all elements of a tensor is decided when its kernel is compiled.
@@ -78,6 +138,7 @@ class Variant:
         first: of SGD: whether there is no momentum yet.
         weight: the dtype of the weight and of its state: float32, or 16 bits like the gradient's. Of 16 bits each is read as
             float32, and rounded once when it is stored.
+        like: whose bits it has; None: those of torch's fused operators on the CPU.
     """
 
     kind: Kind
@@ -92,11 +153,34 @@ class Variant:
     first: bool = False
     nesterov: bool = False
     weight: torch.dtype = torch.float32
+    like: Like | None = None
+
+    @property
+    def plain(self) -> Variant:
+        """The update alone: its gradient has the weight's dtype, nothing changes it, and the new weight is not cast."""
+        return replace(self, gradient=self.weight, cast=None, factors=0)
 
     @property
     def moments(self) -> int:
         """How many tensors of the weight's size the state has."""
         return {"adam": 2, "adamw": 2, "sgd": int(self.momentum), "adagrad": 1}[self.kind] + self.amsgrad
+
+
+class GpuNormArguments(ctypes.Structure):
+    """What a GPU's norms are called with: of each chunk its address, the number of its elements, how it is read, and its sum."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("chunks", "counts", "in_fours", "sums")]
+
+
+@dataclass(frozen=True)
+class GpuNormRecipe:
+    """How nvcc has compiled ``_foreach_norm``.
+
+    Attributes:
+        fused: whether squares are added with one rounding, which is usual.
+    """
+
+    fused: bool
 
 
 @dataclass(frozen=True)

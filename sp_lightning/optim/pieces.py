@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning.device.torch_private import FUSED_STEPS, second_level_cache
-from sp_lightning.kernels.update import HALVES, Operands, update_in_one_pass
+from sp_lightning.kernels.update import CAST_ALIGNMENT, HALVES, Operands, update_in_one_pass
+from sp_lightning.kernels.variants import Like
 from sp_lightning.weights.narrow_gradient import Change, Factor, NarrowGradient, made_of
 
 
@@ -33,15 +35,22 @@ class InPieces(TorchFunctionMode):
     Args:
         casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
         clips: by the ``id`` of a parameter, what clips its gradient, but for narrow ones: those have their changes with them.
+        likes: by the ``id`` of a parameter, whose bits its update has; others have those of torch's operators on the CPU.
         elements: of a piece, a multiple of 512; :func:`piece_size` if it is not given.
     """
 
     def __init__(
-        self, casts: Mapping[int, Tensor], clips: Mapping[int, Change], *, elements: int | None = None
+        self,
+        casts: Mapping[int, Tensor],
+        clips: Mapping[int, Change],
+        likes: Mapping[int, Like] = MappingProxyType({}),
+        *,
+        elements: int | None = None,
     ) -> None:
         super().__init__()
         self._casts = casts
         self._clips = clips
+        self._likes = likes
         self._elements = elements or piece_size(torch.get_num_threads())
 
     def __torch_function__(
@@ -59,6 +68,9 @@ class InPieces(TorchFunctionMode):
             if id(weight) in self._clips:
                 changes = (*changes, self._clips[id(weight)])
             update = _Update(weight.detach(), came, self._casts.get(id(weight)), state, changes)
+            if (like := self._likes.get(id(weight))) is not None:
+                _step_like(like, func, kwargs or {}, update)
+                continue
             if (update.several_walks or weight.dtype in HALVES) and update.contiguous:
                 if self._in_one_pass(func, kwargs or {}, update):
                     continue
@@ -113,6 +125,47 @@ class InPieces(TorchFunctionMode):
         for each in updates:
             if each.cast is not None:
                 each.cast.copy_(each.weight)
+
+
+def _step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, Any], update: _Update) -> None:
+    """Steps one weight with the bits of a GPU, by a kernel, whatever its size and strides.
+
+    Raises:
+        RuntimeError: settings have changed since the run began, and there is no such kernel for the new ones.
+    """
+    if update.weight.numel() == 0:
+        return
+    factors = [change.number for change in update.changes if isinstance(change, Factor)]
+    if len(factors) < len(update.changes) or not update.widens:
+        # Clamped, or wide and changed where user code sees it, or of 16 bits, to which plain Lightning rounds changes, too.
+        if update.widens:
+            update.gradient = update.gradient.to(update.weight.dtype)
+        for change in update.changes:
+            change(update.gradient)
+        factors = []
+    *moments, steps = update.state if FUSED_STEPS[operator] != "sgd" else (*update.state, None)
+    cast = update.cast if update.cast is not None and update.cast.is_contiguous() else None
+    cast = None if cast is None or cast.data_ptr() % CAST_ALIGNMENT else cast.view(-1)
+    owners = (update.weight, *moments)
+    weight, *state = made = [each if each is None else _flat(each) for each in owners]
+    assert weight is not None
+    if not update_in_one_pass(
+        operator, settings, Operands(weight, _flat(update.gradient), cast, [*state, steps]), factors, like
+    ):
+        raise RuntimeError(
+            f"The optimizer's settings were changed during the run, and no formula is known for {dict(settings)} that "
+            f"has the bits of {like.device}. Set them before the run, or use SuperpipelineStrategy(fused_optimizer=False)."
+        )
+    for own, other in zip(owners, made, strict=True):
+        if own is not None and other is not None and own.data_ptr() != other.data_ptr():
+            own.copy_(other.view(own.shape))
+    if update.cast is not None and cast is None:
+        update.cast.copy_(update.weight)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in the order of their indices: the memory itself if it has that order, else a copy."""
+    return tensor.contiguous().view(-1)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.engine.layerwise import EarlyUpdates, LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
+from sp_lightning.optim.like_gpu import LikeGpu
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
@@ -66,6 +67,10 @@ class OptimizerSteps:
         self._logged: str | None = None  # None until :meth:`arrange`: there are no optimizers yet
         self.overlap: Overlap = "off"
         self._why = ""  # what prevents a faster mode
+        self._likes: dict[Optimizer, LikeGpu] = {}
+        self._norms_like: dict[Optimizer, torch.device] = {}
+        self._other_bits = ""  # why some steps have other bits than on the GPU
+        self._other_norms = ""  # why some norms have
         self._early = EarlyUpdates.NO
         self._place = StepPlace(run, options, self._count_as)
         self._step_hooks = StepHooks(run, self._is_fused)
@@ -138,7 +143,8 @@ class OptimizerSteps:
         # All ranks step in one way, although only the primary's optimizers have state that is on the disk or not.
         ranks_with_disk = self._ranks is not None and self._options.disk is not None
         by_layers = not waits or state is not None or on_disk.any or ranks_with_disk or self._run.steps_on_device
-        if waits and by_layers:  # the bits of a step that is not fused depend on the number of threads
+        likes = self._likes = self._like_gpu()
+        if waits and (by_layers or likes):  # the bits of a step that is not fused depend on the number of threads
             streamer.device.background_threads = torch.get_num_threads()
         optimizers = self._real_optimizers
         self._layerwise = {
@@ -153,11 +159,14 @@ class OptimizerSteps:
                 state=state,
                 waits=waits,
                 lands=self._run.steps_on_device and self._options.disk is not None,
+                like=likes.get(optimizer),
+                norms_like=self._norms_like.get(optimizer),
             )
-            for optimizer in (optimizers if by_layers else ())
+            for optimizer in optimizers
+            if by_layers or optimizer in likes
         }
         if self._ranks is not None:
-            self._ranks.attach([] if by_layers else optimizers, scaler_of(trainer))
+            self._ranks.attach([each for each in optimizers if each not in self._layerwise], scaler_of(trainer))
         self._why = why
         mode = f"{self.overlap} ({why})" if why else self.overlap
         placed = self._options.disk is None or self.disk is not None
@@ -165,6 +174,30 @@ class OptimizerSteps:
         if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
+
+    def _like_gpu(self) -> dict[Optimizer, LikeGpu]:
+        """The optimizers whose steps have the bits of the GPU, on which plain Lightning's step. Notes why others have not."""
+        device = self._run.engine.device.plain_steps_on
+        self._other_bits = self._other_norms = ""
+        self._norms_like = dict[Optimizer, torch.device]()
+        if device is None or self._run.steps_on_device:
+            return {}
+        if self._options.fused_optimizer is False:
+            self._other_bits = "fused_optimizer=False"
+            return {}
+        like, likes = LikeGpu(device, fuse=self._options.fused_optimizer is True), dict[Optimizer, LikeGpu]()
+        scaled = scaler_of(self._trainer) is not None
+        for optimizer in self._real_optimizers:
+            if against := like.against(optimizer, self._run.module, scaled=scaled):
+                self._other_bits = self._other_bits or against
+                continue
+            likes[optimizer] = like
+            if self._clips() == "norm":
+                if against := like.against_norms(optimizer):
+                    self._other_norms = self._other_norms or against
+                else:
+                    self._norms_like[optimizer] = device
+        return likes
 
     def look_again(self) -> None:
         """A batch begins: since the mode was chosen, user code may have added hooks, or changed how gradients are clipped.
@@ -351,10 +384,12 @@ class OptimizerSteps:
             remarks.append(when)
         if self._place.remark:
             remarks.append(self._place.remark)
+        remarks[:0] = self._remark_on_bits() if self._logged is not None else []
+        stepping = self._real_optimizers if self._logged is not None else ()
         names = {
             type(optimizer).__name__
-            for optimizer in (filter(self._is_fused, self._real_optimizers) if self._logged is not None else ())
-            if any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
+            for optimizer in stepping
+            if optimizer not in self._likes and self._is_fused(optimizer) and self._fuses_a_group(optimizer)
         }
         if names:
             overlap = self._options.optimizer_overlap
@@ -367,6 +402,26 @@ class OptimizerSteps:
                 f"optimizer has fused=True and steps on the CPU; fused_optimizer=False{off} leaves it as it is.",
             )
         return remarks
+
+    def _fuses_a_group(self, optimizer: Optimizer) -> bool:
+        """Whether a group steps fused for which its user has left that open."""
+        return any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
+
+    def _remark_on_bits(self) -> list[str]:
+        """Whether steps on the CPU have the bits of the GPU's, on which plain Lightning steps."""
+        likes = {
+            f"{type(optimizer).__name__} ({like.of(group).form})"
+            for optimizer, like in self._likes.items()
+            for group in optimizer.param_groups
+        }
+        said = []
+        if likes:
+            said.append(f"{' and '.join(sorted(likes))} steps on the CPU with the bits of its steps on this GPU.")
+        if self._other_norms:
+            said.append(f"Norms for clipping differ from the GPU's in the last bits: {self._other_norms}.")
+        if self._other_bits:
+            said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {self._other_bits}.")
+        return said
 
     # ------------------------------------------------------------------ a step
 
@@ -450,11 +505,12 @@ class OptimizerSteps:
         """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._run.hooks.may_write_weights("gradients")
         by_layers = on_disk or self._run.steps_on_device or (self.overlap != "off" and not seen)
+        by_layers = by_layers or layerwise.norms_like is not None
         if not (by_layers and clips_as_lightning(plugin)):
             return {}
         clipping = layerwise.clipping
         # Not in the updates: user code that reads gradients is to find them clipped, and the device's updates clip none.
-        clipping.at_once = seen or self._run.steps_on_device
+        clipping.at_once = seen or self._run.steps_on_device or (self.overlap == "off" and not on_disk)
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
             layerwise.refuse_other_clipping(None)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import no_torch_functions, subclasses_are_asked, tree_leaves
+from sp_lightning.kernels.gpu_norms import norms_like
 from sp_lightning.kernels.norms import norms_of
 from sp_lightning.weights.roles import ParameterRole, leave, take
 
@@ -207,9 +208,14 @@ def _scale(came: Tensor, changes: Sequence[Change]) -> float:
 
 
 class Norms:
-    """Computes norms of gradients, in the same memory if it needs any: to allocate it takes longer than the norm."""
+    """Computes norms of gradients, in the same memory if it needs any: to allocate it takes longer than the norm.
 
-    def __init__(self) -> None:
+    Args:
+        like: the GPU whose bits they have; None for the CPU's.
+    """
+
+    def __init__(self, like: torch.device | None = None) -> None:
+        self._like = like
         self._wide = torch.empty(0)
 
     def of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -218,6 +224,8 @@ class Norms:
         Others are widened here, so that torch adds in the same order.
         """
         made = [(gradient, *made_of(gradient)) for gradient in gradients]
+        if self._like is not None:
+            return self._like_gpu(self._like, made)
         scales = {id(came): _scale(came, changes) for gradient, came, changes in made if came is not gradient}
         known = norms_of([came for _, came, _ in made if scales.get(id(came))])
         return [
@@ -225,9 +233,27 @@ class Norms:
             for gradient, came, changes in made
         ]
 
+    def _like_gpu(
+        self, device: torch.device, made: Sequence[tuple[Tensor, Tensor, tuple[Change, ...]]]
+    ) -> list[Tensor]:
+        scales = [1.0 if came is gradient else _scale(came, changes) for gradient, came, changes in made]
+        read = [
+            came if scale else self._widened(gradient, came, changes).clone()
+            for scale, (gradient, came, changes) in zip(scales, made, strict=True)
+        ]
+        found = norms_like(device, read)
+        return [
+            norm.mul_(scale or 1.0).to(gradient.dtype)
+            for norm, scale, (gradient, _, _) in zip(found, scales, made, strict=True)
+        ]
+
     def _of_one(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:
         if came is gradient:
             return torch.linalg.vector_norm(gradient)
+        return torch.linalg.vector_norm(self._widened(gradient, came, changes))
+
+    def _widened(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:
+        """A narrow gradient in its own dtype with its changes, in memory that the next one overwrites."""
         dtype = gradient.dtype
         if self._wide.numel() < came.numel() or self._wide.dtype is not dtype:
             self._wide = torch.empty(came.numel(), dtype=dtype, device="cpu")
@@ -235,4 +261,4 @@ class Norms:
         wide.copy_(came)
         for each in changes:
             each(wide)
-        return torch.linalg.vector_norm(wide)
+        return wide

@@ -1,0 +1,184 @@
+"""Updates on the CPU that have the bits of torch's optimizers on a GPU.
+
+The optimizer of an unchanged program steps on the GPU, where torch's operators round otherwise than on the CPU. Nearly all of
+that is written in torch's source. What nvcc may choose is tried: a kernel is used only if its results equal those of torch's own
+optimizer on this GPU, bit by bit, for a sample of numbers that tells all choices apart. Otherwise torch's operators for the CPU
+step, whose last bits differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.torch_private import step_as_torch
+from sp_lightning.kernels.jit import Compiled, find_kernel
+from sp_lightning.kernels.variants import GpuRecipe, Variant, gpu_recipes
+
+Settings = Mapping[str, Any]
+"""The keyword arguments of a fused operator."""
+Run = Callable[[Compiled, Tensor, Tensor, list[Tensor | None], dict[str, float]], None]
+"""Runs a kernel: with a weight, a gradient, state and numbers."""
+
+_COUNT, _COUNT_OF_HALVES = 1 << 16, 1 << 18
+"""Elements of a sample. In 16 bits a rounding in float32 shows in few results."""
+_STEPS = (1.0, 2.0, 3.0, 7.0, 31.0, 1000.0, 54321.0)
+"""Numbers of steps that are compared: bias corrections differ."""
+_TABLE = 256
+"""Steps whose powers are computed on the GPU at once."""
+
+
+def numbers(variant: Variant, settings: Settings, steps: float) -> dict[str, float]:
+    """The numbers that are the same for all elements, as torch computes them: ``foreach`` in Python, ``fused`` on the GPU.
+
+    Args:
+        variant: the update.
+        settings: of the optimizer.
+        steps: how many there have been, this one included.
+
+    Raises:
+        ZeroDivisionError: a beta is 1, as on the GPU.
+    """
+    assert variant.like is not None
+    lr, decay = float(settings["lr"]), float(settings["weight_decay"])
+    if variant.kind == "sgd":
+        momentum, damping = settings["momentum"], 1 - settings["dampening"]
+        return {"decay": decay, "step": -lr, "momentum": momentum, "damping": damping}
+    eps = settings["eps"]
+    if variant.kind == "adagrad":
+        return {"decay": decay, "step": -lr / (1 + (steps - 1) * settings["lr_decay"]), "eps": eps}
+    beta1, beta2 = settings["beta1"], settings["beta2"]
+    if variant.like.form == "fused":
+        bias1, bias2 = _bias(variant.like.device, beta1, beta2, int(steps))
+        lr32, decay32 = torch.tensor([lr, decay], dtype=torch.float32, device="cpu")
+        decayed = float(lr32 * decay32) if variant.kind == "adamw" else decay
+        numbers = {"beta1": beta1, "beta2": beta2, "decay": decayed, "eps": eps}
+        return numbers | {"step": float(lr32 / bias1), "bias2": math.sqrt(bias2)}
+    rate = 1 - beta1
+    return {
+        "rate1": rate, "beyond1": float(torch.tensor(rate, dtype=torch.float32, device="cpu")) - 1, "beta2": beta2,
+        "rate2": 1 - beta2, "bias2": (1 - beta2**steps) ** 0.5, "step": (lr / (1 - beta1**steps)) * -1, "eps": eps,
+        "decay": 1 - lr * decay if variant.kind == "adamw" else decay,
+    }  # fmt: skip
+
+
+def _bias(device: torch.device, beta1: float, beta2: float, steps: int) -> tuple[Tensor, Tensor]:
+    """1 - beta ** steps for both betas, in float32 as the GPU computes it: its ``powf`` has bits of its own."""
+    bias1, bias2 = (_bias_table(device, beta, steps // _TABLE)[steps % _TABLE] for beta in (beta1, beta2))
+    return bias1, bias2
+
+
+@lru_cache(64)
+def _bias_table(device: torch.device, beta: float, part: int) -> Tensor:
+    steps = torch.arange(part * _TABLE, (part + 1) * _TABLE, dtype=torch.float32, device=device)
+    return (1 - torch.pow(torch.full_like(steps, beta), steps)).cpu()
+
+
+# ---------------------------------------------------------------------- whether a kernel has the GPU's bits
+
+
+@cache
+def find_confirmed(variant: Variant, run: Run) -> tuple[Compiled, GpuRecipe] | None:
+    """A kernel for a plain variant whose results equal those of torch's optimizer on the GPU; None if there is none.
+
+    Args:
+        variant: an update without casts and changes of the gradient.
+        run: runs a kernel.
+    """
+    assert variant.like is not None
+    recipes = gpu_recipes(variant)
+    if (
+        variant.weight is not torch.float32
+    ):  # where 16 bits hide how float32 was rounded: the operators' source is the same
+        of_float32 = find_confirmed(replace(variant, weight=torch.float32).plain, run)
+        recipes = [] if of_float32 is None else [of_float32[1]]
+    expected = cache(partial(_expected, variant))  # the GPU computes once for all recipes
+    return find_kernel(variant, recipes, partial(_agrees, variant, expected, run), of_gpu=True)
+
+
+Outcome = list[Tensor | None]
+"""A weight and its state, after an update."""
+
+
+def _expected(variant: Variant, steps: float) -> Outcome:
+    """What torch's optimizer makes of the sample on the device."""
+    assert variant.like is not None
+    weight, gradient, *state = [each if each is None else each.to(variant.like.device) for each in sample(variant)]
+    assert weight is not None
+    assert gradient is not None
+    state = step_as_torch(variant.kind, variant.like.form, weight, gradient, state, steps, settings_of(variant))
+    return [each if each is None else each.cpu() for each in (weight, *state)]
+
+
+def _agrees(variant: Variant, expected: Callable[[float], Outcome], run: Run, kernel: Compiled, _: GpuRecipe) -> bool:
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+        return all(_agrees_at(variant, expected(steps), run, kernel, steps) for steps in _STEPS)
+
+
+def _agrees_at(variant: Variant, theirs: Outcome, run: Run, kernel: Compiled, steps: float) -> bool:
+    weight, gradient, *state = sample(variant)
+    assert weight is not None
+    assert gradient is not None
+    run(kernel, weight, gradient, state, numbers(variant, settings_of(variant), steps))
+    return all(same(each, own) for each, own in zip(theirs, (weight, *state), strict=True))
+
+
+def same(tensor: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors have the same bits, signs of zeros included, but for those of NaN."""
+    if tensor is None or other is None:
+        return tensor is other
+    kind = torch.int32 if tensor.dtype is torch.float32 else torch.int16
+    mine, others = (torch.where(each.isnan(), torch.nan, each).view(kind) for each in (tensor, other))
+    return torch.equal(mine, others)
+
+
+def sample(variant: Variant) -> list[Tensor | None]:
+    """A weight, its gradient, and state of an update, such that all of its recipes have different results.
+
+    A third is like what is trained. A third has all exponents, subnormal numbers included, and about the same one for all of an
+    update: otherwise one summand is all of a sum. The rest has zeros, infinities, NaN, and the least and the largest numbers.
+    """
+    dtype = variant.weight
+    count = _COUNT if dtype is torch.float32 else _COUNT_OF_HALVES
+    generator = torch.Generator("cpu").manual_seed(0)  # users may have set other defaults
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    part, least = count // 3, torch.finfo(dtype).smallest_normal
+    exponents = torch.randint(-150, 129, (part,), generator=generator, device="cpu").to(torch.float64)
+    usual, scaled = normal(5, part), normal(5, part) * torch.pow(2.0, exponents)
+    special = torch.tensor(
+        [0.0, -0.0, math.inf, -math.inf, math.nan, least, least / 4, -least / 8, torch.finfo(dtype).max, 1.0, -1.0],
+        dtype=torch.float64, device="cpu",
+    )  # fmt: skip
+    chosen = torch.randint(len(special), (5, count - 2 * part), generator=generator, device="cpu")
+    weight, gradient, average, squares, largest = torch.cat([usual, scaled, special[chosen]], dim=1)
+    # The squares of usual gradients.
+    squares, largest = (torch.cat([each[: 2 * part].square(), each[2 * part :].abs()]) for each in (squares, largest))
+    made = {"weight": weight, "gradient": gradient, "average": average, "squares": squares, "largest": largest}
+    of = {name: each.to(torch.float32).to(dtype) for name, each in made.items()}
+    state: list[Tensor | None] = [of["squares"]]  # Adagrad
+    if variant.kind in ("adam", "adamw"):
+        state = [of["average"], of["squares"], of["largest"] if variant.amsgrad else None]
+    elif variant.kind == "sgd":
+        state = [of["average"] if variant.momentum else None]
+    return [of["weight"], of["gradient"], *state]
+
+
+def settings_of(variant: Variant) -> dict[str, Any]:
+    """Settings of such a variant."""
+    common = {"lr": 0.0173, "weight_decay": 0.031 * variant.decays, "maximize": variant.maximize}
+    if variant.kind in ("adam", "adamw"):
+        return common | {"beta1": 0.9 if variant.near else 0.3, "beta2": 0.98, "eps": 1e-7, "amsgrad": variant.amsgrad}
+    if variant.kind == "adagrad":
+        return common | {"lr_decay": 0.01, "eps": 1e-7}
+    momentum = {"momentum": 0.8 * variant.momentum, "nesterov": variant.nesterov, "is_first_step": variant.first}
+    return common | momentum | {"dampening": 0.0 if variant.nesterov else 0.1}

@@ -1,0 +1,113 @@
+"""Norms of gradients on the CPU that have the bits of torch's norms on a GPU.
+
+Before it clips, plain Lightning takes the norm of every gradient on the GPU (``_foreach_norm``). Which sums are rounded there is
+in torch's source, so gradients that are on the host need not go back to the GPU. As with updates, a kernel is used only if its
+norms equal the GPU's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.torch_private import foreach_norm
+from sp_lightning.kernels.gpu_sizes import CHUNK, EACH, THREADS, WARP
+from sp_lightning.kernels.jit import Compiled, find_kernel
+from sp_lightning.kernels.variants import GpuNormArguments, GpuNormRecipe
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_RECIPES = (GpuNormRecipe(fused=True), GpuNormRecipe(fused=False))
+
+
+def has_norms_of(device: torch.device) -> bool:
+    """Whether norms have the bits of a GPU. The first call compares."""
+    return all(_confirmed(device, dtype) is not None for dtype in DTYPES)
+
+
+def norms_like(device: torch.device, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norms of gradients, each of the gradient in float32: float32 tensors without dimensions.
+
+    Args:
+        device: the GPU whose bits they have. :func:`has_norms_of` it.
+        gradients: on the host, in one of :data:`DTYPES`. Elements lie side by side, in any order of the dimensions: the GPU, too,
+            reads memory from its beginning to its end.
+    """
+    norms: dict[int, Tensor] = {}
+    for dtype in {each.dtype for each in gradients}:
+        found, same = _confirmed(device, dtype), [each for each in gradients if each.dtype is dtype]
+        assert found is not None
+        norms |= zip(map(id, same), _run(found, same), strict=True)
+    return [norms[id(each)] for each in gradients]
+
+
+def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
+    chunks = [
+        (each.data_ptr() + begin * each.element_size(), min(CHUNK, each.numel() - begin), each.numel() % EACH == 0)
+        for each in gradients
+        for begin in range(0, each.numel(), CHUNK)
+    ]
+    sums, many = torch.empty(len(chunks), dtype=torch.float32, device="cpu"), ctypes.c_int64 * len(chunks)
+    places, counts, in_fours = (many(*column) for column in zip(*chunks, strict=True)) if chunks else (many(),) * 3
+    given = GpuNormArguments(*map(ctypes.addressof, (places, counts, in_fours)), sums.data_ptr())
+    kernel.run(len(chunks), 1, given)
+    of_each = sums.split([-(-each.numel() // CHUNK) for each in gradients])
+    # torch's root of several numbers is not always the nearest one (MKL's); one in double precision, rounded again, is.
+    roots = [math.sqrt(each) for each in _added(of_each).tolist()]
+    return list(torch.tensor(roots, dtype=torch.float32, device="cpu").unbind())
+
+
+def _added(sums: Sequence[Tensor]) -> Tensor:
+    """The sums of the chunks of each gradient added up as ``lpnorm_cleanup`` does it."""
+    of_threads = torch.zeros(len(sums), THREADS, dtype=torch.float32, device="cpu")
+    for at, each in enumerate(sums):
+        for some in each.split(THREADS):
+            of_threads[at, : len(some)] += some
+    of_warps = _tree(of_threads.view(len(sums), THREADS // WARP, WARP))
+    return _tree(of_warps)
+
+
+def _tree(values: Tensor) -> Tensor:
+    """The last dimension added up as the threads of a warp do it."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
+
+
+@cache
+def _confirmed(device: torch.device, dtype: torch.dtype) -> Compiled | None:
+    """The kernel whose norms equal the GPU's; None if there is none."""
+    found = find_kernel(dtype, _RECIPES, partial(_agrees, device, dtype), of_gpu=True)
+    return None if found is None else found[0]
+
+
+_COUNTS = (1, 2, 3, 4, 5, 31, 2047, 2048, 2049, 4100, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 8, 1_000_003)
+_MANY = (THREADS + 3) * CHUNK + 12
+"""Elements of a gradient with more chunks than a block has threads."""
+
+
+def _agrees(device: torch.device, dtype: torch.dtype, kernel: Compiled, _: GpuNormRecipe) -> bool:
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+        gradients = sample(dtype)
+        ours = _run(kernel, gradients)
+        # In mixed precision plain Lightning's gradients are float32 with the values of 16 bits; else they have 16 bits, too.
+        for kept in {torch.float32, dtype}:
+            theirs = foreach_norm([each.to(device, kept) for each in gradients])
+            if not all(torch.equal(own.to(kept), each.cpu()) for own, each in zip(ours, theirs, strict=True)):
+                return False
+        return True
+
+
+def sample(dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of many sizes, with usual, small and large numbers."""
+    generator, gradients = torch.Generator("cpu").manual_seed(0), list[Tensor]()
+    for count in (*_COUNTS, _MANY):  # users may have set another default dtype or device
+        drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
+        gradients += [(drawn * scale).to(dtype) for scale in ((1.0,) if count == _MANY else (1.0, 1e-21, 3e-4, 1e15))]
+    return gradients

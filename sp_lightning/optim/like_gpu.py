@@ -1,0 +1,151 @@
+"""Whether steps on the CPU have the bits of the steps that plain Lightning would take on the GPU, and why not.
+
+Plain Lightning's optimizer steps on the GPU: with torch's ``foreach`` operators, or with ``fused=True``. Where ``kernels`` has
+its formulas, and this GPU has confirmed them, an update on the CPU has the bits of the unchanged program's. All groups of an
+optimizer have to be confirmed, because weights that are stepped in two ways would be those of neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.torch_private import FUSED_STEPS, unscales_by_itself
+from sp_lightning.kernels.gpu_norms import has_norms_of
+from sp_lightning.kernels.jit import is_installed
+from sp_lightning.kernels.update import HALVES, is_confirmed
+from sp_lightning.kernels.variants import OPEN, Form, Kind, Like, Variant
+from sp_lightning.optim.fused import has_fused_step, may_get_gradients
+from sp_lightning.weights.roles import ParameterRole
+
+KINDS: dict[type, Kind] = {
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+}
+assert set(KINDS.values()) == set(FUSED_STEPS.values())
+
+
+@dataclass(frozen=True)
+class LikeGpu:
+    """Steps of an optimizer that have a GPU's bits.
+
+    Args:
+        device: the GPU.
+        fuse: whether groups step fused for which their user has left that open.
+    """
+
+    device: torch.device
+    fuse: bool
+
+    def of(self, group: Mapping[str, Any]) -> Like:
+        """Whose bits the steps of a group have."""
+        return Like(self.device, "fused" if group.get("fused") or self.fuse else "foreach")
+
+    def against(self, optimizer: torch.optim.Optimizer, module: nn.Module, *, scaled: bool) -> str:
+        """Why an optimizer's steps have other bits than on the GPU; empty if they have the same.
+
+        Args:
+            optimizer: the optimizer.
+            module: the module that it trains.
+            scaled: whether gradients are scaled (``16-mixed``).
+        """
+        name = type(optimizer).__name__
+        sparse = (name for name, each in module.named_modules() if getattr(each, "sparse", False) is True)
+        if found := next(sparse, ""):
+            return f"{found} has sparse gradients"
+        if scaled and unscales_by_itself(optimizer):
+            return f"{name} unscales gradients by itself"
+        if not has_fused_step(optimizer):
+            return f"{name} is not one of torch's Adam, AdamW, SGD and Adagrad"
+        if not is_installed():
+            return "llvmlite is missing, which pip install llvmlite adds"
+        with torch.DisableTorchFunctionSubclass():  # updates may be under way; nothing here depends on them
+            reasons = (self._against(optimizer, group) for group in optimizer.param_groups)
+            return next((f"{name}: {reason}" for reason in reasons if reason), "")
+
+    def against_norms(self, optimizer: torch.optim.Optimizer) -> str:
+        """Why norms of an optimizer's gradients have other bits than on the GPU; empty if they have the same."""
+        with torch.DisableTorchFunctionSubclass():
+            trained = [p for group in optimizer.param_groups for p in group["params"] if may_get_gradients(p)]
+            if len({p.dtype for p in trained}) > 1:
+                return "weights have several dtypes"
+        return "" if has_norms_of(self.device) else "no formula has the bits of norms on this GPU"
+
+    def _against(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+        form = self.of(group).form
+        trained = [p for p in group["params"] if may_get_gradients(p)]
+        return (
+            _against_settings(group, form)
+            or next(filter(None, map(_against_parameter, trained)), "")
+            or self._unconfirmed(KINDS[type(optimizer)], group, {p.dtype for p in trained})
+        )
+
+    def _unconfirmed(self, kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> str:
+        like = self.of(group)
+        if (kind, like.form) not in OPEN:
+            return "fused=True computes in double precision on a GPU"
+        if not all(map(is_confirmed, _variants(kind, group, dtypes, like))):
+            return f"no formula has the bits of its {like.form} step on this GPU"
+        return ""
+
+
+def _against_settings(group: Mapping[str, Any], form: Form) -> str:
+    for name in ("capturable", "differentiable", "foreach"):
+        if group.get(name):
+            return f"{name}=True"
+    if form == "foreach":
+        for name in ("fused", "foreach"):
+            if group.get(name) is False:
+                return f"{name}=False steps one parameter after the other"
+        if isinstance(group["lr"], Tensor):
+            return "a learning rate that is a tensor steps one parameter after the other"
+    if any(isinstance(each, Tensor) for each in group.get("betas", ())):
+        return "a beta is a tensor"
+    return ""
+
+
+def _against_parameter(parameter: nn.Parameter) -> str:
+    kind: Any = type(parameter)
+    kind = kind.users if issubclass(kind, ParameterRole) else kind
+    if kind not in (nn.Parameter, Tensor):
+        return f"a parameter is a {kind.__name__}"
+    if parameter.dtype not in (torch.float32, *HALVES):
+        return f"a parameter has the dtype {parameter.dtype}"
+    if not is_dense(parameter):
+        return "a parameter's memory has gaps"
+    return ""
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether elements lie side by side, in any order of the dimensions."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride != size:
+                return False
+            size *= length
+    return True
+
+
+def _variants(kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype], like: Like) -> Iterator[Variant]:
+    """What steps of a group may be, with a weight decay and without: a scheduler may change that."""
+    own: list[dict[str, Any]] = [{}]
+    if kind in ("adam", "adamw"):
+        own = [{"amsgrad": group["amsgrad"], "near": is_near(group["betas"][0])}]
+    elif kind == "sgd":
+        momentum, nesterov = group["momentum"] != 0, group["nesterov"]
+        own = [{"momentum": momentum, "nesterov": nesterov, "first": first} for first in {False, momentum}]
+    for dtype, decays, more in product(sorted(dtypes, key=str), {True, bool(group["weight_decay"])}, own):
+        yield Variant(kind, dtype, None, 0, maximize=group["maximize"], decays=decays, weight=dtype, like=like, **more)
+
+
+def is_near(beta1: float) -> bool:
+    """Whether Adam's average moves by less than half of the way to the gradient, which torch writes otherwise."""
+    return bool(abs(torch.tensor(1 - beta1, dtype=torch.float32, device="cpu")) < 0.5)
