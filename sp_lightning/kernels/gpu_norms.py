@@ -87,7 +87,8 @@ def _confirmed(device: torch.device, dtype: torch.dtype) -> Compiled | None:
     return None if found is None else found[0]
 
 
-_COUNTS = (1, 2, 3, 4, 5, 31, 2047, 2048, 2049, 4100, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 8, 1_000_003)
+_COUNTS = (1, 2, 3, 4, 5, 31, 2047, 2048, 2049, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 8, 1_000_003, *[8200] * 100)
+"""Elements of gradients. Whether squares are rounded shows in few norms."""
 _MANY = (THREADS + 3) * CHUNK + 12
 """Elements of a gradient with more chunks than a block has threads."""
 

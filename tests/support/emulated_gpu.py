@@ -106,7 +106,9 @@ class EmulatedGpu(TorchFunctionMode):
             assert order == 2
             norms = [norm(_numpy(each).reshape(-1), fused="norm" in self._usual) for each in tensors]
             return tuple(torch.tensor(each).to(tensor.dtype) for each, tensor in zip(norms, tensors, strict=True))
-        if name.removesuffix("_") in _FOREACH and args[0] and args[0][0].dim():
+        # A whole number, or a tensor of one, is added to counts of steps.
+        counts = name == "_foreach_add_" and isinstance(args[1], (int, Tensor))
+        if name.removesuffix("_") in _FOREACH and not counts:
             with np.errstate(all="ignore"):
                 return self._foreach(name, *args, **kwargs)
         return func(*args, **kwargs)

@@ -1,0 +1,270 @@
+"""Updates with the bits of torch's optimizers on a GPU: which formulas there are, how they are told apart, when one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.torch_private import FUSED_STEPS, step_as_torch
+from sp_lightning.kernels import gpu, gpu_norms, update
+from sp_lightning.kernels.update import HALVES
+from sp_lightning.kernels.variants import OPEN, GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
+from sp_lightning.optim.pieces import InPieces
+from sp_lightning.weights.narrow_gradient import Factor, change, keep_narrow
+from tests.support.emulated_gpu import ALL, EmulatedGpu, forget, norm
+from tests.support.tiers import first
+
+pytest.importorskip("llvmlite")
+from sp_lightning.kernels.gpu_ir import text
+from sp_lightning.kernels.jit import Compiled
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, *HALVES)
+
+
+def plain_variants() -> list[Variant]:
+    """All plain updates."""
+    found = []
+    for (kind, form), dtype, maximize, decays in (
+        (key, *more)
+        for key in OPEN
+        for more in (
+            (dtype, maximize, decays) for dtype in DTYPES for maximize in (False, True) for decays in (False, True)
+        )
+    ):
+        own: list[dict[str, bool]] = [{}]
+        if kind in ("adam", "adamw"):
+            own = [{"amsgrad": amsgrad, "near": near} for amsgrad in (False, True) for near in (False, True)]
+        elif kind == "sgd":
+            own = [
+                {"momentum": momentum, "first": begun, "nesterov": nesterov}
+                for momentum, begun, nesterov in (
+                    (False, False, False),
+                    (True, False, False),
+                    (True, True, False),
+                    (True, False, True),
+                )
+            ]
+        like = Like(CPU, form)
+        found += [Variant(kind, dtype, None, 0, maximize, decays, weight=dtype, like=like, **each) for each in own]
+    return found
+
+
+VARIANTS = plain_variants()
+OF_FLOAT32 = [each for each in VARIANTS if each.weight is torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def found_on(usual: frozenset[str], variant: Variant) -> GpuRecipe | None:
+    """The recipe that is found on a GPU with such operators."""
+    with EmulatedGpu(usual):
+        found = gpu.find_confirmed(variant, update._run_plain)
+    return None if found is None else found[1]
+
+
+# ---------------------------------------------------------------------- which is found
+
+PARTS = 24
+
+
+@pytest.mark.parametrize("part", first(range(PARTS), 0, second=range(1, 4), why="seconds of NumPy each"), ids=str)
+def test_every_formula_is_found_on_a_gpu_that_has_it(part: int) -> None:
+    cases = [(variant, recipe) for variant in OF_FLOAT32 for recipe in gpu_recipes(variant)]
+    for variant, recipe in cases[part :: 8 * PARTS]:
+        assert found_on(recipe.usual, variant) == recipe, variant
+
+
+@pytest.mark.parametrize("part", first(range(PARTS), 0, second=range(1, 3), why="seconds of NumPy each"), ids=str)
+def test_16_bit_weights_have_the_formula_of_float32(part: int) -> None:
+    """There a rounding in float32 shows in few results, or in none."""
+    halves = [each for each in VARIANTS if each.weight is not torch.float32]
+    for variant in halves[part :: 4 * PARTS]:
+        recipe = gpu_recipes(variant)[-1]
+        assert found_on(recipe.usual, variant) == recipe, variant
+
+
+@pytest.mark.parametrize("part", first(range(8), 0, second=range(1, 8), why="a second of compiling each"), ids=str)
+def test_the_sample_tells_all_formulas_apart(part: int) -> None:
+    """Each two formulas of one update have different results, in several elements."""
+    for variant in OF_FLOAT32[part::8]:
+        results = []
+        for recipe in gpu_recipes(variant):
+            weight, gradient, *state = gpu.sample(variant)
+            assert weight is not None
+            assert gradient is not None
+            given = gpu.numbers(variant, gpu.settings_of(variant), 7.0)
+            update._run_plain(Compiled(text(variant, recipe)), weight, gradient, state, given)
+            results.append((recipe, [weight, *(each for each in state if each is not None)]))
+        for (one, mine), (other, others) in combinations(results, 2):
+            differ = sum(int((a != b).sum() - (a.isnan() & b.isnan()).sum()) for a, b in zip(mine, others, strict=True))
+            assert differ >= 8, (variant, one, other)
+
+
+class OtherGpu(EmulatedGpu):
+    """A GPU whose average has a formula that nobody knows."""
+
+    def _on_one(self, kind: str, own: Any, *others: Any, **settings: Any) -> Any:
+        if kind == "lerp":
+            end, weight = others
+            return own * (1 - weight) + end * weight
+        return super()._on_one(kind, own, *others, **settings)
+
+
+def test_an_unknown_formula_is_never_used() -> None:
+    variant = Variant("adamw", torch.float32, None, 0, False, True, near=True, like=Like(CPU, "foreach"))
+    with OtherGpu(ALL):
+        assert not update.is_confirmed(variant)
+    forget()
+    with EmulatedGpu(ALL):
+        assert update.is_confirmed(variant)
+
+
+def test_what_a_gpu_computes_in_double_precision_is_not_known() -> None:
+    assert gpu_recipes(Variant("sgd", torch.float32, None, 0, False, False, like=Like(CPU, "fused"))) == []
+
+
+# ---------------------------------------------------------------------- what is made of a gradient
+
+
+SETTINGS: dict[Any, dict[str, Any]] = {
+    torch._fused_adamw_: {
+        "lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,
+    },
+    torch._fused_sgd_: {
+        "lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": False, "maximize": True,
+        "is_first_step": False,
+    },
+    torch._fused_adagrad_: {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-8, "maximize": False},
+}  # fmt: skip
+SHAPES = [(), (1,), (7,), (5, 33), (300, 70), (4, 3, 5, 5)]
+
+
+def state_for(kind: str, weight: Tensor) -> list[Any]:
+    """State after four steps, and how many there will be with this one."""
+    average, squares = torch.randn_like(weight), torch.rand_like(weight)
+    if kind == "sgd":
+        return [average]
+    return [squares, torch.tensor(5.0)] if kind == "adagrad" else [average, squares, None, torch.tensor(5.0)]
+
+
+@pytest.mark.parametrize("changed", [None, "factor", "clamp"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "cast not aligned"])
+@pytest.mark.parametrize("came", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", SETTINGS, ids=FUSED_STEPS.get)
+def test_weights_of_all_shapes_have_the_gpus_bits(
+    operator: Any, came: torch.dtype, layout: str, changed: str | None
+) -> None:
+    torch.manual_seed(0)
+    kind, like = FUSED_STEPS[operator], Like(CPU, "foreach")
+    for shape in SHAPES:
+        weight = nn.Parameter(torch.randn(shape))
+        if layout == "channels last" and len(shape) == 4:
+            weight = nn.Parameter(weight.detach().to(memory_format=torch.channels_last))
+        gradient = torch.randn_like(weight).to(came)
+        state = state_for(kind, weight.detach())
+        theirs: list[Any] = [each if each is None else each.clone() for each in (weight.detach(), *state)]
+        wide = gradient.to(torch.float32, copy=True)
+        changes = {"factor": Factor(torch.tensor(0.3)), "clamp": lambda each: each.clamp_(-0.5, 0.5), None: None}
+        by: Any = changes[changed]
+        if by is not None:
+            by(wide)
+        steps = state[-1] if kind != "sgd" else torch.tensor(0.0)
+        with EmulatedGpu(), torch.no_grad():
+            expected = step_as_torch(
+                kind,
+                "foreach",
+                theirs[0],
+                wide,
+                theirs[1:] if kind == "sgd" else theirs[1:-1],
+                float(steps),
+                SETTINGS[operator],
+            )
+        cast = torch.empty(weight.numel() + 1, dtype=torch.bfloat16)[int(layout == "cast not aligned") :][
+            : weight.numel()
+        ]
+        cast = cast.view(weight.shape)
+        if came is torch.float32:
+            weight.grad = gradient.clone()
+        else:
+            keep_narrow(weight, gradient, lambda: None)
+        clips = {} if by is None or change(weight, by) else {id(weight): by}
+        given = weight.grad if came is torch.float32 else nn.Parameter.__base__.grad.__get__(weight)  # type: ignore[union-attr]
+        columns = [[] if each is None else [each] for each in state]
+        # The GPU is asked in this thread, which has the mode; in a run that is done before the first step.
+        with (
+            torch.no_grad(),
+            EmulatedGpu(),
+            InPieces({id(weight): cast}, clips, {id(weight): like}),
+            torch.DisableTorchFunctionSubclass(),
+        ):
+            operator([weight], [given], *columns, **SETTINGS[operator], grad_scale=None, found_inf=None)
+        assert torch.equal(weight.detach(), theirs[0]), shape
+        moments = state if kind == "sgd" else state[:-1]
+        assert all(
+            own is None or torch.equal(own, each)
+            for own, each in zip(moments, expected, strict=True)
+            if each is not None
+        )  # type: ignore[arg-type]
+        assert torch.equal(cast, weight.detach().bfloat16()), shape
+
+
+@pytest.mark.parametrize("part", first(range(40), 0, second=range(1, 8), why="seconds of compiling each"), ids=str)
+def test_casts_and_factors_leave_the_gpus_bits(part: int) -> None:
+    """Kernels that widen, multiply and cast are compared with the one that was compared with the GPU."""
+    made = [
+        replace(each, gradient=gradient, cast=cast, factors=factors)
+        for each in OF_FLOAT32 for gradient in DTYPES for cast in (None, *HALVES) for factors in (0, 1, 2)
+    ]  # fmt: skip
+    with EmulatedGpu():
+        assert [each for each in made[part::320] if update._checked(each) is None] == []
+
+
+# ---------------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_have_the_gpus_bits(dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_norms, "_MANY", 200_000)
+    with EmulatedGpu(ALL if fused else ALL - {"norm"}):
+        assert gpu_norms.has_norms_of(CPU)
+    gradients = [torch.randn(count).to(dtype) for count in (1, 6, 70_000, 131_073)]
+    for own, gradient in zip(gpu_norms.norms_like(CPU, gradients), gradients, strict=True):
+        assert float(own) == float(norm(gradient.float().numpy(), fused=fused))
+
+
+def test_the_sample_tells_formulas_of_norms_apart() -> None:
+    gradients = gpu_norms.sample(torch.float32)[:-1]
+    once, twice = (
+        torch.stack(gpu_norms._run(Compiled(text(torch.float32, GpuNormRecipe(fused=fused))), gradients))
+        for fused in (True, False)
+    )
+    assert int((once != twice).sum()) > 5
+
+
+def test_more_chunks_than_threads_are_added_up_in_two_rounds() -> None:
+    sums = [torch.rand(512 * 2 + 3), torch.rand(3)]
+    found = gpu_norms._added(sums)
+    expected = [each[:512].clone() for each in sums]
+    expected[0] += sums[0][512:1024]
+    expected[0][:3] += sums[0][1024:]
+    for own, each in zip(found, expected, strict=True):
+        assert float(own) == pytest.approx(float(each.double().sum()), rel=1e-6)
+    assert not torch.equal(found[0], sums[0].sum()) or not torch.equal(found[0], sums[0].flip(0).sum())
+
+
+def test_norms_that_differ_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_norms, "_MANY", 200_000)
+    assert not gpu_norms.has_norms_of(CPU)  # torch's own on the CPU, which adds up otherwise
