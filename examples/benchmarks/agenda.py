@@ -137,14 +137,16 @@ def others_on_one_card() -> Agenda:
 def next_on_one_card() -> Agenda:
     """What has no row of the present code yet, most valuable first; what has one is left out (``is_done``).
 
-    First the figures of README, by README's own snippet, then what was mended since tests ran on a GPU last, then what helps to
-    choose defaults, then rivals, then smaller cards and larger models.
+    First whether steps on the CPU have this GPU's bits, then the figures of README, by README's own snippet, then what was mended
+    since tests ran on a GPU last, then what helps to choose defaults, then rivals, then smaller cards and larger models.
     """
     small, large = train("llm", "1.5B", 16384), train("llm", "8B", 16384, "bf16-true")
     in_16_bits = Workload("train", "llm", "14B", "bf16-true", 8192, 4096, checkpointing=True, steps=6)
     on_24_gb = Workload("train", "llm", "8B", "bf16-true", 8192, 4096, checkpointing=True, steps=6)
     timeline = "--size 1.5B --tokens 16384 --length 4096 --seconds 4"
     return [
+        Module("gpu_bits", ("--millions", "50"), 75),
+        Tests("plain-bits", ("tests/gpu/test_plain_bits.py",), 90),
         Contest(small, ("plain", "default", "default-clipped", "plain-clipped"), 75),
         Contest(large, ("plain", "default", "default-clipped"), 120),
         Tests("user-code", ("tests/gpu/test_user_code.py",), 90),

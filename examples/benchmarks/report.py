@@ -36,7 +36,8 @@ STALLS = {  # counters of superpipeline, and their columns
 }
 # Kinds of rows that no contestant has.
 MODULES = (
-    "limits", "overhead", "compiled", "update", "ranks", "experts", "first-light", "beside-plan", "foresight"
+    "limits", "overhead", "compiled", "update", "ranks", "experts", "first-light", "beside-plan", "foresight",
+    "gpu-bits",
 )  # fmt: skip
 NO_PICTURES = "No pictures: they need matplotlib, and device memory figures of training, that is, an accelerator."
 
