@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -40,6 +41,7 @@ class ReadableStrategy(HostStrategy):
         self._last: Results | None = None  # of the run before
         self._ledger: Ledger | None = None
         self._remarks: list[str] = []
+        self._bits: list[str] = []  # whose bits optimizers' steps had
         self._said: set[str] = set()
         self._signals = DeferredSignals()
         super().__init__(*args)
@@ -52,7 +54,7 @@ class ReadableStrategy(HostStrategy):
         try:
             if run.streamer is not None:  # else building it anew has failed
                 self._ledger = run.steps.ledger or self._ledger  # with the state that optimizers have come to
-                self._remarks = run.remarks()
+                self._remarks, self._bits = run.remarks(), run.steps.bits()
         finally:
             try:
                 run.close()
@@ -74,7 +76,9 @@ class ReadableStrategy(HostStrategy):
         Raises:
             RuntimeError: before set-up.
         """
-        return self._results("plan").plan
+        plan, run = self._results("plan").plan, self._run
+        bits = self._bits if run is None else run.steps.bits()
+        return replace(plan, notes=(*plan.notes, *bits)) if bits else plan
 
     @property
     def activations(self) -> dict[str, Mode]:

@@ -384,7 +384,7 @@ class OptimizerSteps:
             remarks.append(when)
         if self._place.remark:
             remarks.append(self._place.remark)
-        remarks[:0] = self._remark_on_bits() if self._logged is not None else []
+        remarks[:0] = self.bits()
         stepping = self._real_optimizers if self._logged is not None else ()
         names = {
             type(optimizer).__name__
@@ -407,8 +407,10 @@ class OptimizerSteps:
         """Whether a group steps fused for which its user has left that open."""
         return any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
 
-    def _remark_on_bits(self) -> list[str]:
-        """Whether steps on the CPU have the bits of the GPU's, on which plain Lightning steps."""
+    def bits(self) -> list[str]:
+        """Whether steps on the CPU have the bits of the GPU, on which plain Lightning steps, in sentences. None without a GPU."""
+        if self._logged is None:
+            return []
         likes = {
             f"{type(optimizer).__name__} ({like.of(group).form})"
             for optimizer, like in self._likes.items()

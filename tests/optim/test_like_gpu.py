@@ -1,0 +1,342 @@
+"""Steps on the CPU with a GPU's bits: whole runs beside plain Lightning on an emulated GPU, and every reason against them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.comparison.reference import StepsOnHost
+from sp_lightning.kernels import gpu, gpu_norms, jit
+from sp_lightning.optim import like_gpu
+from sp_lightning.optim.like_gpu import LikeGpu
+from tests.support.emulated_gpu import ALL, forget, gpu_device, plain_gpu
+from tests.support.mixed import scaled
+from tests.support.models import Module, Stack
+from tests.support.runs import Outcome, assert_same, fit
+from tests.support.tiers import first
+
+pytest.importorskip("llvmlite")
+CPU = torch.device("cpu")
+BATCHES = [torch.linspace(-1, 1, 64).view(4, 16).roll(step, 1) for step in range(4)]
+ON_GPU = "with the bits of its steps on this GPU"
+
+
+class Stepped(Module):
+    def __init__(self, make: Any, net: Any = Stack) -> None:
+        super().__init__(net())
+        self._make = make
+
+    def configure_optimizers(self) -> Any:
+        return self._make([p for p in self.parameters() if p.requires_grad])
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True),
+    "Adam": partial(torch.optim.Adam, lr=0.01, weight_decay=0.1, amsgrad=True, maximize=True, betas=(0.4, 0.9)),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.1),
+}
+
+
+def plain(make: Any, usual: frozenset[str] = ALL, **options: Any) -> Outcome:
+    with plain_gpu(usual):
+        return fit(make, BATCHES, recorded="losses", **options)
+
+
+def ours(make: Any, usual: frozenset[str] = ALL, overlap: Any = "forward", **options: Any) -> Outcome:
+    with gpu_device(usual):
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
+        return fit(make, BATCHES, strategy, recorded="losses", **options)
+
+
+def said(outcome: Outcome) -> str:
+    strategy: Any = outcome.trainer.strategy
+    return str(strategy.plan)
+
+
+# ---------------------------------------------------------------------- whole runs
+
+RUNS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("AdamW", "bf16-mixed", "forward", {"gradient_clip_val": 0.1}),
+    ("AdamW, fused", "32-true", "backward", {}),
+    ("AdamW", "32-true", "off", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    ("Adam", "bf16-true", "forward", {}),
+    ("SGD", "bf16-mixed", "off", {}),
+    ("Adagrad", "32-true", "forward", {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+    ("AdamW", "16-mixed", "forward", {"gradient_clip_val": 0.1}),
+    ("AdamW, fused", "bf16-true", "off", {"gradient_clip_val": 0.1}),
+    ("Adam", "32-true", "backward", {"accumulate_grad_batches": 2}),
+    ("SGD", "32-true", "backward", {}),
+    ("Adagrad", "bf16-mixed", "off", {"gradient_clip_val": 0.1}),
+    ("SGD", "16-mixed", "off", {"gradient_clip_val": 0.1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "overlap", "options"), first(RUNS, *RUNS[:4], why="a second of NumPy each")
+)
+@pytest.mark.parametrize("usual", first([ALL, frozenset()], ALL, why="a GPU that compiles otherwise"), ids=len)
+def test_runs_have_the_bits_of_plain_lightning_on_the_gpu(
+    name: str, precision: str, overlap: str, options: dict[str, Any], usual: frozenset[str]
+) -> None:
+    make = partial(Stepped, OPTIMIZERS[name])
+
+    def given() -> dict[str, Any]:  # a scaler belongs to one trainer
+        return options | (scaled() if precision == "16-mixed" else {"precision": precision})
+
+    found = ours(make, usual, overlap, **given())
+    assert ON_GPU in said(found)
+    assert_same(found, plain(make, usual, **given()))
+
+
+def test_the_cpus_bits_differ() -> None:
+    """Otherwise the tests above would show nothing."""
+    make = partial(Stepped, OPTIMIZERS["AdamW"])
+    of_gpu, of_cpu = plain(make), fit(make, BATCHES, recorded="losses")
+    assert any(not torch.equal(of_gpu.state[name], of_cpu.state[name]) for name in of_gpu.state)
+
+
+class Mixed(Module):
+    """Two groups, of which one steps fused, and a weight that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def configure_optimizers(self) -> Any:
+        weights = list(self.net.parameters())
+        return torch.optim.AdamW(
+            [{"params": [*weights[::2], self.spare]}, {"params": weights[1::2], "fused": True, "weight_decay": 0.0}],
+            lr=0.01,
+        )
+
+
+def test_groups_step_in_their_own_ways() -> None:
+    found = ours(Mixed)
+    assert "AdamW (foreach) and AdamW (fused) steps on the CPU" in said(found)
+    assert_same(found, plain(Mixed))
+
+
+class Scheduled(Stepped):
+    """Learning rate and weight decay change after each step, the latter from 0 on."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+                group["weight_decay"] += 0.1
+
+
+def test_settings_may_change_during_a_run() -> None:
+    make = partial(Scheduled, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0))
+    assert_same(ours(make), plain(make))
+
+
+class Turned(Stepped):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["betas"] = (0.2, 0.99)
+
+
+def test_formulas_are_confirmed_when_settings_first_need_them() -> None:
+    make = partial(Turned, OPTIMIZERS["AdamW"])
+    assert_same(ours(make), plain(make))
+
+
+def test_a_formula_that_the_gpu_has_not_confirmed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = gpu.gpu_recipes
+    monkeypatch.setattr(gpu, "gpu_recipes", lambda variant: known(variant) if variant.near else [])
+    with pytest.raises(RuntimeError, match=r"no formula is known for .*'beta1': 0\.2.*fused_optimizer=False"):
+        ours(partial(Turned, OPTIMIZERS["AdamW"]))
+
+
+class Looks(pl.Callback):
+    """Reads gradients after they are clipped."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_a_hook_sees_gradients_that_were_clipped_as_on_the_gpu(overlap: str) -> None:
+    make, mine, theirs = partial(Stepped, OPTIMIZERS["AdamW"]), Looks(), Looks()
+    found = ours(make, overlap=overlap, gradient_clip_val=0.1, callbacks=[mine])
+    assert_same(found, plain(make, gradient_clip_val=0.1, callbacks=[theirs]))
+    assert mine.seen
+    assert all(map(torch.equal, mine.seen, theirs.seen))
+
+
+# ---------------------------------------------------------------------- what is against it
+
+
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    with gpu_device():
+        yield
+
+
+def against(make: Any, module: nn.Module | None = None, *, scaled: bool = False, fuse: bool = False) -> str:
+    module = module or nn.Linear(3, 3)
+    return LikeGpu(CPU, fuse=fuse).against(make(module.parameters()), module, scaled=scaled)
+
+
+class Own(torch.optim.AdamW):
+    """A subclass may step in its own way."""
+
+
+class Tagged(nn.Parameter):
+    """A parameter of a user's class, for which torch steps one after the other."""
+
+
+def with_parameter(parameter: nn.Parameter) -> nn.Module:
+    module = nn.Module()
+    module.weight = parameter
+    return module
+
+
+ADAMW = torch.optim.AdamW
+REASONS: list[tuple[str, Any, Any, dict[str, Any]]] = [
+    ("Own is not one of torch's", Own, None, {}),
+    ("capturable=True", partial(ADAMW, capturable=True), None, {}),
+    ("differentiable=True", partial(ADAMW, differentiable=True), None, {}),
+    ("foreach=True", partial(ADAMW, foreach=True), None, {}),
+    ("foreach=False steps one parameter", partial(ADAMW, foreach=False), None, {}),
+    ("fused=False steps one parameter", partial(ADAMW, fused=False), None, {}),
+    ("a learning rate that is a tensor", partial(ADAMW, lr=torch.tensor(0.1)), None, {}),
+    ("fused=True computes in double precision", partial(torch.optim.SGD, lr=0.1, fused=True), None, {}),
+    ("a parameter is a Tagged", ADAMW, partial(with_parameter, Tagged(torch.ones(3))), {}),
+    ("the dtype torch.float64", ADAMW, partial(nn.Linear, 3, 3, dtype=torch.float64), {}),
+    ("memory has gaps", ADAMW, partial(with_parameter, nn.Parameter(torch.ones(4, 4)[:, ::2])), {}),
+    ("0 has sparse gradients", partial(torch.optim.SGD, lr=0.1), lambda: nn.Sequential(nn.Embedding(3, 3, sparse=True)), {}),
+    ("unscales gradients by itself", partial(ADAMW, fused=True), None, {"scaled": True}),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("reason", "make", "module", "options"), REASONS, ids=[each[0] for each in REASONS])
+def test_each_reason_is_said(reason: str, make: Any, module: Any, options: dict[str, Any]) -> None:
+    assert reason in against(make, None if module is None else module(), **options)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_nothing_is_against_a_usual_program() -> None:
+    assert against(ADAMW) == against(ADAMW, fuse=True) == against(partial(ADAMW, fused=True), fuse=True) == ""
+    channels_last = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    assert against(ADAMW, channels_last) == ""
+
+
+def test_an_unknown_gpu_is_said() -> None:
+    """This CPU's own ``foreach`` operators, which are no GPU's."""
+    forget()
+    assert against(ADAMW) == "AdamW: no formula has the bits of its foreach step on this GPU"
+
+
+@pytest.mark.usefixtures("emulated")
+def test_without_llvmlite_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(like_gpu, "is_installed", lambda: False)
+    assert against(ADAMW) == "llvmlite is missing, which pip install llvmlite adds"
+    assert jit.is_installed()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_norms_of_several_dtypes_are_the_cpus() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16))
+    assert LikeGpu(CPU, fuse=False).against_norms(ADAMW(module.parameters())) == "weights have several dtypes"
+    assert LikeGpu(CPU, fuse=False).against_norms(ADAMW(module[0].parameters())) == ""
+
+
+def test_norms_that_no_formula_has_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_norms, "_MANY", 200_000)
+    forget()
+    found = LikeGpu(CPU, fuse=False).against_norms(ADAMW(nn.Linear(3, 3).parameters()))
+    assert found == "no formula has the bits of norms on this GPU"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fused_optimizer": False}, "differ from the GPU's in the last bits: fused_optimizer=False"),
+        ({"fused_optimizer": True}, f"AdamW (fused) steps on the CPU {ON_GPU}"),
+    ],
+)
+def test_the_plan_says_whose_bits_steps_have(options: dict[str, Any], words: str) -> None:
+    with gpu_device():
+        strategy = SuperpipelineStrategy(k=1, **options)
+        fit(partial(Stepped, OPTIMIZERS["AdamW"]), BATCHES[:2], strategy, recorded="losses")
+    assert words in str(strategy.plan)
+
+
+def test_fused_optimizer_true_has_the_bits_of_fused_steps_on_the_gpu() -> None:
+    with gpu_device():
+        found = fit(
+            partial(Stepped, OPTIMIZERS["AdamW"]),
+            BATCHES,
+            SuperpipelineStrategy(k=1, fused_optimizer=True),
+            recorded="losses",
+        )
+    expected = plain(partial(Stepped, OPTIMIZERS["AdamW, fused"]))
+    for name, value in expected.state.items():
+        assert torch.equal(found.state[name], value), name
+
+
+def test_on_a_cpu_nothing_is_said() -> None:
+    strategy = SuperpipelineStrategy(k=1)
+    found = fit(partial(Stepped, OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses")
+    assert "bits" not in str(strategy.plan)
+    assert_same(found, fit(partial(Stepped, OPTIMIZERS["AdamW"]), BATCHES, recorded="losses"))
+
+
+class Late(Module):
+    """SGD with momentum, of which one weight gets its first gradient later: torch's fused step refuses that."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.late = nn.Linear(16, 16)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return loss + self.late(batch).square().mean() if batch_idx else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_a_step_that_cannot_be_divided_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning.pytorch.superpipeline"):
+        ours(Late)
+    warned = [each.getMessage() for each in caplog.records if "last bits" in each.getMessage()]
+    assert len(warned) == 1
+    assert "this step of SGD has the CPU's last bits, not the GPU's" in warned[0]
+
+
+# ---------------------------------------------------------------------- the reference of a check
+
+
+class OnCopies(StepsOnHost):
+    """Takes the CPU for a device that is not the host."""
+
+    host = torch.device("meta")
+
+
+def test_the_reference_steps_on_the_gpu_where_the_strategy_has_its_bits() -> None:
+    make = partial(Stepped, OPTIMIZERS["AdamW"])
+    with gpu_device():
+        stays = OnCopies(CPU, fuse=True, like=LikeGpu(CPU, fuse=False))
+        fit(make, BATCHES, stays, recorded="losses")
+        moves = OnCopies(CPU, fuse=True, like=LikeGpu(CPU, fuse=False))
+        fit(partial(Stepped, partial(ADAMW, foreach=False)), BATCHES, moves, recorded="losses")
+    assert not stays.moved
+    assert moves.moved
