@@ -148,7 +148,7 @@ def test_steps_on_the_device_are_compared_with_plains_there() -> None:
     report = check(lambda: Module(Stack()), vectors, optimizer_on="gpu", optimizer_overlap="backward")
     assert report.status == 0, str(report)
     assert "fused on the host" not in report.reference
-    with pytest.raises(ValueError, match=r'A check is of one place: give optimizer_on="cpu" or "gpu"'):
+    with pytest.raises(ValueError, match=r'a check compares one place. Use optimizer_on="cpu" or "gpu"'):
         check(lambda: Module(Stack()), vectors, optimizer_on="auto")
 
 
