@@ -154,9 +154,9 @@ def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
     if sizes:
         each = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in sizes.items())
         notes.append(
-            f"{raw.get('_class_name', 'the pipeline')} has other parts, which are not in these sizes: {each}. If they are in the "
-            f"LightningModule, they need {in_gib(sum(sizes.values()))} of host memory. They need none in training if latents and "
-            "prompt embeddings are computed before (examples/guide/diffusion.md)."
+            f"{raw['_class_name']}: these sizes are of its {trained}. Other parts: {each}. Frozen in the LightningModule, they "
+            f"need {in_gib(sum(sizes.values()))} of host memory more. Compute latents and prompt embeddings before training to leave "
+            "them out (examples/guide/diffusion.md)."
         )
     if unknown:
         notes.append(f"parts of the pipeline that could not be counted: {', '.join(unknown)}")

@@ -35,6 +35,8 @@ from sp_lightning.tune.known_values import answered
 
 # How the forwards of transformers call what says of each token whether it is one of an image.
 _WHICH_ARE_IMAGES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
+# Configs and indices of diffusers name their class by it, which those of transformers do not have.
+_OF_DIFFUSERS = "_class_name"
 # Most of transformers' vision models have patches of so many pixels on each side.
 _PATCH = 16
 
@@ -117,7 +119,13 @@ def _load_named(asked: Question) -> ModelSource:
     if file is None:
         return _load_torchvision(asked)
     raw = _read(file)
-    return (_load_diffusers if "_class_name" in raw else _load_transformers)(asked, file, raw)
+    return (_load_diffusers if _OF_DIFFUSERS in raw else _load_transformers)(asked, file, raw)
+
+
+def takes_latents(source: str) -> bool:
+    """Whether a model's name stands for a config of diffusers."""
+    file = find_config(source)
+    return file is not None and _OF_DIFFUSERS in _read(file)
 
 
 def find_config(source: str) -> Path | None:
@@ -449,7 +457,7 @@ class _Inputs:
 
 def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
     """From a config of diffusers, or of a pipeline the trained part. Sets ``asked.tokens`` if the user has not given it."""
-    kind, notes = str(raw["_class_name"]), list[str]()
+    kind, notes = str(raw[_OF_DIFFUSERS]), list[str]()
     if asked.scale is not None:
         raise ValueError(f"--scale needs a transformers config, got one of diffusers ({kind}). Leave --scale out.")
     diffusers = import_diffusers(asked.model, kind)
@@ -458,7 +466,7 @@ def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSo
         notes += other_parts(raw, file.parent, trained)
         file = file.parent / trained / "config.json"
         raw = _read(file)
-        kind = str(raw.get("_class_name"))
+        kind = str(raw.get(_OF_DIFFUSERS))
     model: Any = getattr(diffusers, kind, None)
     if not is_module(model):
         raise ValueError(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -15,6 +16,7 @@ from torch import nn
 from sp_lightning.__main__ import main
 from sp_lightning.cli.arguments import command
 from sp_lightning.cli.diffusion import LatentInputs
+from sp_lightning.cli.measured import _as_reached
 from sp_lightning.plan.units import human_bytes
 from tests.support.answers import plan, question
 from tests.support.tiers import first
@@ -127,13 +129,14 @@ def test_inputs_are_those_of_a_run(name: str, tmp_path: Path) -> None:
             assert made.shape == given.shape
 
 
+@pytest.mark.rest("two plans of thousands of tokens")
 def test_the_size_of_an_image_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = saved(ZOO["flux"].make().net, tmp_path)
     found = {size: plan(capsys, model, "--image", size, "--tokens", "8", "--k", "1") for size in ("512", "1024")}
     assert [each["batch"].partition("latents ")[2][:22] for each in found.values()] == [
         "64 × 64, 1024 tokens),", "128 × 128, 4096 tokens"
     ]  # fmt: skip
-    # Four times the tokens, of which attention alone saves no squares.
+    # Four times the tokens: flash attention saves no squares of them.
     assert 3.5 < found["1024"]["activation_bytes"] / found["512"]["activation_bytes"] < 4.1
 
 
@@ -187,7 +190,7 @@ def test_a_pipeline_names_its_other_parts(tmp_path: Path, capsys: pytest.Capture
     parts = pipeline(tmp_path)
     found = plan(capsys, str(tmp_path), "--image", "64", "--k", "1")
     assert found["parameters"] == count(parts["transformer"])
-    (note,) = [note for note in found["notes"] if "other parts" in note]
+    (note,) = [note for note in found["notes"] if "Other parts" in note]
     sizes = {name: human_bytes(count(parts[name]) * size) for name, size in (("text_encoder", 2), ("vae", 4))}
     assert f"text_encoder (CLIPTextModel, bfloat16) {sizes['text_encoder']}" in note
     assert f"vae (AutoencoderKL, float32) {sizes['vae']}" in note
@@ -214,9 +217,21 @@ def test_a_pipeline_without_a_known_part(tmp_path: Path, capsys: pytest.CaptureF
     assert "config.json', which does not exist" in refused(capsys, str(tmp_path))
 
 
+def test_a_name_of_the_hub_may_be_a_pipeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline(tmp_path)
+    cached = {"model_index.json": str(tmp_path / "model_index.json")}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: cached.get(file))
+    assert plan(capsys, "some/pipeline", "--image", "64", "--k", "1")["activation_bytes"]
+    cached.clear()
+    assert "hf download some/pipeline config.json, or for a pipeline of diffusers" in refused(capsys, "some/pipeline")
+
+
 # ---------------------------------------------------------------------- adapters
 
 
+@pytest.mark.rest("three plans")
 def test_a_frozen_base_has_the_dtype_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = ZOO["flux"].make().net
     options = ("--lora", "4", "--image", "64", "--k", "1")
@@ -300,6 +315,19 @@ def test_images_that_are_not_square(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert command(asked).endswith("plan resnet18 --image 32x64")
 
 
+def test_the_latents_of_a_run_are_not_its_pixels(tmp_path: Path) -> None:
+    """--from would plan an image of 128 × 128, the size of the latents of 1024 × 1024."""
+    (tmp_path / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+    found: dict[str, Any] = {
+        "k": 1, "k_prime": 1, "accumulate_grad_batches": 1, "precision": "32-true", "activations": "keep",
+        "optimizer_overlap": "off", "optimizer_on": "cpu", "shape": [2, 16, 128, 128],
+    }  # fmt: skip
+    reached = _as_reached(question(str(tmp_path)), found)
+    assert reached["batch_size"] == 2
+    assert "image" not in reached
+    assert _as_reached(question("resnet18"), found)["image"] == 128
+
+
 def test_frames_are_for_videos(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--frames 9: 'resnet18' takes no videos. Leave --frames out." in refused(capsys, "resnet18", "--frames", "9")
 
@@ -311,9 +339,9 @@ def test_frames_are_for_videos(capsys: pytest.CaptureFixture[str]) -> None:
     ("shape", "parameters", "batch"),
     [
         ("flux-dev", 11_901_408_320, "1 image of 1024 × 1024 (latents 128 × 128, 4096 tokens), a prompt of 512 tokens"),
-        ("sdxl-unet", 2_567_463_684, "1 image of 1024 × 1024 (latents 128 × 128), a prompt of 77 tokens"),
+        ("sdxl-unet.json", 2_567_463_684, "1 image of 1024 × 1024 (latents 128 × 128), a prompt of 77 tokens"),
         (
-            "wan-2.1-14b",
+            "wan-2.1-14b.json",
             14_288_491_584,
             "1 video of 480 × 832 × 81 frames (latents 60 × 104 × 21 frames, 32760 tokens), a prompt of 512 tokens",
         ),
@@ -322,7 +350,9 @@ def test_frames_are_for_videos(capsys: pytest.CaptureFixture[str]) -> None:
 )
 @pytest.mark.rest("models of billions of parameters")
 def test_shapes(shape: str, parameters: int, batch: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, str(SHAPES / f"{shape}.json"), "--k", "1")
+    found = plan(capsys, str(SHAPES / shape), "--k", "1")
     assert found["parameters"] == parameters
     assert found["batch"] == batch
+    if shape == "flux-dev":
+        assert "text_encoder_2 (T5EncoderModel, bfloat16) 8.9 GiB" in " ".join(found["notes"])
     assert found["activation_bytes"], found["why_no_activations"]
