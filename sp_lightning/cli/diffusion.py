@@ -155,8 +155,8 @@ def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
         each = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in sizes.items())
         notes.append(
             f"{raw['_class_name']}: these sizes are of its {trained}. Other parts: {each}. Frozen in the LightningModule, they "
-            f"need {in_gib(sum(sizes.values()))} of host memory more. Compute latents and prompt embeddings before training to leave "
-            "them out (examples/guide/diffusion.md)."
+            f"need {in_gib(sum(sizes.values()))} of host memory more. Compute latents and prompt embeddings before training "
+            "to leave them out (examples/guide/diffusion.md)."
         )
     if unknown:
         notes.append(f"parts of the pipeline that could not be counted: {', '.join(unknown)}")

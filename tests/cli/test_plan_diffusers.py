@@ -209,6 +209,7 @@ def test_a_part_that_cannot_be_counted_is_named(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_pipeline_without_a_known_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diffusers()
     index = {"_class_name": "StableCascadePipeline", "prior": ["diffusers", "StableCascadeUNet"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     assert "expected a part named transformer or unet, found prior" in refused(capsys, str(tmp_path))
@@ -350,6 +351,7 @@ def test_frames_are_for_videos(capsys: pytest.CaptureFixture[str]) -> None:
 )
 @pytest.mark.rest("models of billions of parameters")
 def test_shapes(shape: str, parameters: int, batch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    diffusers()
     found = plan(capsys, str(SHAPES / shape), "--k", "1")
     assert found["parameters"] == parameters
     assert found["batch"] == batch
