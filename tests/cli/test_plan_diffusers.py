@@ -15,7 +15,7 @@ from torch import nn
 
 from sp_lightning.__main__ import main
 from sp_lightning.cli.arguments import command
-from sp_lightning.cli.diffusion import LatentInputs
+from sp_lightning.cli.diffusion import LatentInputs, squared_error
 from sp_lightning.cli.measured import _as_reached
 from sp_lightning.plan.units import human_bytes
 from tests.support.answers import plan, question
@@ -127,6 +127,29 @@ def test_inputs_are_those_of_a_run(name: str, tmp_path: Path) -> None:
             assert made.shape[:2] == given.shape[:2]
         else:
             assert made.shape == given.shape
+
+
+@pytest.mark.parametrize(
+    "name", first(("flux", "sd3", "z_image", "wan", "ltx"), "flux", why="other families of the same")
+)
+def test_activations_are_those_that_a_run_saves(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Byte for byte: what autograd saves in a forward on the CPU, without weights."""
+    net = ZOO[name].make().net.train()
+    found = plan(capsys, saved(net, tmp_path), *sized(name), "--precision", "32-true")
+    weights = {weight.untyped_storage().data_ptr() for weight in net.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept[memory.data_ptr()] = memory
+        return tensor
+
+    inputs = LatentInputs(net, tmp_path, 2, 7, 9 if "videos" in BATCHES[name] else None)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        output = net(**inputs.arguments((64, 64))).sample
+        squared_error(output if isinstance(output, list) else [output])
+    assert found["saved_bytes"]["keep"] == sum(memory.nbytes() for memory in kept.values())
 
 
 @pytest.mark.rest("two plans of thousands of tokens")
