@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -199,19 +196,6 @@ def test_the_default_data_are_digits(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- errors
-
-
-def test_a_wrong_option_is_reported_before_slow_imports(tmp_path: Path) -> None:
-    """The process ends long before torch could be imported."""
-    for options, said in (["--lrr", "3"], "unrecognized arguments: --lrr 3"), (["--ema", "2"], "--ema 2.0: expected"):
-        command = [sys.executable, "-X", "importtime", str(recipe.__file__), *options]
-        begin = time.perf_counter()
-        ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert ran.returncode == 2
-        assert said in ran.stderr
-        assert "| torch\n" not in ran.stderr
-        assert time.perf_counter() - begin < 5
-        assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
