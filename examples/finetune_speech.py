@@ -50,10 +50,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--batch-size", type=int, default=8, help="recordings per batch (%(default)s)")
     add("--accumulate-grad-batches", type=int, default=1, help="batches per optimizer step (%(default)s)")
-    add("--epochs", type=float, default=1.0, help="passes over the data (%(default)s)")
+    add("--epochs", type=float, help="passes over the data (default: 3 with --data, else 6)")
     add("--steps", type=int, help="optimizer steps, in place of --epochs")
     add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
-    add("--lr", type=float, help="peak learning rate (default: 1e-3 with --lora, 1e-5 with --model, else 4e-3)")
+    add("--lr", type=float, help="peak learning rate (default: 1e-3 with --lora, 1e-5 with --model, else 2e-3)")
     add("--lora", type=int, metavar="RANK", help="train LoRA adapters (PEFT) of this rank, and no other weights")
     add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
     add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
@@ -215,12 +215,12 @@ def check_wave(file: Path, where: str, extractor: Any) -> None:
 
 
 def write_tones(folder: Path) -> Path:
-    """The default data: 512 recordings of one to four telephone keys. Each key has a low tone and a high one (DTMF)."""
+    """The default data: 512 recordings of one to three telephone keys. Each key has a low tone and a high one (DTMF)."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     rows = []
     for number in range(512):
-        digits = random.integers(0, 10, size=random.integers(1, 5))
+        digits = random.integers(0, 10, size=random.integers(1, 4))
         sound = [np.zeros(random.integers(1_000, 8_000))]
         for digit in digits:
             row, column = (3, 1) if digit == 0 else divmod(digit - 1, 3)
@@ -249,7 +249,7 @@ def read_config(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     if options.model is None:  # a small Whisper, for 3 s of sound in place of 30 s
         size = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256}
         size |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 40}
-        size |= {"max_source_positions": 150, "max_target_positions": 32}
+        size |= {"max_source_positions": 150, "max_target_positions": 32, "init_std": 0.1}
         tokenizer = ByT5Tokenizer()  # bytes
         ids = {
             "pad_token_id": 0,
@@ -306,7 +306,8 @@ def main(argv: Sequence[str] | None = None) -> FineTune:
                 f"--data has {len(training)} recordings for training. Expected at least {step_size}: --batch-size × "
                 "--accumulate-grad-batches. Lower one of them, or give more data"
             )
-        steps = options.steps or max(1, int(options.epochs * len(training) / step_size))
+        epochs = options.epochs or (3 if options.data else 6)
+        steps = options.steps or max(1, int(epochs * len(training) / step_size))
         done = torch.load(options.resume, mmap=True)["global_step"] if options.resume else 0
         if done >= steps:
             raise ValueError(f"--resume {options.resume}: has {done} of {steps} steps. For example: --steps {2 * done}")
@@ -317,14 +318,14 @@ def main(argv: Sequence[str] | None = None) -> FineTune:
     ignored = "gradient_checkpointing_enable|does not have many workers|Checkpoint directory"
     warnings.filterwarnings("ignore", message=f".*({ignored})")
     pl.seed_everything(options.seed, verbose=False)
-    lr = options.lr or (1e-3 if options.lora else 1e-5 if options.model else 4e-3)
+    lr = options.lr or (1e-3 if options.lora else 1e-5 if options.model else 2e-3)
     module = FineTune(load_model(options, config), lr, steps)
 
     # The recordings of the whole run: all in random order, then all in another order, and so on. If the run is resumed,
     # it begins with the first unused one. The used ones move to the end, because Lightning counts them as read.
     random = torch.Generator().manual_seed(options.seed)
-    epochs = 1 + steps * step_size // len(training)
-    order = torch.cat([torch.randperm(len(training), generator=random) for _ in range(epochs)])[: steps * step_size]
+    orders = [torch.randperm(len(training), generator=random) for _ in range(1 + steps * step_size // len(training))]
+    order = torch.cat(orders)[: steps * step_size]
     loading: dict[str, Any] = {"collate_fn": collate, "num_workers": options.workers}
     sampler: Any = order.roll(-done * step_size).tolist()
     batches = DataLoader(Recordings(training, extractor), options.batch_size, sampler=sampler, **loading)
