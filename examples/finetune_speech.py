@@ -228,7 +228,7 @@ def write_tones(folder: Path) -> Path:
             tones = [
                 np.sin(2 * np.pi * hertz * times) for hertz in ((697, 770, 852, 941)[row], (1209, 1336, 1477)[column])
             ]
-            sound += [random.uniform(0.1, 0.4) * sum(tones), np.zeros(random.integers(800, 3_200))]
+            sound += [random.uniform(0.1, 0.4) * np.sum(tones, axis=0), np.zeros(random.integers(800, 3_200))]
         samples = np.concatenate(sound)
         samples += random.normal(scale=0.01, size=samples.shape)
         with wave.open(str(folder / f"{number:03}.wav"), "wb") as file:
@@ -247,7 +247,13 @@ def write_tones(folder: Path) -> Path:
 def read_config(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     """The model's config, its feature extractor, and its tokenizer. Weights are loaded after all input has been checked."""
     if options.model is None:  # a small Whisper, for 3 s of sound in place of 30 s
-        size = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256}
+        size: dict[str, Any] = {
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_ffn_dim": 256,
+            "decoder_ffn_dim": 256,
+        }
         size |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 40}
         size |= {"max_source_positions": 150, "max_target_positions": 32, "init_std": 0.1}
         tokenizer = ByT5Tokenizer()  # bytes

@@ -287,7 +287,7 @@ def check_model(model: str | None) -> None:
 def load_model(model: str | None, classes: int, pretrained: bool = True) -> tuple[Any, int, Any, Any]:
     """The model on the CPU, with a head for ``classes``; the size, mean and standard deviation of its images."""
     if model is None:
-        small = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
+        small: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
         small |= {"global_pool": "avg", "class_token": False, "fc_norm": False}
         config = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
         net = timm.create_model("vit_tiny_patch16_224", num_classes=classes, pretrained_cfg_overlay=config, **small)
@@ -353,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> Classifier:
             augment=options.augment,
             flip=options.flip,
             workers=options.workers,
+            seed=options.seed,
         )
         classes = len(images.classes)
         model, images.size, images.mean, images.std = load_model(options.model, classes, options.pretrained)
@@ -380,6 +381,7 @@ def main(argv: Sequence[str] | None = None) -> Classifier:
         max_epochs=options.epochs,
         accumulate_grad_batches=options.accumulate_grad_batches,
         gradient_clip_val=1.0,
+        num_sanity_val_steps=-1,  # validates before the first step, too
         callbacks=callbacks,
         logger=CSVLogger(options.output, name="logs"),
         log_every_n_steps=10,
@@ -397,6 +399,7 @@ def main(argv: Sequence[str] | None = None) -> Classifier:
     if hasattr(model, "save_pretrained"):  # of transformers
         model.config.id2label = dict(enumerate(images.classes))
         model.save_pretrained(saved)
+        AutoImageProcessor.from_pretrained(options.model).save_pretrained(saved)
         load = f'AutoModelForImageClassification.from_pretrained("{saved}")'
     else:
         save_for_hf(model, str(saved), model_config={"label_names": images.classes}, safe_serialization=True)
