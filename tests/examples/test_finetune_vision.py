@@ -133,7 +133,7 @@ def test_a_model_of_transformers_trains(more: list[str], data: Path) -> None:
     saved = AutoModelForImageClassification.from_pretrained("ours/model")
     assert saved.config.id2label == dict(enumerate(COLOURS))
     torch.testing.assert_close(dict(saved.state_dict()), dict(ours.model.state_dict()), rtol=0, atol=0)
-    assert recipe.load_model("ours/model", 2)[1:] == (32, [0.5] * 3, [0.5] * 3)
+    assert recipe.load_model("ours/model", 2)[1:] == (32, (0.5,) * 3, (0.5,) * 3)
     before = ViTForImageClassification.from_pretrained("vit").base_model.state_dict()
     frozen = all(torch.equal(before[name], value) for name, value in ours.model.base_model.state_dict().items())
     assert frozen == bool(more)
