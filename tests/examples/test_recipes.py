@@ -27,14 +27,15 @@ from examples import (
     finetune_llm,
     finetune_lora,
     finetune_moe,
+    finetune_speech,
+    finetune_vision,
     finetune_vlm,
     generate_llm,
-    train_vision,
 )
 from examples.console import ConsoleLogger
 from examples.demos import cram_llm, resume_llm, sweep_lora, train_sparse
 from examples.text import Batches, in_order, load_tokenizer, shuffled
-from tests.support.tiers import first, some
+from tests.support.tiers import first
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
@@ -46,12 +47,13 @@ RECIPES = [
     finetune_llm,
     finetune_lora,
     finetune_moe,
+    finetune_speech,
+    finetune_vision,
     finetune_vlm,
     generate_llm,
     resume_llm,
     sweep_lora,
     train_sparse,
-    train_vision,
 ]
 
 
@@ -224,16 +226,6 @@ def test_vlm_counts_the_captions_loss_alone() -> None:
     assert processor.batch_decode(counted) == [f"a wall{end}", f"a much longer wall{end}"]
 
 
-@pytest.mark.long("a training until it has learned")
-@pytest.mark.parametrize("activations", some(["keep", "recompute"], "keep", why="the recipe's other option"))
-def test_vision_learns_digits(activations: str, tmp_path: Path) -> None:
-    arguments = ["--epochs", "1", "--image", "16", "--batch-size", "64", "--activations", activations]
-    result = train_vision.main([*arguments, "--output", str(tmp_path)])
-    assert result.accuracy > 0.3
-    assert result.last_loss < result.first_loss
-    assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
-
-
 @pytest.mark.rest("seconds of training")
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -258,32 +250,6 @@ def test_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str], monkeypatc
         logger.log_metrics({"loss": 1.0}, step)
     said = [line.split("/")[0].split()[-1] for line in capsys.readouterr().out.splitlines()]
     assert said == ["1", "4", "7"]
-
-
-@pytest.mark.rest("seconds of training")
-def test_vision_says_what_recompute_saves() -> None:
-    options = train_vision.make_parser().parse_args([])
-    kept, recomputed = train_vision.saved_for_backward(options, 10)
-    options.precision = "bf16-true"
-    assert 0 < recomputed < kept
-    assert train_vision.saved_for_backward(options, 10)[0] < kept
-
-
-@pytest.mark.rest("seconds of training")
-def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for part, count in (("train", 4), ("val", 2)):
-        for name, colour in (("red", (255, 0, 0)), ("green", (0, 255, 0))):
-            folder = tmp_path / "data" / part / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                Image.new("RGB", (20, 20 + number), colour).save(folder / f"{number}.png")
-    weights = tmp_path / "resnet18.pth"
-    torch.save(train_vision.vision_model("resnet18", 10).state_dict(), weights)
-    arguments = ["--data", str(tmp_path / "data"), "--weights", str(weights), "--image", "16", "--batch-size", "4"]
-    result = train_vision.main([*arguments, "--epochs", "2", "--output", str(tmp_path / "run")])
-    assert result.steps == 4
-    assert "so random: fc.weight, fc.bias\n" in capsys.readouterr().out
-    assert torch.load(result.weights, weights_only=True)["fc.bias"].shape == (2,)
 
 
 # ---------------------------------------------------------------------- bad input
@@ -322,12 +288,6 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
         (sweep_lora, ["--max-trials", "0"]),
         (sweep_lora, ["--model", "/no/such/folder"]),
         (train_sparse, ["--steps", "0"]),
-        (train_vision, ["--model", "no_such_model"]),
-        (train_vision, ["--model", "vit_b_16", "--image", "40"]),
-        (train_vision, ["--model", "inception_v3"]),
-        (train_vision, ["--data", str(CONFIGS)]),
-        (train_vision, ["--weights", str(ROOT / "README.md")]),
-        (train_vision, ["--activations", "forget"]),
     ],
     ids=lambda part: part.__name__.split(".")[-1] if isinstance(part, ModuleType) else " ".join(part).replace("/", ""),
 )
@@ -341,6 +301,23 @@ def test_bad_input_is_refused_before_any_work(
     assert "error:" in error
     assert arguments[0] in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [finetune_diffusion, finetune_llm, finetune_speech, finetune_vision],
+    ids=lambda recipe: recipe.__name__.split(".")[-1],
+)
+def test_a_wrong_option_is_reported_before_slow_imports(recipe: ModuleType, tmp_path: Path) -> None:
+    assert recipe.__file__ is not None
+    for options, said in (["--lrr", "3"], "unrecognized arguments: --lrr 3"), (["--lr", "0"], "--lr"):
+        command = [sys.executable, "-X", "importtime", recipe.__file__, *options, "--output", str(tmp_path / "run")]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        assert ran.returncode == 2
+        assert said in ran.stderr.split("error: ")[1]
+        assert "| argparse" in ran.stderr
+        assert "| torch" not in ran.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 # ---------------------------------------------------------------------- ways to start them
@@ -441,7 +418,10 @@ def test_each_device_takes_batches_of_its_own() -> None:
         [
             ("fit_llm", [*SMALL, "--data.steps", "2"]),
             ("predict_llm", [*SMALL, "--model.generation.max_new_tokens", "3"]),
-            ("fit_vision", ["--data.image", "16", "--trainer.limit_train_batches", "2", "--trainer.max_epochs", "1"]),
+            (
+                "fit_vision",
+                ["--data.batch_size", "8", "--trainer.limit_train_batches", "2", "--trainer.max_epochs", "1"],
+            ),
         ],
         if_=lambda each: each[0] == "fit_llm",
         why="the other configs",
