@@ -33,8 +33,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from sp_lightning import SuperpipelineStrategy
 
@@ -45,14 +53,22 @@ ROWS = 'Expected "prompt" or "messages". For example: {"prompt": "2 + 2 ="}'
 class Generate(pl.LightningModule):
     """Plain Lightning: only ``Trainer(strategy=...)`` decides where the layers are. Rows are appended to ``output``."""
 
-    def __init__(self, model: Any, tokenizer: Any, output: Path, generation: dict[str, Any], seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        output: Path,
+        generation: dict[str, Any],
+        seed: int = 0,
+    ) -> None:
         super().__init__()
-        self.model = model.requires_grad_(False)  # the plan reserves memory for gradients of trainable weights
-        self.tokenizer, self.output, self.generation, self.seed = tokenizer, output, generation, seed
+        self.model: Any = model.requires_grad_(False)  # the plan reserves memory for gradients of trainable weights
+        self.tokenizer: Any = tokenizer
+        self.output, self.generation, self.seed = output, generation, seed
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
 
-    def predict_step(self, batch: list[dict[str, Any]], batch_idx: int) -> None:
+    def predict_step(self, batch: list[dict[str, Any]], batch_idx: int) -> list[dict[str, Any]]:
         torch.manual_seed(self.seed + batch_idx)  # for sampling: a resumed run draws the same tokens
         # On the left: generate continues from the last position, which must be the prompt's last token.
         how: dict[str, Any] = {"padding": True, "padding_side": "left", "add_special_tokens": False}
@@ -60,14 +76,17 @@ class Generate(pl.LightningModule):
         inputs = self.tokenizer(texts, return_tensors="pt", return_token_type_ids=False, **how).to(self.device)
         tokens = self.model.generate(**inputs, pad_token_id=self.tokenizer.pad_token_id, **self.generation)
         new = tokens[:, inputs["input_ids"].shape[1] :].tolist()
-        ends = self.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
+        end = self.model.generation_config.eos_token_id
+        ends = end if isinstance(end, list) else [end]
+        rows = []
+        for row, ids in zip(batch, new, strict=True):
+            length = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
+            text = self.tokenizer.decode(ids[:length], skip_special_tokens=True)
+            rows.append({**row, "completion": text, "tokens": length})  # padding is left out
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with self.output.open("a", encoding="utf-8") as file:
-            for row, ids in zip(batch, new, strict=True):
-                length = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))  # padding follows
-                text = self.tokenizer.decode(ids[:length], skip_special_tokens=True)
-                file.write(json.dumps({**row, "completion": text, "tokens": length}, ensure_ascii=False) + "\n")
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        return rows
 
 
 def as_text(row: dict[str, Any], tokenizer: Any) -> str:
@@ -206,8 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
-    # Prompts in memory need no workers. predict_step writes its rows, and returns nothing.
-    warnings.filterwarnings("ignore", message=".*(does not have many workers|predict returned None)")
+    warnings.filterwarnings("ignore", message=".*does not have many workers")  # prompts in memory need none
     pl.seed_everything(options.seed, verbose=False)
     generation: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": False}
     if options.temperature:
@@ -230,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     begin = time.perf_counter()
     left: Any = rows[len(done) :]
-    batches: Any = DataLoader(left, options.batch_size, collate_fn=list)
+    batches: Any = DataLoader(left, batch_size=options.batch_size, collate_fn=list)
     trainer.predict(module, batches, return_predictions=False)
     seconds = time.perf_counter() - begin
 

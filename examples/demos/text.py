@@ -209,4 +209,4 @@ class PromptData(pl.LightningDataModule):
     def predict_dataloader(self) -> Any:
         lines = PROMPTS if self.file is None else self.file.read_text(encoding="utf-8").splitlines()
         rows: Any = [{"prompt": line} for line in lines if line.strip()]
-        return DataLoader(rows, self.batch_size, collate_fn=list)
+        return DataLoader(rows, batch_size=self.batch_size, collate_fn=list)

@@ -152,6 +152,13 @@ def test_lora_saves_adapters_only(folder: Path, precision: str) -> None:
     assert_same(*adapters)
     assert any(bool(adapters[0][name].any()) for name in adapters[0] if "lora_B" in name)
 
+    ids = torch.arange(10)[None]
+    logits = AutoModelForCausalLM.from_pretrained(base)(ids).logits
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ours / "adapter")
+    with_adapters = adapted(ids).logits
+    torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, with_adapters, atol=1e-4, rtol=0)
+    assert (with_adapters - logits).abs().max() > 1e-3
+
 
 # ---------------------------------------------------------------------- data
 

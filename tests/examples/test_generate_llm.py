@@ -81,10 +81,10 @@ def test_an_interrupted_run_resumes(
     whole = run(model, prompts, "whole", *more)
     step = generate_llm.Generate.predict_step
 
-    def stops(self: generate_llm.Generate, batch: Any, batch_idx: int) -> None:
+    def stops(self: generate_llm.Generate, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 2:
             raise RuntimeError("the power fails")
-        step(self, batch, batch_idx)
+        return step(self, batch, batch_idx)
 
     with monkeypatch.context() as patch:
         patch.setattr(generate_llm.Generate, "predict_step", stops)
