@@ -374,8 +374,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.fit(module, batches, validation, ckpt_path=options.resume)
     last = options.output / "last.ckpt"
     if steps % every:  # the last steps have no validation and no checkpoint yet
+        trainer.save_checkpoint(last)  # before validate, whose set-up ends save_frozen=False
         trainer.validate(module, validation, verbose=False)
-        trainer.save_checkpoint(last)
     seconds = time.perf_counter() - begin
 
     saved = options.output / ("adapter" if options.lora else "model")
@@ -385,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"Trained on {tokens:,} tokens in {seconds:.0f} s ({tokens / seconds:,.0f} per second, with validation).")
     print(f"Saved: {saved}. Checkpoint: {last}. Losses: {options.output / 'logs'}.")
     print(f"To continue, repeat the command with --resume {last} --steps {2 * steps}.")
-    if not options.lora:
+    if not (options.lora and options.model is None):  # an adapter needs the base model that it names
         print(f"To generate: python examples/generate_llm.py --model {saved}")
 
 
