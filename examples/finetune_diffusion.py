@@ -23,6 +23,94 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+# ---------------------------------------------------------------------- the command line
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model", help="hub name or folder of a diffusers Flux pipeline (default: a tiny one with random weights)")
+    add("--data", type=Path, help="folder of images with captions (default: drawn shapes)")
+    add("--resolution", type=int, help="side of a square image in pixels; others have about its area (512; tiny: 32)")
+    add("--lora", type=int, metavar="RANK", help="train a LoRA of this rank (16)")
+    add("--full", action="store_true", help="train all weights instead of a LoRA")
+    add("--quantize-8bit", action="store_true", help="int8 weights under the LoRA, by torchao")
+    add("--gradient-checkpointing", action="store_true", help="less memory for activations, more time")
+    add("--ema", type=float, metavar="DECAY", help="average the weights (0.999); host memory for a second model")
+    add(
+        "--steps",
+        type=int,
+        default=300,
+        help="total number of steps, a multiple of --validate-every; with --resume, including earlier ones (%(default)s)",
+    )
+    add("--validate-every", type=int, help="steps between validations, and between checkpoints (a third of --steps)")
+    add("--batch-size", type=int, help="images per step (1; tiny: 8)")
+    add("--lr", type=float, help="learning rate (1e-4; tiny: 5e-3)")
+    add("--precision", default="bf16-mixed", choices=["32-true", "bf16-mixed", "bf16-true"], help="(%(default)s)")
+    add(
+        "--strategy",
+        default="superpipeline",
+        choices=["superpipeline", "auto"],
+        help="auto for plain Lightning (%(default)s)",
+    )
+    add("--output", type=Path, default=Path("runs/finetune_diffusion"), help="folder for results (%(default)s)")
+    add("--resume", action="store_true", help="continue from last.ckpt in --output")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    return parser
+
+
+def check(options: argparse.Namespace) -> None:
+    """Fill in defaults. Raises ValueError or OSError if an option is wrong."""
+    for name, tiny, usual in (("resolution", 32, 512), ("batch_size", 8, 1), ("lr", 5e-3, 1e-4)):
+        if getattr(options, name) is None:
+            setattr(options, name, usual if options.model else tiny)
+    if options.lora is not None and options.full:
+        raise ValueError("--lora and --full exclude each other. Leave one of them out.")
+    before = options.output / "options.json"
+    earlier = json.loads(before.read_text()) if options.resume and before.is_file() else {}
+    if options.lora is None:
+        options.lora = earlier.get("lora", 16)
+    if earlier and (options.full, options.lora) != (earlier["full"], earlier["lora"]):
+        was = "--full" if earlier["full"] else f"--lora {earlier['lora']}"
+        raise ValueError(f"--resume: the run in {options.output} had {was}. Give the same.")
+    if options.validate_every is None:
+        options.validate_every = earlier.get("validate_every", max(1, options.steps // 3))
+    for name in ("steps", "validate_every", "batch_size", "resolution", "lora", "lr"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}. Expected more than 0.")
+    if options.steps % options.validate_every:
+        more = -(-options.steps // options.validate_every) * options.validate_every
+        raise ValueError(
+            f"--steps {options.steps} is not a multiple of --validate-every {options.validate_every}. For example --steps {more}."
+        )
+    if options.ema is not None and not 0 < options.ema < 1:
+        raise ValueError(f"--ema is {options.ema}. Expected a decay between 0 and 1, such as 0.999.")
+    if options.quantize_8bit and (options.full or options.ema):
+        raise ValueError("--quantize-8bit is for a frozen model under a LoRA. Leave out --full and --ema.")
+    if options.resume and not (options.output / "last.ckpt").is_file():
+        raise ValueError(
+            f"--resume: {options.output / 'last.ckpt'} does not exist. Give the --output of an earlier run."
+        )
+    if options.model and Path(options.model).exists() and not (Path(options.model) / "model_index.json").is_file():
+        raise ValueError(
+            f"--model {options.model}: expected the folder of a pipeline, with model_index.json, or a hub name."
+        )
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the options, and report errors that show without a model."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    try:
+        check(options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return options
+
+
+if __name__ == "__main__":
+    parse()  # reports wrong options before the slow imports that follow; main() reads them again
+
 import lightning.pytorch as pl
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -45,13 +133,13 @@ Item = tuple[Path, tuple[int, int]]  # the file of an encoded image and its capt
 
 
 def main(argv: Sequence[str] | None = None) -> Finetune:
-    parser = make_parser()
-    options = parser.parse_args(argv)
+    options = parse(argv)
     try:  # wrong input shows here, before any work
-        check(options)
+        if options.model and (kind := FluxPipeline.load_config(options.model)["_class_name"]) != "FluxPipeline":
+            raise ValueError(f"--model {options.model} is a {kind}. Expected a FluxPipeline.")
         pairs = read_pairs(options.data) if options.data else None
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        make_parser().error(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
     kept = {name: getattr(options, name) for name in ("full", "lora", "validate_every")}  # a resumed run has the same
     (options.output / "options.json").write_text(json.dumps(kept))
@@ -376,82 +464,6 @@ def make_tiny_model(folder: Path, pairs: list[tuple[Path, str]], seed: int) -> P
     text_encoders = CLIPTextModel(clip), tokenizer, T5EncoderModel(t5), tokenizer
     FluxPipeline(FlowMatchEulerDiscreteScheduler(), vae, *text_encoders, transformer).save_pretrained(folder)
     return folder
-
-
-# ---------------------------------------------------------------------- the command line
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--model", help="hub name or folder of a diffusers Flux pipeline (default: a tiny one with random weights)")
-    add("--data", type=Path, help="folder of images with captions (default: drawn shapes)")
-    add("--resolution", type=int, help="side of a square image in pixels; others have about its area (512; tiny: 32)")
-    add("--lora", type=int, metavar="RANK", help="train a LoRA of this rank (16)")
-    add("--full", action="store_true", help="train all weights instead of a LoRA")
-    add("--quantize-8bit", action="store_true", help="int8 weights under the LoRA, by torchao")
-    add("--gradient-checkpointing", action="store_true", help="less memory for activations, more time")
-    add("--ema", type=float, metavar="DECAY", help="average the weights (0.999); host memory for a second model")
-    add(
-        "--steps",
-        type=int,
-        default=300,
-        help="total number of steps, a multiple of --validate-every; with --resume, including earlier ones (%(default)s)",
-    )
-    add("--validate-every", type=int, help="steps between validations, and between checkpoints (a third of --steps)")
-    add("--batch-size", type=int, help="images per step (1; tiny: 8)")
-    add("--lr", type=float, help="learning rate (1e-4; tiny: 5e-3)")
-    add("--precision", default="bf16-mixed", choices=["32-true", "bf16-mixed", "bf16-true"], help="(%(default)s)")
-    add(
-        "--strategy",
-        default="superpipeline",
-        choices=["superpipeline", "auto"],
-        help="auto for plain Lightning (%(default)s)",
-    )
-    add("--output", type=Path, default=Path("runs/finetune_diffusion"), help="folder for results (%(default)s)")
-    add("--resume", action="store_true", help="continue from last.ckpt in --output")
-    add("--seed", type=int, default=0, help="(%(default)s)")
-    return parser
-
-
-def check(options: argparse.Namespace) -> None:
-    """Fill in defaults. Raises ValueError or OSError if an option is wrong."""
-    for name, tiny, usual in (("resolution", 32, 512), ("batch_size", 8, 1), ("lr", 5e-3, 1e-4)):
-        if getattr(options, name) is None:
-            setattr(options, name, usual if options.model else tiny)
-    if options.lora is not None and options.full:
-        raise ValueError("--lora and --full exclude each other. Leave one of them out.")
-    before = options.output / "options.json"
-    earlier = json.loads(before.read_text()) if options.resume and before.is_file() else {}
-    if options.lora is None:
-        options.lora = earlier.get("lora", 16)
-    if earlier and (options.full, options.lora) != (earlier["full"], earlier["lora"]):
-        was = "--full" if earlier["full"] else f"--lora {earlier['lora']}"
-        raise ValueError(f"--resume: the run in {options.output} had {was}. Give the same.")
-    if options.validate_every is None:
-        options.validate_every = earlier.get("validate_every", max(1, options.steps // 3))
-    for name in ("steps", "validate_every", "batch_size", "resolution", "lora", "lr"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}. Expected more than 0.")
-    if options.steps % options.validate_every:
-        more = -(-options.steps // options.validate_every) * options.validate_every
-        raise ValueError(
-            f"--steps {options.steps} is not a multiple of --validate-every {options.validate_every}. For example --steps {more}."
-        )
-    if options.ema is not None and not 0 < options.ema < 1:
-        raise ValueError(f"--ema is {options.ema}. Expected a decay between 0 and 1, such as 0.999.")
-    if options.quantize_8bit and (options.full or options.ema):
-        raise ValueError("--quantize-8bit is for a frozen model under a LoRA. Leave out --full and --ema.")
-    if options.resume and not (options.output / "last.ckpt").is_file():
-        raise ValueError(
-            f"--resume: {options.output / 'last.ckpt'} does not exist. Give the --output of an earlier run."
-        )
-    if options.model and Path(options.model).exists() and not (Path(options.model) / "model_index.json").is_file():
-        raise ValueError(
-            f"--model {options.model}: expected the folder of a pipeline, with model_index.json, or a hub name."
-        )
-    if options.model and (kind := FluxPipeline.load_config(options.model)["_class_name"]) != "FluxPipeline":
-        raise ValueError(f"--model {options.model} is a {kind}. Expected a FluxPipeline.")
 
 
 if __name__ == "__main__":

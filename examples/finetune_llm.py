@@ -34,6 +34,65 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+DATA = (
+    'file, folder of files (.jsonl, .parquet, .txt) or hub dataset (default: Python\'s docstrings). Rows have "messages", or '
+    '"prompt" and "completion", or "text"'
+)
+
+# ---------------------------------------------------------------------- options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model", help="hub name, folder, or config.json for random weights (default: a small Llama, random weights)")
+    add("--data", help=DATA)
+    add("--length", type=int, default=128, help="tokens per window (%(default)s)")
+    add("--batch-size", type=int, default=8, help="windows per batch (%(default)s)")
+    add("--accumulate-grad-batches", type=int, default=1, help="batches per optimizer step (%(default)s)")
+    add("--epochs", type=float, default=1.0, help="passes over the data (%(default)s)")
+    add("--steps", type=int, help="optimizer steps, in place of --epochs")
+    add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
+    add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 2e-5 with --model, else 4e-3)")
+    add(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train LoRA adapters (PEFT) of this rank, for example 16, and no other weights",
+    )
+    add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
+    add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
+    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
+    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
+    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--resume", type=Path, help="last.ckpt of a run with the same options")
+    add("--output", type=Path, default=Path("runs/finetune_llm"), help="(%(default)s)")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the options, and reports errors that show without a model."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    for name in ("length", "batch_size", "accumulate_grad_batches", "epochs", "steps", "every", "lr", "lora"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    if options.resume and options.resume.is_dir():
+        parser.error(
+            f"--resume {options.resume}: expected a file, got a folder. For example: {options.resume}/last.ckpt"
+        )
+    if options.resume and not options.resume.is_file():
+        parser.error(f"--resume {options.resume}: not found. Expected last.ckpt of an earlier run")
+    if options.output.is_file():
+        parser.error(f"--output {options.output}: expected a folder, got a file")
+    return options
+
+
+if __name__ == "__main__":
+    parse()  # reports wrong options before the slow imports that follow; main() reads them again
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -46,10 +105,6 @@ from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
 from sp_lightning import SuperpipelineStrategy
 
-DATA = (
-    'file, folder of files (.jsonl, .parquet, .txt) or hub dataset (default: Python\'s docstrings). Rows have "messages", or '
-    '"prompt" and "completion", or "text"'
-)
 IGNORED = -100  # a label that does not count in the loss
 FILES = (".jsonl", ".parquet", ".txt")
 ROWS = 'Expected "messages", or "prompt" and "completion", or "text". For example: {"prompt": "2 + 2 =", "completion": " 4"}'
@@ -254,55 +309,9 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 # ---------------------------------------------------------------------- the run
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--model", help="hub name, folder, or config.json for random weights (default: a small Llama, random weights)")
-    add("--data", help=DATA)
-    add("--length", type=int, default=128, help="tokens per window (%(default)s)")
-    add("--batch-size", type=int, default=8, help="windows per batch (%(default)s)")
-    add("--accumulate-grad-batches", type=int, default=1, help="batches per optimizer step (%(default)s)")
-    add("--epochs", type=float, default=1.0, help="passes over the data (%(default)s)")
-    add("--steps", type=int, help="optimizer steps, in place of --epochs")
-    add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
-    add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 2e-5 with --model, else 4e-3)")
-    add(
-        "--lora",
-        type=int,
-        metavar="RANK",
-        help="train LoRA adapters (PEFT) of this rank, for example 16, and no other weights",
-    )
-    add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
-    add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
-    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
-    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
-    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
-    add("--seed", type=int, default=0, help="(%(default)s)")
-    add("--resume", type=Path, help="last.ckpt of a run with the same options")
-    add("--output", type=Path, default=Path("runs/finetune_llm"), help="(%(default)s)")
-    return parser
-
-
-def check(options: argparse.Namespace) -> None:
-    for name in ("length", "batch_size", "accumulate_grad_batches", "epochs", "steps", "every", "lr", "lora"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
-    if options.resume and options.resume.is_dir():
-        raise ValueError(
-            f"--resume {options.resume}: expected a file, got a folder. For example: {options.resume}/last.ckpt"
-        )
-    if options.resume and not options.resume.is_file():
-        raise ValueError(f"--resume {options.resume}: not found. Expected last.ckpt of an earlier run")
-    if options.output.is_file():
-        raise ValueError(f"--output {options.output}: expected a folder, got a file")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = make_parser()
-    options = parser.parse_args(argv)
+    options = parse(argv)
     try:  # reports errors in the input before any work
-        check(options)
         config, tokenizer = read_config(options.model, options.length)
         windows = pack(read_rows(options.data), tokenizer, options.length)
         spacing = max(20, len(windows) // 64)  # one window in 20 is for validation, 64 at most
@@ -319,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if done >= steps:
             raise ValueError(f"--resume {options.resume}: has {done} of {steps} steps. For example: --steps {2 * done}")
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        make_parser().error(str(error))
 
     # The newest transformers have another name for gradient_checkpointing_enable. Data in memory need no workers.
     ignored = "gradient_checkpointing_enable|does not have many workers|Checkpoint directory"
@@ -365,8 +374,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.fit(module, batches, validation, ckpt_path=options.resume)
     last = options.output / "last.ckpt"
     if steps % every:  # the last steps have no validation and no checkpoint yet
+        trainer.save_checkpoint(last)  # before validate, whose set-up ends save_frozen=False
         trainer.validate(module, validation, verbose=False)
-        trainer.save_checkpoint(last)
     seconds = time.perf_counter() - begin
 
     saved = options.output / ("adapter" if options.lora else "model")
@@ -376,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"Trained on {tokens:,} tokens in {seconds:.0f} s ({tokens / seconds:,.0f} per second, with validation).")
     print(f"Saved: {saved}. Checkpoint: {last}. Losses: {options.output / 'logs'}.")
     print(f"To continue, repeat the command with --resume {last} --steps {2 * steps}.")
-    if not options.lora:
+    if not (options.lora and options.model is None):  # an adapter needs the base model that it names
         print(f"To generate: python examples/generate_llm.py --model {saved}")
 
 

@@ -1,200 +1,349 @@
-"""Adapt a mixture of experts with LoRA (PEFT), then generate: of its stacked experts only those travel that are routed to.
+"""Fine-tune a mixture of experts that is larger than the GPU's memory. One file, to copy and to change.
 
-    python examples/finetune_moe.py                                       # no download, a minute on a CPU
-    python examples/finetune_moe.py --experts 64 --kept 0.5               # half of the experts may stay on the device
+    python examples/finetune_moe.py                                  # a small model on small data, without downloads
+    python examples/finetune_moe.py --model Qwen/Qwen3-30B-A3B --data my.jsonl --length 4096 --batch-size 1 \\
+        --accumulate-grad-batches 8 --lora 16                        # adapters of attention, on a 24 GB card
+    python examples/finetune_moe.py --resume runs/finetune_moe/last.ckpt    # continue an interrupted run
+    python examples/finetune_moe.py --strategy auto                  # plain Lightning, for comparison
 
-A small Qwen3-MoE from random weights first learns English from Python's help texts, with all its weights: with many tokens in a
-batch nearly all experts are hit, and whole stacks travel. Then adapters train over frozen experts, and at last the model
-generates token by token, with a memory budget that leaves room for some experts. The same is generated with whole blocks as
-layers, and what both have fetched for a token is shown, and how much of that are experts, beside what is routed to.
+Rows of ``--data`` are ``{"prompt": "...", "completion": "..."}`` (only the completion counts in the loss) or
+``{"text": "..."}``. For conversations and hub datasets, copy ``read_rows`` and ``encode`` of ``finetune_llm.py``.
+
+The router's auxiliary loss is added to the loss, so that all experts stay in use. With ``--lora``, routers and experts
+are frozen. If a batch is routed to few experts, only their weights are uploaded.
+
+Time and memory of the second command on a 24 GB card, *estimated* for 100 TFLOP/s and 25 GB/s over PCIe. Adapters of
+experts are not included:
+
+    python -m sp_lightning plan examples/shapes/qwen3-30b-a3b.json --lora 16 --tokens 4096 --gradient-checkpointing \\
+        --gradient-clip norm --accumulate-grad-batches 8 --gpu-memory 22GiB --host-memory 62GiB
+        # 4.37 s per batch, 938 tokens/s, device memory 21.7 GiB, host memory 57.1 GiB
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from peft import LoraConfig, get_peft_model
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
-from sp_lightning.plan.units import human_bytes
+from sp_lightning import SuperpipelineStrategy
 
-if not __package__:  # started as a file: what lies beside it is found from the repository's root
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from examples.console import ConsoleLogger, indent, last_loss, say
-from examples.language import CausalLM
-from examples.recipe import add_run_options, check_file, check_least, check_positive, make_trainer, prepare_output, run
-from examples.text import cut, load_tokenizer, read_text, shuffled
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
-
-PROMPTS = 5  # the first ones are generated while the window is chosen, and are not counted
-COUNTED = 2
-WIDTH, LAYERS, ROUTED = 128, 4, 2
+IGNORED = -100  # a label that does not count in the loss
+ROWS = 'Expected "prompt" and "completion", or "text". For example: {"prompt": "2 + 2 =", "completion": " 4"}'
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a run came to.
+class FineTune(pl.LightningModule):
+    """Plain Lightning: only ``Trainer(strategy=...)`` decides where the layers are."""
 
-    Attributes:
-        base_losses, losses: first and last loss of the base model, and of the adapters.
-        bytes_per_token, whole_bytes_per_token: what was fetched for a token, by rows and with whole blocks.
-        expert_bytes_per_token: how much of it are experts that came by rows.
-        least_bytes_per_token: the experts that are routed to for a token, without any that are kept.
-        hits: the share of the experts asked for that was on the device.
-        tokens_per_second: of the generation by rows.
-        text: generated, prompt included.
+    def __init__(self, model: Any, lr: float, steps: int, aux: float) -> None:
+        super().__init__()
+        self.model, self.lr, self.steps, self.aux = model, lr, steps, aux
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return self.model(**batch, use_cache=False, **({"output_router_logits": True} if self.aux else {}))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        out = self(batch)  # transformers has added aux × out.aux_loss to out.loss
+        self.log("loss", out.loss, prog_bar=True)
+        if self.aux:
+            self.log("aux_loss", out.aux_loss)  # the number of experts per token, if all experts are used equally
+        return out.loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        out = self(batch)
+        self.log("val_loss", out.loss - self.aux * out.aux_loss if self.aux else out.loss, prog_bar=True)
+
+    def on_validation_epoch_end(self) -> None:
+        losses = sorted(self.trainer.callback_metrics.items())
+        print(f"step {self.global_step}/{self.steps}", *(f" {name} {loss:.3f}" for name, loss in losses), flush=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        schedule = cosine_with_warmup(optimizer, self.steps // 20, self.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+# ---------------------------------------------------------------------- data
+
+
+def read_rows(data: Path | None) -> Iterable[dict[str, Any]]:
+    if data is None:
+        yield from python_functions()
+        return
+    if not data.is_file() or data.suffix != ".jsonl":
+        found = "found a folder" if data.is_dir() else "not found" if not data.exists() else f"found {data.suffix}"
+        raise ValueError(f"--data {data}: {found}. Expected a .jsonl file. For example: --data my.jsonl")
+    for number, line in enumerate(data.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--data {data}, line {number}: not JSON ({error}). {ROWS}") from error
+        yield row
+
+
+def python_functions() -> Iterator[dict[str, Any]]:
+    """The default data: functions of Python's standard library as prompts, their docstrings as completions."""
+    for path in sorted(Path(ast.__file__).parent.glob("[a-z]*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+                yield {"prompt": f"{path.stem}.{node.name}({ast.unparse(node.args)}): ", "completion": text}
+
+
+def encode(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens of a row, and their labels: the same tokens, or IGNORED where they do not count in the loss."""
+    begin, end = tokenizer.bos_token or "", tokenizer.eos_token or ""
+    if not isinstance(row, dict):
+        raise ValueError(f"found {type(row).__name__}, expected an object")
+    if "prompt" in row and "completion" in row:
+        parts = [(begin + row["prompt"], False), (row["completion"] + end, True)]
+    elif "text" in row:
+        parts = [(begin + row["text"] + end, True)]
+    else:
+        raise ValueError(f"found the columns {', '.join(row)}")
+    tokens: list[int] = []
+    labels: list[int] = []
+    for text, counts in parts:  # each on its own, as a prompt is tokenized on its own when the model generates
+        part = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens += part
+        labels += part if counts else [IGNORED] * len(part)
+    return tokens, [IGNORED, *labels[1:]]  # in a window, the token before the first one is of another row
+
+
+def pack(rows: Iterable[dict[str, Any]], tokenizer: Any, length: int) -> Any:
+    """Joins all rows and cuts them into windows of ``length`` tokens. The last tokens, less than a window, are dropped.
+
+    Position ids start from 0 at each row. From them, transformers makes attention masks that keep rows apart.
     """
-
-    base_losses: tuple[float, float]
-    losses: tuple[float, float]
-    bytes_per_token: float
-    whole_bytes_per_token: float
-    expert_bytes_per_token: float
-    least_bytes_per_token: int
-    hits: float
-    tokens_per_second: float
-    text: str
-
-
-class Generator(CausalLM):
-    """Generates without chance, and notes what the strategy had fetched after each prompt."""
-
-    def __init__(self, model: Any, tokens: int, end: int) -> None:
-        super().__init__(model, lr=0.0)
-        self.tokens = tokens
-        self.end = end
-        self.seen: list[tuple[float, Any]] = []
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        written: Tensor = self.model.generate(
-            input_ids=batch, attention_mask=torch.ones_like(batch), do_sample=False, max_new_tokens=self.tokens,
-            min_new_tokens=self.tokens, pad_token_id=self.end,
-        )  # fmt: skip
-        self.seen.append((time.perf_counter(), self.trainer.strategy.stats()))  # type: ignore[attr-defined]
-        return written
-
-
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains the base, then the adapters, then generates twice."""
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    try:
-        check(options)
-        prepare_output(options.output)
-    except ValueError as error:
-        parser.error(str(error))
-    pl.seed_everything(options.seed, verbose=False)
-    tokenizer = load_tokenizer()
-    windows = cut(tokenizer, read_text(options.text), length=options.length, batch_size=options.batch_size)
-    model = small_mixture(options.experts, len(tokenizer), tokenizer.eos_token_id)
-
-    say(
-        f"A mixture of {options.experts} experts in each of {LAYERS} blocks learns English for {options.base_steps} steps"
+    tokens, labels, starts = [], [], []
+    for number, row in enumerate(rows, 1):
+        try:
+            row_tokens, row_labels = encode(row, tokenizer)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--data, row {number}: {error}. {ROWS}") from error
+        tokens += row_tokens
+        labels += row_labels
+        starts += [True] + [False] * (len(row_tokens) - 1)
+    count = len(tokens) // length
+    ids, targets, start = (
+        torch.tensor(each[: count * length]).view(count, length) for each in (tokens, labels, starts)
     )
-    base = train(options, model, windows, options.base_steps, lr=2e-3)
-    lora = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
-    say(f"\nLoRA beside frozen experts, {options.steps} steps")
-    adapted: Any = get_peft_model(model, lora)
-    losses = train(options, adapted, windows, options.steps, lr=options.lr)
-
-    prompts = [windows[n % len(windows)][None, : options.length // 4] for n in range(PROMPTS)]
-    plan = make_plan(find_layers(Generator(adapted, options.new_tokens, 0)), k=1, k_prime=1)
-    budget = plan.peak_device_bytes + int(options.kept * plan.stack_bytes)
-    by_rows, fetched, experts, hits, speed = generate(options, adapted, prompts, tokenizer, gpu_memory=budget)
-    whole, fetched_whole, *_ = generate(options, adapted, prompts, tokenizer, layers=["**.layers.*"])
-    if not all(map(torch.equal, by_rows, whole)):
-        raise RuntimeError("What was generated by rows is not what was generated with whole blocks.")
-    text = tokenizer.decode(by_rows[0][0], skip_special_tokens=True)
-    least = ROUTED * sum(layer.row_bytes for layer in plan.layers if layer.rows)
-    result = Result(base, losses, fetched, fetched_whole, experts, least, hits, speed, text)
-    say(f"\nGenerated:\n{indent(text)}\n")
-    say(f"Loss of the base: {base[0]:.3f} → {base[1]:.3f}, of the adapters: {losses[0]:.3f} → {losses[1]:.3f}")
-    say(
-        f"Fetched per token: {human_bytes(fetched)} by rows, of that experts {human_bytes(experts)}; "
-        f"{human_bytes(fetched_whole)} with whole blocks. Of {human_bytes(least)} that are routed to, "
-        f"{hits:.0%} were on the device. {speed:.1f} tokens/s"
-    )
-    return result
+    index = torch.arange(length).expand(count, length)
+    positions = index - torch.where(start.bool(), index, 0).cummax(dim=1).values
+    counted = (targets[:, 1:] != IGNORED).any(dim=1)  # without any label, the mean loss of a window is not a number
+    parts = zip(ids[counted], targets[counted], positions[counted], strict=True)
+    return [{"input_ids": part[0], "labels": part[1], "position_ids": part[2]} for part in parts]
 
 
-def small_mixture(experts: int, vocabulary: int, end: int) -> Any:
-    """A Qwen3-MoE from random weights."""
-    config = Qwen3MoeConfig(
-        vocab_size=vocabulary, hidden_size=WIDTH, moe_intermediate_size=WIDTH, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=32, num_experts=experts, num_experts_per_tok=ROUTED,
-        max_position_embeddings=512, bos_token_id=None, eos_token_id=end, pad_token_id=end,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
+# ---------------------------------------------------------------------- model
 
 
-def train(options: argparse.Namespace, model: Any, windows: Tensor, steps: int, *, lr: float) -> tuple[float, float]:
-    """Trains what is trainable of a model. Returns its first loss, and the mean over the last tenth of its steps."""
-    console = ConsoleLogger(steps)
-    trainer, strategy = make_trainer(options, logger=console)
-    trainer.fit(CausalLM(model, lr), shuffled(windows, batch_size=options.batch_size, steps=steps, seed=steps))
-    say(f"{strategy.plan}")
-    return console.losses[0].loss, last_loss(console.losses)
+def small_tokenizer() -> Any:
+    """Byte-level BPE with 1024 tokens, trained on the default data."""
+    bpe = ByteLevelBPETokenizer()
+    texts = (row["prompt"] + row["completion"] for row in python_functions())
+    bpe.train_from_iterator(texts, vocab_size=1024, special_tokens=["<|end|>"], show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(bpe.to_str()), eos_token="<|end|>")
 
 
-def generate(
-    options: argparse.Namespace, model: Any, prompts: list[Tensor], tokenizer: Any, **more: Any
-) -> tuple[list[Tensor], float, float, float, float]:
-    """Generates. Returns what was written, bytes and experts' bytes fetched per token, the share of hits, and tokens/s."""
-    module = Generator(model, options.new_tokens, tokenizer.eos_token_id)
-    options = argparse.Namespace(**{**vars(options), "k": 1, "k_prime": 1})
-    trainer, strategy = make_trainer(options, **more)
-    written: Any = trainer.predict(module, DataLoader(prompts, batch_size=None))  # type: ignore[arg-type]
-    (begun, before), (ended, after) = module.seen[-1 - COUNTED], module.seen[-1]
-    tokens = COUNTED * options.new_tokens
-    hits, misses = after.expert_hits - before.expert_hits, after.expert_misses - before.expert_misses
-    say(f"{strategy.plan}")
-    fetched = (after.fetched_bytes - before.fetched_bytes) / tokens
-    experts = (after.expert_bytes - before.expert_bytes) / tokens
-    return written, fetched, experts, hits / max(hits + misses, 1), tokens / (ended - begun)
+def read_config(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The model's config and its tokenizer. Weights are loaded after all input has been checked."""
+    model, length = options.model, options.length
+    if model is None:  # a small Qwen3-MoE: 16 experts in each of 4 blocks, 2 for each token
+        tokenizer = small_tokenizer()
+        size = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+        size |= {"num_key_value_heads": 4, "head_dim": 32, "num_experts": 16, "num_experts_per_tok": 2}
+        size |= {"vocab_size": len(tokenizer), "max_position_embeddings": max(length, 256)}
+        config: Any = Qwen3MoeConfig(eos_token_id=tokenizer.eos_token_id, **size)
+    else:
+        path = Path(model)
+        if not path.exists() and (model.startswith((".", "/")) or model.endswith(".json") or model.count("/") > 1):
+            raise ValueError(
+                f"--model {model}: not found. Expected a folder, config.json or hub name, for example Qwen/Qwen3-30B-A3B"
+            )
+        config = AutoConfig.from_pretrained(model)
+        longest = getattr(config, "max_position_embeddings", length)
+        if length > longest:
+            raise ValueError(
+                f"--length {length}: {model} reads at most {longest} tokens. For example: --length {longest}"
+            )
+        tokenizer = small_tokenizer() if path.is_file() else AutoTokenizer.from_pretrained(model)
+    if options.aux is None and not hasattr(config, "router_aux_loss_coef"):
+        raise ValueError(
+            f"--model {model}: a {config.model_type} model, which has no auxiliary router loss (router_aux_loss_coef). "
+            "For a mixture of experts without it: --aux 0. For other models: examples/finetune_llm.py"
+        )
+    if options.aux is None:
+        options.aux = config.router_aux_loss_coef
+    elif options.aux:
+        config.router_aux_loss_coef = options.aux
+    if options.lora:
+        with torch.device("meta"):
+            attention_layers(AutoModelForCausalLM.from_config(config))
+    return config, tokenizer
 
 
-# ---------------------------------------------------------------------- the command line
+def attention_layers(model: Any) -> list[str]:
+    """The linear modules of attention, which get adapters."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    found = [name for name in linear if "attn" in name or "attention" in name]
+    if not found:
+        raise ValueError(f"--lora: {type(model).__name__} has no torch.nn.Linear whose name contains attn or attention")
+    return found
+
+
+def load_model(options: argparse.Namespace, config: Any) -> Any:
+    """The model on the CPU. The strategy copies layers to the GPU when they are needed."""
+    # bf16-mixed computes in bfloat16. Weights that are trained stay in float32, frozen ones need no more than bfloat16.
+    half = options.precision == "bf16-true" or (options.precision == "bf16-mixed" and options.lora)
+    dtype = torch.bfloat16 if half else torch.float32
+    if options.model is None or Path(options.model).is_file():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # random weights
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=dtype)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        size = {"r": options.lora, "lora_alpha": 2 * options.lora}
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=attention_layers(model), **size)
+        model = get_peft_model(model, lora)
+    return model.train()  # from_pretrained returns it in evaluation mode, and Lightning keeps the mode
+
+
+# ---------------------------------------------------------------------- the run
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--text", type=Path, help="UTF-8 file to train on (default: Python's help texts)")
-    add("--experts", type=int, default=32, help="in each block (%(default)s)")
-    add("--kept", type=float, default=0.25, help="the share of them that the device has room for (%(default)s)")
-    add("--base-steps", type=int, default=40, help="of the base model's own training (%(default)s)")
-    add("--steps", type=int, default=20, help="of the adapters (%(default)s)")
-    add("--batch-size", type=int, default=8, help="windows of text per step (%(default)s)")
-    add("--length", type=int, default=64, help="tokens per window (%(default)s)")
-    add("--lr", type=float, default=5e-3, help="learning rate of the adapters (%(default)s)")
-    add("--new-tokens", type=int, default=24, help="tokens per sample (%(default)s)")
-    add_run_options(parser, "finetune_moe")
+    add("--model", help="hub name, folder, or config.json for random weights (default: a small Qwen3-MoE)")
+    add("--data", type=Path, help=".jsonl file of prompts and completions, or texts (default: Python's docstrings)")
+    add("--length", type=int, default=128, help="tokens per window (%(default)s)")
+    add("--batch-size", type=int, default=8, help="windows per batch (%(default)s)")
+    add("--accumulate-grad-batches", type=int, default=1, help="batches per optimizer step (%(default)s)")
+    add("--epochs", type=float, default=1.0, help="passes over the data (%(default)s)")
+    add("--steps", type=int, help="optimizer steps, in place of --epochs")
+    add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
+    add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 2e-5 with --model, else 2e-3)")
+    add("--aux", type=float, help="factor of the router's auxiliary loss; 0 is off (default: the model's own)")
+    add("--lora", type=int, metavar="RANK", help="train LoRA adapters (PEFT) of attention only, for example 16")
+    add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
+    add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
+    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
+    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
+    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--resume", type=Path, help="last.ckpt of a run with the same options")
+    add("--output", type=Path, default=Path("runs/finetune_moe"), help="(%(default)s)")
     return parser
 
 
 def check(options: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: an option that cannot be.
-    """
-    check_least(options, steps=2, base_steps=2, batch_size=1, length=4, new_tokens=1, experts=ROUTED + 1)
-    check_file("--text", options.text, "a UTF-8 text file")
-    check_positive(options, "lr")
-    if not 0 <= options.kept <= 1:
-        raise ValueError(f"--kept {options.kept}: must be a share between 0 and 1. For example --kept 0.5.")
+    for name in ("length", "batch_size", "accumulate_grad_batches", "epochs", "steps", "every", "lr", "lora"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    if options.aux is not None and options.aux < 0:
+        raise ValueError(f"--aux {options.aux}: expected 0 or more. For example: --aux 0.001")
+    if options.resume and not options.resume.is_file():
+        raise ValueError(f"--resume {options.resume}: not found. Expected last.ckpt of an earlier run")
+    if options.output.is_file():
+        raise ValueError(f"--output {options.output}: expected a folder, got a file")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    try:  # reports errors in the input before any work
+        check(options)
+        config, tokenizer = read_config(options)
+        windows = pack(read_rows(options.data), tokenizer, options.length)
+        spacing = max(20, len(windows) // 64)  # one window in 20 is for validation, 64 at most
+        held_out = windows[::spacing]
+        training: Any = [window for i, window in enumerate(windows) if i % spacing]
+        step_size = options.batch_size * options.accumulate_grad_batches
+        if len(training) < step_size:
+            raise ValueError(
+                f"--data has {len(training)} training windows. Expected at least {step_size}: --batch-size × "
+                "--accumulate-grad-batches. Lower one of them or --length, or give more data"
+            )
+        steps = options.steps or max(1, int(options.epochs * len(training) / step_size))
+        done = torch.load(options.resume, mmap=True)["global_step"] if options.resume else 0
+        if done >= steps:
+            raise ValueError(f"--resume {options.resume}: has {done} of {steps} steps. For example: --steps {2 * done}")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+    # The newest transformers have another name for gradient_checkpointing_enable. Data in memory need no workers.
+    ignored = "gradient_checkpointing_enable|does not have many workers|Checkpoint directory"
+    warnings.filterwarnings("ignore", message=f".*({ignored})")
+    pl.seed_everything(options.seed, verbose=False)
+    lr = options.lr or (2e-4 if options.lora else 2e-5 if options.model else 2e-3)
+    module = FineTune(load_model(options, config), lr, steps, options.aux)
+
+    # The windows of the whole run: all in random order, then all in another order, and so on. If the run is resumed,
+    # it begins with the first unused window. The used ones move to the end, because Lightning counts them as read.
+    random = torch.Generator().manual_seed(options.seed)
+    epochs = 1 + steps * step_size // len(training)
+    order = torch.cat([torch.randperm(len(training), generator=random) for _ in range(epochs)])[: steps * step_size]
+    batches = DataLoader(training, options.batch_size, sampler=order.roll(-done * step_size).tolist())
+    validation = DataLoader(held_out, options.batch_size)
+
+    strategy: Any = options.strategy
+    if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
+        strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory, save_frozen=not options.lora)
+    every = options.every or max(1, steps // 10)
+    checkpoint = ModelCheckpoint(  # after each validation, in place of the one before
+        options.output, filename="last", save_on_train_epoch_end=False, enable_version_counter=False
+    )
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator=options.accelerator,
+        devices=1,
+        precision=options.precision,
+        max_steps=steps,
+        max_epochs=-1,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        gradient_clip_val=1.0,
+        val_check_interval=every * options.accumulate_grad_batches,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=-1,  # validates before the first step, too
+        callbacks=[checkpoint],
+        logger=CSVLogger(options.output, name="logs"),
+        log_every_n_steps=10,
+        enable_progress_bar=sys.stdout.isatty(),
+        enable_model_summary=False,
+    )
+    trainer.fit(module, batches, validation, ckpt_path=options.resume)
+    last = options.output / "last.ckpt"
+    if steps % every:  # the last steps have no validation and no checkpoint yet
+        trainer.save_checkpoint(last)  # before validate, whose set-up ends save_frozen=False
+        trainer.validate(module, validation, verbose=False)
+
+    saved = options.output / ("adapter" if options.lora else "model")
+    module.model.save_pretrained(saved)
+    tokenizer.save_pretrained(saved)
+    print(f"Saved: {saved}. Checkpoint: {last}. Losses: {options.output / 'logs'}.")
+    print(f"To continue, repeat the command with --resume {last} --steps {2 * steps}.")
+    if not (options.lora and options.model is None):  # an adapter needs the base model that it names
+        print(f"To generate: python examples/generate_llm.py --model {saved}")
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -1,13 +1,22 @@
-"""Answer a file of prompts in batches, with a causal language model that is larger than the device's memory.
+"""Generate with a causal language model that is larger than the GPU's memory. One file, to copy and to change.
 
-    python examples/generate_llm.py                                              # random weights, seconds on a CPU
-    python examples/generate_llm.py --model runs/finetune_llm/model              # what finetune_llm.py wrote
-    python examples/generate_llm.py --model meta-llama/Llama-3.1-70B --prompts prompts.txt --precision bf16-true \\
-        --batch-size 16 --new-tokens 256                                         # 24 GiB on the GPU, 160 on the host *
+    python examples/generate_llm.py                                  # a small random model, without downloads
+    python examples/generate_llm.py --model runs/finetune_llm/model --chat --prompt "What does heapq.merge do?"
+    python examples/generate_llm.py --model meta-llama/Llama-3.1-70B-Instruct --prompts prompts.jsonl --batch-size 64 \\
+        --new-tokens 256                                             # on a 24 GB card
+    python examples/generate_llm.py --prompts prompts.jsonl --resume # continue an interrupted run
+    python examples/generate_llm.py --strategy auto                  # plain Lightning, for comparison
 
-Each token passes all layers through the device, so the larger the batch, the more tokens per second. Prompts of
-different lengths are filled up on the left, where the attention mask hides it. Answers go to a file, one JSON object per line.
-(* On paper, by ``python -m sp_lightning plan --predict``; it was not run.)
+``--prompts`` is a text file with a prompt per line, or JSONL rows: ``{"prompt": "..."}`` or ``{"messages": [...]}``.
+``--output`` has the same rows with "completion" and its number of "tokens". ``--model`` may be a folder of adapters, as
+``finetune_llm.py --lora`` writes it. Each token needs all layers: a larger batch gives more tokens per second.
+
+Time and memory of the third command on a 24 GB card, *estimated* for 25 GB/s over PCIe and prompts of 512 tokens:
+
+    python -m sp_lightning plan examples/shapes/llama-3-70b.json --precision bf16-true --tokens 512 --generate 256 \\
+        --batch-size 64 --gpu-memory 22GiB --host-memory 160GiB
+        # 49.3 s for the prompts, then 5.56 s for each token of 64 sequences, 11.5 tokens/s
+        # device memory 21.2 GiB, host memory 131.4 GiB
 """
 
 from __future__ import annotations
@@ -16,309 +25,241 @@ import argparse
 import json
 import sys
 import time
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import nn
-from transformers import AutoConfig, PreTrainedTokenizerBase
-
-if not __package__:  # started as a file: what lies beside it is found from the repository's root
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from examples.console import indent, say, say_memory, say_speed
-from examples.language import (
-    HEAD,
-    LAYERS,
-    WIDTH,
-    check_model,
-    check_shape,
-    load_language_model,
-    small_llama,
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
-from examples.recipe import (
-    HOLDS_PREDICTION,
-    add_run_options,
-    check_file,
-    check_least,
-    check_positive,
-    cuda_peak,
-    make_trainer,
-    plain_trainer,
-    prepare_output,
-    run,
-)
-from examples.text import load_tokenizer
 
-PROMPTS = (
-    "The value of",
-    "If the class",
-    "A function that is called with two arguments",
-    "Changed in version 3.11:",
-    "Names",
-    "This statement raises an exception",
-    "See also the section",
-    "In Python, a generator is a function which",
-)
-SHOWN = 3  # answers on the screen
+from sp_lightning import SuperpipelineStrategy
+
+PROMPTS = ["In Python, a generator is", "The value of", "See also the section", "Changed in version 3.11: the"]
+ROWS = 'Expected "prompt" or "messages". For example: {"prompt": "2 + 2 ="}'
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a run came to.
+class Generate(pl.LightningModule):
+    """Plain Lightning: only ``Trainer(strategy=...)`` decides where the layers are. Rows are appended to ``output``."""
 
-    Attributes:
-        prompts: that were answered.
-        new_tokens: that were written, padding after an end left out.
-        tokens_per_second: of these.
-        peak_device_bytes, planned_device_bytes: weights on the device, counted and planned.
-        plain_device_bytes: all weights, which plain prediction keeps there.
-        answers: as in the file: ``prompt``, ``text`` (what follows it), ``tokens`` (how many).
-        file: one JSON object per line.
-    """
-
-    prompts: int
-    new_tokens: int
-    tokens_per_second: float
-    peak_device_bytes: int
-    planned_device_bytes: int
-    plain_device_bytes: int
-    answers: list[dict[str, Any]]
-    file: Path
-
-
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Run the recipe; ``argv`` as on the command line."""
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    try:  # all that can be wrong with the input shows here, before any work
-        check(options)
-        tokenizer = load_tokenizer(options.model)
-        prompts = Prompts(options.prompts, options.batch_size)
-        check_room(prompts.lines, tokenizer, options)
-        (folder,) = prepare_output(options.output, "")
-        writer = JsonLines(folder / "answers.jsonl")
-        trainer, strategy = make_trainer(options, callbacks=[writer])
-    except (ValueError, OSError, MisconfigurationException) as error:
-        parser.error(str(error))
-
-    pl.seed_everything(options.seed, verbose=False)
-    if options.model is None:
-        say("No --model: weights are random, and so is the text. Take --model runs/finetune_llm/model, for example.")
-        length = longest(prompts.lines, tokenizer) + options.new_tokens
-        model = small_llama(options.layers, options.hidden, len(tokenizer), length, tokenizer.eos_token_id)
-    else:
-        model = load_language_model(options.model, options.precision)
-    module = Writer(model, tokenizer, how(options))
-    say(f"{len(prompts.lines)} prompts in batches of {options.batch_size}, {options.new_tokens} new tokens at most")
-
-    batches = trainer.predict(module, datamodule=prompts)
-    say(f"\n{strategy.plan}\n")
-    answers = [answer for batch in batches or () for answer in batch]
-    for answer in answers[:SHOWN]:
-        say(f"{indent(answer['prompt'] + answer['text'])}\n")
-
-    result = Result(
-        prompts=len(answers),
-        new_tokens=sum(answer["tokens"] for answer in answers),
-        tokens_per_second=sum(answer["tokens"] for answer in answers) / module.seconds,
-        peak_device_bytes=strategy.stats().peak_device_bytes,
-        planned_device_bytes=strategy.plan.peak_device_bytes,
-        plain_device_bytes=sum(p.nbytes for p in module.parameters()),
-        answers=answers,
-        file=writer.file,
-    )
-    say(f"{result.new_tokens:,} tokens in {module.seconds:.1f} s")
-    say_speed(result.tokens_per_second, plain_tokens_per_second(options, module, prompts), "tokens")
-    say_memory(
-        strategy.plan,
-        counted=result.peak_device_bytes,
-        plain=result.plain_device_bytes,
-        holds=HOLDS_PREDICTION,
-        allocated=cuda_peak(trainer),
-    )
-    say(f"Answers: {result.file}")
-    return result
-
-
-def plain_tokens_per_second(options: argparse.Namespace, module: Writer, prompts: Prompts) -> float:
-    """Of the first batch under plain Lightning; 0 where it does not fit."""
-    module.seconds = 0.0
-    try:
-        batches = plain_trainer(options, limit_predict_batches=1).predict(module, datamodule=prompts)
-    except torch.OutOfMemoryError:
-        return 0.0
-    return sum(answer["tokens"] for batch in batches or () for answer in batch) / module.seconds
-
-
-class Writer(pl.LightningModule):
-    """Writes on from each prompt of a batch, by Hugging Face's ``generate``.
-
-    Args:
-        model: a causal language model of transformers.
-        tokenizer: its own.
-        generation: options of ``generate``: ``max_new_tokens``, ``num_beams``, ``do_sample``, ...
-    """
-
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        output: Path,
+        generation: dict[str, Any],
+        seed: int = 0,
+    ) -> None:
         super().__init__()
-        self.model: Any = model.requires_grad_(False)  # the plan counts gradients of what could be trained
+        self.model: Any = model.requires_grad_(False)  # the plan reserves memory for gradients of trainable weights
         self.tokenizer: Any = tokenizer
+        self.output, self.generation, self.seed = output, generation, seed
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        self.generation = generation
-        self.seconds = 0.0  # in generate
 
-    def predict_step(self, batch: list[str], batch_idx: int) -> list[dict[str, Any]]:
-        # On the left: a model writes on from the last position, which must be the prompt's last token.
-        asked = self.tokenizer(batch, return_tensors="pt", padding=True, padding_side="left").to(self.device)
-        began = time.perf_counter()
-        written = self.model.generate(
-            input_ids=asked["input_ids"],
-            attention_mask=asked["attention_mask"],
-            pad_token_id=self.tokenizer.pad_token_id,
-            **self.generation,
-        )
-        new = written[:, asked["input_ids"].shape[1] :].tolist()  # on the host: generate has ended by now
-        self.seconds += time.perf_counter() - began
-        kept = [self._until_end(row) for row in new]
-        return [
-            {"prompt": prompt, "text": self.tokenizer.decode(row, skip_special_tokens=True), "tokens": len(row)}
-            for prompt, row in zip(batch, kept, strict=True)
-        ]
-
-    def _until_end(self, row: list[int]) -> list[int]:
-        """The end token is written, padding after it is not."""
-        ends = self.model.generation_config.eos_token_id
-        ends = set(ends) if isinstance(ends, list) else {ends}
-        return next((row[: at + 1] for at, token in enumerate(row) if token in ends), row)
+    def predict_step(self, batch: list[dict[str, Any]], batch_idx: int) -> list[dict[str, Any]]:
+        torch.manual_seed(self.seed + batch_idx)  # for sampling: a resumed run draws the same tokens
+        # On the left: generate continues from the last position, which must be the prompt's last token.
+        how: dict[str, Any] = {"padding": True, "padding_side": "left", "add_special_tokens": False}
+        texts = [as_text(row, self.tokenizer) for row in batch]
+        inputs = self.tokenizer(texts, return_tensors="pt", return_token_type_ids=False, **how).to(self.device)
+        tokens = self.model.generate(**inputs, pad_token_id=self.tokenizer.pad_token_id, **self.generation)
+        new = tokens[:, inputs["input_ids"].shape[1] :].tolist()
+        end = self.model.generation_config.eos_token_id
+        ends = end if isinstance(end, list) else [end]
+        rows = []
+        for row, ids in zip(batch, new, strict=True):
+            length = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
+            text = self.tokenizer.decode(ids[:length], skip_special_tokens=True)
+            rows.append({**row, "completion": text, "tokens": length})  # padding is left out
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        with self.output.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        return rows
 
 
-class Prompts(pl.LightningDataModule):
-    """Prompts in batches.
+def as_text(row: dict[str, Any], tokenizer: Any) -> str:
+    if "messages" in row:
+        if tokenizer.chat_template is None:
+            raise ValueError("messages need a tokenizer with a chat template, as instruct models have")
+        return str(tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True))
+    if not row.get("prompt"):
+        raise ValueError(f"found the columns {', '.join(row)}" if "prompt" not in row else "the prompt is empty")
+    return str((tokenizer.bos_token or "") + row["prompt"])
 
-    Args:
-        file: UTF-8, one prompt per line; None for some that end in the middle of a sentence.
-        batch_size: prompts at once.
 
-    Raises:
-        ValueError: there is no prompt in the file, or it is no text.
-    """
-
-    def __init__(self, file: Path | None = None, batch_size: int = 4) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-        self.lines = list(PROMPTS)
-        if file is not None:
+def read_prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    file = options.prompts
+    if file is not None and not file.is_file():
+        raise ValueError(f"--prompts {file}: no such file. Expected .txt or .jsonl. For example: --prompts prompts.txt")
+    if file is None:
+        rows = [{"prompt": prompt} for prompt in options.prompt or PROMPTS]
+    elif file.suffix == ".jsonl":
+        rows = []
+        for number, line in enumerate(file.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
             try:
-                self.lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"--prompts {file}: is no UTF-8 text ({error}). Convert it: iconv -t utf-8."
-                ) from error
-            if not self.lines:
-                raise ValueError(f"--prompts {file}: is empty. Write one prompt per line.")
-
-    def predict_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(self.lines, batch_size=self.batch_size, collate_fn=list)  # type: ignore[arg-type]
-
-
-class JsonLines(pl.Callback):
-    """Writes what ``predict_step`` returned, an object per line.
-
-    At the end and not batch by batch: a callback that acts between two batches could write weights for all the
-    strategy knows, so it would fetch the layers that are on the device again.
-
-    Args:
-        file: an earlier one is replaced.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("w", encoding="utf-8") as out:
-            for batch in trainer.predict_loop.predictions:
-                out.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in batch)
+                rows.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"--prompts {file}, line {number}: not a JSON object ({error}). {ROWS}") from error
+    else:
+        rows = [{"prompt": line} for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not rows:
+        raise ValueError(f"--prompts {file}: the file is empty. Expected a prompt per line")
+    chat = [{"messages": [{"role": "user", "content": row["prompt"]}]} if "prompt" in row else row for row in rows]
+    return chat if options.chat else rows
 
 
-def how(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of ``generate``."""
-    chosen: dict[str, Any] = {"max_new_tokens": options.new_tokens, "num_beams": options.beams, "do_sample": False}
-    if options.sample:
-        chosen |= {
-            "do_sample": True,
-            "temperature": options.temperature,
-            "top_k": options.top_k,
-            "top_p": options.top_p,
-        }
-    if options.static_cache:  # its memory is made once; what is compiled as a whole could not be streamed
-        chosen |= {"cache_implementation": "static", "disable_compile": True}
-    return chosen
+def read_done(output: Path, rows: list[dict[str, Any]], batch_size: int) -> list[str]:
+    """The lines of an interrupted run, in whole batches: a batch of other prompts may round in another way."""
+    if not output.is_file():
+        raise ValueError(f"--resume: {output} not found. Expected the --output of an interrupted run")
+    *lines, _ = output.read_text(encoding="utf-8").split("\n")  # the last line is empty, or was cut off
+    for number, (line, row) in enumerate(zip(lines, rows, strict=False), 1):
+        done = json.loads(line)
+        if any(done.get(name) != value for name, value in row.items()):
+            raise ValueError(f"--resume: {output}, line {number}, is of another prompt. Repeat the options of that run")
+    if len(lines) >= len(rows):
+        raise ValueError(f"--resume: {output} has all {len(rows)} prompts. To generate again, omit --resume")
+    return lines[: len(lines) // batch_size * batch_size]
 
 
-# ---------------------------------------------------------------------- the command line
+# ---------------------------------------------------------------------- model
+
+
+def read_config(model: str | None) -> tuple[Any, Any]:
+    """The model's config and its tokenizer. Weights are loaded after all input has been checked."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(PROMPTS, vocab_size=512, special_tokens=["<|end|>"], show_progress=False)
+    small = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(bpe.to_str()), eos_token="<|end|>")
+    if model is None:  # a small Llama
+        size = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+        return LlamaConfig(vocab_size=len(small), bos_token_id=None, eos_token_id=small.eos_token_id, **size), small
+    path = Path(model)
+    if not path.exists() and (model.startswith((".", "/")) or model.endswith(".json") or model.count("/") > 1):
+        raise ValueError(
+            f"--model {model}: not found. Expected a folder, config.json or hub name, for example Qwen/Qwen3-4B"
+        )
+    source, adapter = model, path / "adapter_config.json"
+    if adapter.is_file():
+        source = json.loads(adapter.read_text())["base_model_name_or_path"]
+        if not source:
+            raise ValueError(f"--model {model}: these adapters do not name their base model (base_model_name_or_path)")
+    return AutoConfig.from_pretrained(source), small if path.is_file() else AutoTokenizer.from_pretrained(model)
+
+
+def load_model(options: argparse.Namespace, config: Any) -> Any:
+    """The model on the CPU. The strategy copies layers to the GPU when they are needed."""
+    dtype = torch.bfloat16 if options.precision == "bf16-true" else torch.float32
+    if options.model is None or Path(options.model).is_file():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # random weights
+    return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)  # with adapters, if the folder has some
+
+
+# ---------------------------------------------------------------------- the run
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--model", help="folder or hub name of a causal language model (default: a small Llama, from random weights)")
-    add("--prompts", type=Path, help="UTF-8 file, one prompt per line (default: eight beginnings of sentences)")
+    add("--model", help="hub name, folder, or config.json for random weights (default: a small Llama, random weights)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--prompts", type=Path, help=".txt with a prompt per line, or .jsonl (default: some examples)")
+    which.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
+    add("--chat", action="store_true", help="each prompt is a user's message, in the format of the chat template")
     add("--batch-size", type=int, default=4, help="prompts at once (%(default)s)")
-    add("--new-tokens", type=int, default=32, help="per prompt, at most (%(default)s)")
-    add("--beams", type=int, default=1, help="beam search with so many (%(default)s: greedy)")
-    add("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    add("--temperature", type=float, default=0.8, help="of --sample (%(default)s)")
-    add("--top-k", type=int, default=50, help="of --sample (%(default)s)")
-    add("--top-p", type=float, default=0.95, help="of --sample (%(default)s)")
-    add("--static-cache", action="store_true", help="keys and values in memory of a fixed size")
-    add("--layers", type=int, help=f"layers of the default model ({LAYERS})")
-    add("--hidden", type=int, help=f"width of the default model, a multiple of {HEAD} ({WIDTH})")
-    add_run_options(parser, "generate_llm", training=False)
+    add("--new-tokens", type=int, default=64, help="per prompt, at most (%(default)s)")
+    add("--temperature", type=float, default=0.0, help="of sampling, for example 0.7 (0: the most likely token)")
+    add("--top-p", type=float, default=1.0, help="of sampling (%(default)s)")
+    add("--precision", default="bf16-true", choices=["bf16-true", "32-true"], help="(%(default)s)")
+    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
+    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
+    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--resume", action="store_true", help="continue --output of an interrupted run with the same options")
+    add("--output", type=Path, default=Path("runs/generate_llm.jsonl"), help="is replaced (%(default)s)")
     return parser
 
 
 def check(options: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: an option that cannot be.
-    """
-    check_least(options, batch_size=1, new_tokens=1, beams=1, top_k=1, layers=1)
-    check_positive(options, "temperature", "top_p")
-    if options.top_p > 1:
-        raise ValueError(f"--top-p {options.top_p}: is a share of 1. For example --top-p 0.95.")
-    check_file("--prompts", options.prompts, "a UTF-8 text file with a prompt per line")
-    if options.model is not None:
-        check_model(options.model)
-    options.layers, options.hidden = check_shape(options.layers, options.hidden, options.model)
-
-
-def longest(prompts: Sequence[str], tokenizer: Any) -> int:
-    """Tokens of the longest prompt."""
-    return max(len(tokens) for tokens in tokenizer(list(prompts))["input_ids"])
-
-
-def check_room(prompts: Sequence[str], tokenizer: Any, options: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: the longest prompt and its answer are more than the model reads.
-    """
-    if options.model is None:
-        return
-    room = getattr(AutoConfig.from_pretrained(options.model), "max_position_embeddings", None)
-    needed = longest(prompts, tokenizer) + options.new_tokens
-    if room is not None and needed > room:
+    for name in ("batch_size", "new_tokens", "top_p"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
+    if options.temperature < 0 or options.top_p > 1:
         raise ValueError(
-            f"The longest prompt and --new-tokens {options.new_tokens} are {needed} tokens; {options.model} reads {room} "
-            "at most. Lower --new-tokens, or shorten the prompt."
+            "--temperature must be 0 or more, --top-p 1 or less. For example: --temperature 0.7 --top-p 0.95"
         )
+    if options.output.is_dir():
+        raise ValueError(f"--output {options.output}: expected a file, got a folder. For example: --output out.jsonl")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    try:  # reports errors in the input before any work
+        check(options)
+        rows = read_prompts(options)
+        config, tokenizer = read_config(options.model)
+        longest = getattr(config, "max_position_embeddings", None)
+        for number, row in enumerate(rows, 1):
+            try:
+                length = len(tokenizer(as_text(row, tokenizer), add_special_tokens=False)["input_ids"])
+            except Exception as error:  # chat templates raise their own errors
+                raise ValueError(f"prompt {number}: {error}. {ROWS}") from error
+            if longest and length + options.new_tokens > longest:
+                raise ValueError(
+                    f"prompt {number} has {length} tokens. With --new-tokens {options.new_tokens}, expected at most "
+                    f"{longest}, as the model reads. Lower --new-tokens or shorten the prompt"
+                )
+        done = read_done(options.output, rows, options.batch_size) if options.resume else []
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+    warnings.filterwarnings("ignore", message=".*does not have many workers")  # prompts in memory need none
+    pl.seed_everything(options.seed, verbose=False)
+    generation: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": False}
+    if options.temperature:
+        generation |= {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+    seed = options.seed + len(done) // options.batch_size
+    module = Generate(load_model(options, config), tokenizer, options.output, generation, seed)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text("".join(line + "\n" for line in done), encoding="utf-8")
+
+    strategy: Any = options.strategy
+    if strategy == "superpipeline":  # other options: keep_on_gpu, k, disk, ... (examples/guide/options.md)
+        strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator=options.accelerator,
+        devices=1,
+        precision=options.precision,
+        logger=False,
+        enable_progress_bar=sys.stdout.isatty(),
+    )
+    begin = time.perf_counter()
+    left: Any = rows[len(done) :]
+    batches: Any = DataLoader(left, batch_size=options.batch_size, collate_fn=list)
+    trainer.predict(module, batches, return_predictions=False)
+    seconds = time.perf_counter() - begin
+
+    *lines, _ = options.output.read_text(encoding="utf-8").split("\n")
+    tokens = sum(json.loads(line)["tokens"] for line in lines[len(done) :])
+    for line in lines[:3]:
+        print(line)
+    print(
+        f"Generated {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.1f} per second). Saved: {options.output}."
+    )
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -27,8 +27,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from examples.language import CausalLM, small_llama
-from examples.text import VOCABULARY
+from examples.demos.language import CausalLM, small_llama
+from examples.demos.text import VOCABULARY
 from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.plan.units import human_bytes
 

@@ -41,7 +41,7 @@ from sp_lightning.observe.plot import supported_formats
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from examples.console import say, steps_per_second
+from examples.demos.console import say, steps_per_second
 from examples.demos.hours import (
     Clock,
     Curve,
@@ -52,11 +52,11 @@ from examples.demos.hours import (
     read_note,
     triangle,
 )
+from examples.demos.language import HEAD, LAYERS, WIDTH, CausalLM, causal_config, check_shape
 from examples.demos.planned import Planned, ask_plan, read_plan, say_reached
 from examples.demos.pseudo import delink, share_block
-from examples.language import HEAD, LAYERS, WIDTH, CausalLM, causal_config, check_shape
-from examples.recipe import add_run_options, check_file, check_least, check_positive, prepare_output, run
-from examples.text import VALIDATION_BATCHES, Batches, cut, in_order, read_text, split, train_tokenizer
+from examples.demos.recipe import add_run_options, check_file, check_least, check_positive, prepare_output, run
+from examples.demos.text import VALIDATION_BATCHES, Batches, cut, in_order, read_text, split, train_tokenizer
 
 CLIP, BETAS, EPS, DECAY = 0.5, (0.9, 0.98), 1e-12, 0.01  # the gradient's norm and AdamW's numbers are Cramming's
 # a resumed run has the same

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.console import ConsoleLogger, Entry, say
+from examples.demos.console import ConsoleLogger, Entry, say
 
 PARTS = 4  # of the time for training, each of which ends with a validation and a checkpoint
 AFTER = 0.005  # share of the budget for what comes after the last checkpoint: the end of the fit, the report

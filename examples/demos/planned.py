@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.console import say
+from examples.demos.console import say
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from sp_lightning.plan.units import human_bytes
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from examples.console import ConsoleLogger, Entry, indent, last_loss, say, say_memory, say_speed, steps_per_second
-from examples.language import (
+from examples.demos.console import ConsoleLogger, Entry, indent, last_loss, say, say_memory, say_speed, steps_per_second
+from examples.demos.language import (
     HEAD,
     LAYERS,
     WIDTH,
@@ -41,7 +41,7 @@ from examples.language import (
     padding,
     small_llama,
 )
-from examples.recipe import (
+from examples.demos.recipe import (
     HOLDS_TRAINING,
     PLAIN_STEPS,
     add_run_options,
@@ -56,7 +56,7 @@ from examples.recipe import (
     prepare_output,
     run,
 )
-from examples.text import (
+from examples.demos.text import (
     VALIDATION_BATCHES,
     Batches,
     cut,

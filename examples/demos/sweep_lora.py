@@ -6,7 +6,7 @@
     python examples/demos/sweep_lora.py --model meta-llama/Llama-3.1-70B --text my.txt --precision bf16-true \\
         --batch-size 1 --length 512 --activations recompute --k 1               # not run
 
-Without ``--model`` a small Llama first learns English, as in finetune_lora.py. Each learning rate is a *trial*: an ordinary
+Without ``--model`` a small Llama first learns English. Each learning rate is a *trial*: an ordinary
 function that loads the model, adds adapters and fits them with a trainer of its own. ``SharedBase.map`` runs all of them in
 threads of this process. A layer of the frozen model comes to the device once, and all trials use it before the next one comes.
 
@@ -22,10 +22,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sp_lightning import SharedBase
 from sp_lightning.plan.units import human_bytes
@@ -33,11 +37,29 @@ from sp_lightning.plan.units import human_bytes
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from examples.console import ConsoleLogger, last_loss, say
-from examples.finetune_lora import read_input, train_base
-from examples.language import HEAD, LAYERS, WIDTH, CausalLM, check_length, check_model, check_shape, load_language_model
-from examples.recipe import add_run_options, check_file, check_least, make_trainer, prepare_output, run
-from examples.text import VALIDATION_BATCHES, in_order, shuffled, split
+from examples.demos.console import ConsoleLogger, last_loss, say
+from examples.demos.language import (
+    HEAD,
+    LAYERS,
+    WIDTH,
+    CausalLM,
+    check_length,
+    check_model,
+    check_shape,
+    load_language_model,
+    small_llama,
+)
+from examples.demos.recipe import add_run_options, check_file, check_least, make_trainer, prepare_output, run
+from examples.demos.text import (
+    VALIDATION_BATCHES,
+    cut,
+    in_order,
+    load_tokenizer,
+    read_sources,
+    read_text,
+    shuffled,
+    split,
+)
 
 RATES = [1e-3, 3e-3, 1e-2, 3e-2]
 MODEL_RATES = [5e-5, 1e-4, 2e-4, 4e-4]  # with --model, which has learned more than a minute long
@@ -92,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     options = parser.parse_args(argv)
     try:  # all that can be wrong with the input shows here, before any work
         check(options)
-        _, tokenizer, windows, lora = read_input(options)
+        tokenizer, windows, lora = read_input(options)
         (base_folder,) = prepare_output(options.output, "base")
         make_trainer(options)
     except (ValueError, OSError, MisconfigurationException) as error:
@@ -167,6 +189,40 @@ def compare(result: Result) -> None:
     say(f"{'one after the other':>20}  {result.alone_seconds:>7.1f}  {human_bytes(fetched)}")
     say(f"{'at once':>20}  {result.seconds:>7.1f}  {human_bytes(result.base_bytes)} for all, and each one's adapters")
     say("All losses are bitwise the same.")
+
+
+def read_input(options: argparse.Namespace) -> tuple[Any, Tensor, LoraConfig]:
+    """The tokenizer, windows of text, int64 ``(windows, length)``, and the adapters.
+
+    Raises:
+        ValueError, OSError: there is no such text, model or target.
+    """
+    text = read_sources() if options.text is None else read_text(options.text)
+    tokenizer = load_tokenizer(options.model)
+    windows = cut(tokenizer, text, length=options.length, batch_size=options.batch_size)
+    targets = "all-linear" if options.targets is None else options.targets
+    size = {"r": options.rank, "lora_alpha": 2 * options.rank, "lora_dropout": 0.05}
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **size)
+    with torch.device("meta"):  # raises an error if the model has no such modules; without values, any size is cheap
+        if options.model is None:
+            model: Any = small_llama(options.layers, options.hidden)
+        else:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
+        get_peft_model(model, lora)
+    return tokenizer, windows, lora
+
+
+def train_base(options: argparse.Namespace, tokenizer: Any, folder: Path) -> None:
+    """Trains and saves a small model, so that there is something to adapt."""
+    windows, _ = split(cut(tokenizer, read_text(None), length=options.length, batch_size=options.batch_size))
+    longest = max(options.length, 256)
+    module = CausalLM(
+        small_llama(options.layers, options.hidden, len(tokenizer), longest, tokenizer.eos_token_id), lr=2e-3
+    )
+    trainer, _ = make_trainer(options, logger=ConsoleLogger(options.base_steps))
+    say(f"No --model: a small Llama learns English for {options.base_steps} steps, with all its weights")
+    trainer.fit(module, shuffled(windows, batch_size=options.batch_size, steps=options.base_steps, seed=0))
+    module.model.save_pretrained(folder)
 
 
 # ---------------------------------------------------------------------- the command line

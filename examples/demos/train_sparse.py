@@ -23,10 +23,10 @@ from torch.nn.utils.parametrize import ParametrizationList, register_parametriza
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from examples.console import ConsoleLogger, last_loss, say
-from examples.language import CausalLM, small_llama
-from examples.recipe import add_run_options, check_least, keep_last, make_trainer, prepare_output, run
-from examples.text import cut, load_tokenizer, read_text, shuffled
+from examples.demos.console import ConsoleLogger, last_loss, say
+from examples.demos.language import CausalLM, small_llama
+from examples.demos.recipe import add_run_options, check_least, keep_last, make_trainer, prepare_output, run
+from examples.demos.text import cut, load_tokenizer, read_text, shuffled
 
 DENSITY, SUPERSET, EVERY, DECAY = 0.2, 0.5, 10, 1e-4  # the paper's D, D + M, N, and the strength of its regulariser
 

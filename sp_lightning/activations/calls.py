@@ -79,7 +79,7 @@ class Activations:
         self._module = module
         self.ring = ring
         self.offload = Offload(device, ring, stays, log)
-        self.recompute = Recompute(rerun, outside, weight_at, device, pin=ring.pin)
+        self.recompute = Recompute(rerun, outside, weight_at, units, device, pin=ring.pin)
         self.headroom: Headroom | None = None
         self.unrepeatable: Set[str] = frozenset()
         self.choose(modes)

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from sp_lightning.activations.fingerprints import Differences, SavedRun, WeightAt, differences
+from sp_lightning.activations.once_only import explained, known_cause
 from sp_lightning.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.device.accelerator import generator_states, set_generator_states
 from sp_lightning.device.device import Device
@@ -72,6 +73,7 @@ class Recompute:
         rerun: a context for the second run of a unit's forward.
         outside: says what was done to weights outside of a unit.
         weight_at: says which weights lie on the device.
+        units: the units by name.
         device: the device that computes.
         pin: whether the host's memory is page-locked.
 
@@ -80,10 +82,20 @@ class Recompute:
         differences: what the comparisons of two runs have found.
     """
 
-    def __init__(self, rerun: Rerun, outside: OutsideWatch, weight_at: WeightAt, device: Device, *, pin: bool) -> None:
+    def __init__(
+        self,
+        rerun: Rerun,
+        outside: OutsideWatch,
+        weight_at: WeightAt,
+        units: Mapping[str, nn.Module],
+        device: Device,
+        *,
+        pin: bool,
+    ) -> None:
         self._rerun = rerun
         self._outside = outside
         self._weight_at = weight_at
+        self._units = units
         self.differences = Differences(device, pin=pin)
         # It tells torch's checkpoint whose random state to restore if no argument does.
         self._anchor = device.empty(0)
@@ -113,7 +125,7 @@ class Recompute:
         def run(anchor: Tensor, *once: Any) -> Any:
             nonlocal first, given
             if first is None:
-                first = FirstRun(unit, module, once, self._volatile[unit], self._weight_at)
+                first = FirstRun(unit, module, once, self._volatile[unit], self._weight_at, self._units)
                 (args, kwargs), given = given, None
                 with first.running(), first.saved.noting(first.unpacked):
                     output = forward(*args, **kwargs)
@@ -162,7 +174,9 @@ class Recompute:
         if current_graph_task() != -1:  # this is a second run already, of a unit or of a checkpoint around it
             return forward(*args, **kwargs), None
         try:
-            first = FirstRun(unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._weight_at)
+            first = FirstRun(
+                unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._weight_at, self._units
+            )
             again = None  # a checkpoint of the user's around the unit runs it again by itself
             if not is_checkpointed():
                 again = partial(self._try_again, first, forward, _Given(args, kwargs), _Around(self._anchor.device))
@@ -308,6 +322,7 @@ class FirstRun:
         given: the forward's arguments. Objects among them that are no tensors are looked at, and what they hold.
         volatile: the names of tensors that the unit was seen to write where no version shows it; more are added.
         weight_at: says which weights lie on the device.
+        units: the units by name, for errors.
 
     Attributes:
         unit: the same.
@@ -316,9 +331,17 @@ class FirstRun:
     """
 
     def __init__(
-        self, unit: str, module: nn.Module, given: Sequence[Any], volatile: set[str], weight_at: WeightAt
+        self,
+        unit: str,
+        module: nn.Module,
+        given: Sequence[Any],
+        volatile: set[str],
+        weight_at: WeightAt,
+        units: Mapping[str, nn.Module],
     ) -> None:
         self.unit = unit
+        self._module = module
+        self._units = units
         self.before = Snapshot(module, given)
         self.saved = SavedRun(weight_at)
         self._volatile = volatile
@@ -353,7 +376,7 @@ class FirstRun:
             )
         for weight in before.weights:
             if weight.is_written:
-                self.refuse(f"writes its parameter {weight.name!r}")
+                self.refuse(f"writes its parameter {weight.name!r}", known_cause(self._module))
             if weight.has_other_gradient:
                 self.refuse(f"runs a backward that gives its parameter {weight.name!r} a gradient")
         for tensor, version in before.inputs:
@@ -448,8 +471,11 @@ class FirstRun:
 
     def differs(self) -> Unrepeatable:
         """The error that its second run has saved other values."""
+        found = f"The forward of {self.unit!r} computed other values in backward than in forward"
+        if (cause := known_cause(self._module)) is not None:
+            return Unrepeatable(f"{found}. Perhaps {explained(cause, self._units)}")
         return Unrepeatable(
-            f"The forward of {self.unit!r} computed other values in backward than in forward. It depends on what has changed in "
+            f"{found}. It depends on what has changed in "
             "between (a hook, a patched function or class, a context, a global variable: parametrize.cached() has one), or on a "
             f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy}"
         )
@@ -463,12 +489,16 @@ class FirstRun:
             'SuperpipelineStrategy(activations="offload").'
         )
 
-    def refuse(self, done: str | None) -> None:
-        """Refuses a forward for what it has done.
+    def refuse(self, done: str | None, cause: str | None = None) -> None:
+        """Refuses a forward for what it has done, with the known cause of that.
 
         Raises:
             Unrepeatable: it has done anything.
         """
+        if done is not None and cause is not None:
+            raise Unrepeatable(
+                f"The forward of {self.unit!r} {done}, and cannot be run again: {explained(cause, self._units)}"
+            )
         if done is not None:
             raise Unrepeatable(f"The forward of {self.unit!r} {done}, and cannot be run again. {self._remedy}")
 

@@ -115,10 +115,12 @@ class Answer:
 
     @property
     def batch(self) -> tuple[int, str]:
-        """How many tokens, images or samples a batch of all devices has, and which of them."""
+        """How many tokens, images, videos or samples a batch of all devices has, and which of them."""
         asked, items = self.question, self.estimate.items
         count, what = asked.batch_size * asked.tokens, "tokens"
-        if asked.generate is not None:
+        if unit := self.estimate.unit:
+            count, what = asked.batch_size, unit
+        elif asked.generate is not None:
             count = asked.batch_size
         elif asked.input is not None:
             count, what = asked.input[0], "samples"

@@ -26,8 +26,9 @@ PROGRAM = (
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
 WANTED = (
-    "a factory (package.module:Factory), a transformers config (a folder with config.json, or such a file), a name of the "
-    "Hugging Face hub whose config.json is in the cache (Qwen/Qwen2.5-0.5B), or the name of a torchvision model (vit_h_14)"
+    "a factory (package.module:Factory), a config of transformers or diffusers (a folder with config.json, or such a file), a "
+    "pipeline of diffusers (a folder with model_index.json), a name of the Hugging Face hub whose config.json is in the cache "
+    "(Qwen/Qwen2.5-0.5B), or the name of a torchvision model (vit_h_14)"
 )
 """The ways to name a model on the command line, for ``--help``."""
 EXPECTED = "Expected package.module:Factory, a config.json, a folder with one, a hub name or a torchvision model"
@@ -53,6 +54,7 @@ _OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # they count 
 _GENERATE = (
     "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
 )
+_IMAGE = "pixels on each side, or of diffusion models height and width, as 480x832 (what the model is made for)"
 _CLIP = "gradients are clipped: by norm, as Trainer(gradient_clip_val=1.0), or by value (gradient_clip_algorithm)"
 _LOSS_TOKENS = "compute the loss from the logits of N tokens at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, else chooses for each layer (%(default)s)"
@@ -105,6 +107,20 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")
     return int(text)
+
+
+def _pixels(text: str) -> int | tuple[int, int]:
+    """Pixels on each side: ``1024``; or height and width: ``480x832``."""
+    match = re.fullmatch(r"(\d+)(?:[x×](\d+))?", text)
+    height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not (height and width):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in pixels. For example 1024 or 480x832")
+    return height if height == width else (height, width)
+
+
+def in_pixels(size: int | tuple[int, int] | None) -> str:
+    """The size of an image as it is given."""
+    return "x".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
 def _amount(text: str) -> int:
@@ -180,13 +196,16 @@ class Question(argparse.Namespace):
         str, _option("(%(default)s)", type=_precision, choices=PRECISIONS, default="bf16-mixed", nargs="+")
     ]
     batch_size: Annotated[
-        int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1, nargs="+")
+        int, _option("sequences, images or videos at once on a device (%(default)s)", type=_count, default=1, nargs="+")
     ]
-    tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=DefaultSize(2048), nargs="+")]
-    image: Annotated[int | None, _option("pixels on each side (what the model is made for)", type=_count)]
+    tokens: Annotated[
+        int, _option("per sequence or prompt (%(default)s)", type=_count, default=DefaultSize(2048), nargs="+")
+    ]
+    image: Annotated[int | tuple[int, int] | None, _option(_IMAGE, type=_pixels, metavar="SIZE")]
+    frames: Annotated[int | None, _option("of each video (what the model is made for)", type=_count)]
     input: Annotated[list[int] | None, _option("shape of what a factory's module takes", type=_count, nargs="+")]
     gradient_checkpointing: Annotated[
-        bool, _option("gradient checkpointing, of transformers' models", action="store_true")
+        bool, _option("gradient checkpointing, of models of transformers and diffusers", action="store_true")
     ]
     accumulate_grad_batches: Annotated[
         int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)
@@ -354,6 +373,8 @@ def _given(question: Question) -> Iterator[list[str]]:
             words = [exact_bytes(value)]
         elif how.get("type") is _rate:
             words = [f"{value / 1e9:.15g}GB/s"]
+        elif how.get("type") is _pixels:
+            words = [in_pixels(value)]
         elif isinstance(value, float):
             words = [f"{value:.15g}"]
         yield [_flag(name), *map(str, words)]

@@ -252,7 +252,7 @@ def trainer_call(best: Budget) -> str:
     seconds = max(1, round(best.seconds))
     time = f'max_time={{"seconds": {seconds}}}' if seconds % 3600 else f'max_time={{"hours": {seconds // 3600}}}'
     options = f'precision="{question.precision}"{accumulate}{devices}, {time}, max_epochs=-1'
-    return f"Trainer(strategy={strategy(best.answer.estimate, best.answer.shown.plan)}, {options}){beside(question)}"
+    return f"Trainer(strategy={strategy(best.answer.estimate, best.answer.shown.plan)}, {options}){beside(best.answer.estimate)}"
 
 
 def _epochs(best: Budget) -> str:

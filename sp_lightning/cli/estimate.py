@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.cli.adapters import add_adapters
-from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
+from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions, in_pixels
 from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step, update_rates
 from sp_lightning.cli.model_source import Arguments, ModelSource, has_forward, load_model
 from sp_lightning.device.modes import default_dtype
@@ -38,7 +38,7 @@ from sp_lightning.tune.visits import Prediction, Rates
 
 _NO_UPDATES: dict[str, Any] = {"update": math.inf}
 _DRY_RUN = (
-    "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "input",
+    "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
     "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",
     "keep_on_gpu", "host_tflops", "scale",
 )  # fmt: skip
@@ -65,6 +65,7 @@ class Estimate:
         uses: how often a forward uses a weight, by that guess.
         prompts: what the prompts compute, if tokens are generated.
         notes: sentences: what of a batch is not counted, which weights have no adapters or move whole.
+        unit: what a batch of a diffusion model is counted in; empty for other models.
     """
 
     question: Question
@@ -76,6 +77,7 @@ class Estimate:
     uses: int = 0
     prompts: Work | None = None
     notes: tuple[str, ...] = ()
+    unit: str = ""
 
     @property
     def parameters(self) -> int:
@@ -269,13 +271,7 @@ def estimate_model(question: Question) -> Estimate:
         if autocast is None and dtype is not torch.float32:
             module.to(dtype)  # Lightning leaves weights as they are otherwise
         if question.gradient_checkpointing:
-            enable: Any = getattr(module, "gradient_checkpointing_enable", None)
-            if enable is None:
-                raise ValueError(
-                    f"--gradient-checkpointing: {type(module).__name__} has no gradient_checkpointing_enable(), as models of "
-                    "transformers have. Use --activations recompute instead."
-                )
-            enable()
+            _enable_checkpoints(module)
         if question.loss_tokens is not None:
             chunk_loss(module, question.loss_tokens, keep_logits=question.keep_logits)
         module.train(not question.predict)
@@ -289,8 +285,22 @@ def estimate_model(question: Question) -> Estimate:
             step = None if question.predict else host_step(question, module)
             work, guessed = (known, "") if known else (_guess(question, found, source.uses), why)
             notes += [why] if why and not guessed else []
-            made = Estimate(question, found, items, step, work, guessed, source.uses, notes=tuple(notes))
+            made = Estimate(
+                question, found, items, step, work, guessed, source.uses, notes=tuple(notes), unit=source.unit
+            )
     return _with_whole_tables(made)
+
+
+def _enable_checkpoints(module: nn.Module) -> None:
+    """Turns on the model's own gradient checkpointing, which transformers and diffusers name differently."""
+    names = ("gradient_checkpointing_enable", "enable_gradient_checkpointing")
+    enable: Any = next((method for name in names if (method := getattr(module, name, None)) is not None), None)
+    if enable is None:
+        raise ValueError(
+            f"--gradient-checkpointing: {type(module).__name__} has no {names[0]}(), as models of transformers have. Use "
+            "--activations recompute instead."
+        )
+    enable()
 
 
 def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
@@ -300,7 +310,7 @@ def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
         return []
     source.module.to(stored)
     return [
-        f"the frozen base has {str(stored).removeprefix('torch.')} weights, as its config says; adapters have float32"
+        f"the frozen base has {str(stored).removeprefix('torch.')} weights, as they are stored; adapters have float32"
     ]
 
 
@@ -337,14 +347,14 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
     for batch, arguments in source.batches.items():
         try:
             told: list[str] = []
-            run = partial(_forward, module, arguments, autocast, told)
+            run = partial(_forward, source, arguments, autocast, told)
             work = answered(partial(estimate, found, run), at_once=source.images)
         except Exception as error:  # a module that reads values may raise anything; the report says what
             failed[batch] = error
             continue
         if failed and question.image is not None:
             raise ValueError(
-                f"--image {question.image}: {question.model!r} cannot take that ({_in_one_line(failed[items])}). "
+                f"--image {in_pixels(question.image)}: {question.model!r} cannot take that ({_in_one_line(failed[items])}). "
                 f"Leave --image out: it is run with {batch} then."
             )
         if _NO_LOSS in told and "token" in batch:
@@ -379,12 +389,12 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _forward(
-    module: nn.Module, arguments: Callable[[], Arguments], autocast: torch.dtype | None, told: list[str]
+    source: ModelSource, arguments: Callable[[], Arguments], autocast: torch.dtype | None, told: list[str]
 ) -> Tensor | None:
-    """Runs one forward. Returns the loss in training: the model's own, or the mean of its first output, which is told."""
+    """Runs one forward. Returns the loss in training: the model's own, the known one, or the mean of the first output, noted."""
     args, kwargs = arguments()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        output: Any = module(*args, **kwargs)
+        output: Any = source.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             return None
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -395,6 +405,8 @@ def _forward(
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             raise ValueError("nothing that the model returns has a gradient")
+        if source.loss is not None:
+            return source.loss(outputs)
         told += [_NO_LOSS] * (len(leaves) > 1 or outputs[0].ndim > 0)  # else it returns its loss
         return outputs[0].float().mean()
 

@@ -15,6 +15,7 @@ import torch
 from sp_lightning.cli.answer import answer
 from sp_lightning.cli.arguments import MODES, OVERLAPS, PLACES, PRECISIONS, Question, number_of
 from sp_lightning.cli.estimate import estimate_model
+from sp_lightning.cli.model_source import takes_latents
 from sp_lightning.device.accelerator import device_for, device_found
 from sp_lightning.observe.reached import machine_of, today
 from sp_lightning.tune.rates import DTYPES, OF_DEVICE, measure_rates
@@ -172,6 +173,8 @@ def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
     shape = found["shape"]
     if ":" not in question.model and shape:
         asked["batch_size"] = shape[0]
+        if takes_latents(question.model):  # they do not tell the pixels
+            return asked
         asked |= {"tokens": shape[1]} if len(shape) == 2 else {"image": shape[-1]} if len(shape) == 4 else {}
     elif question.input and shape:
         asked["input"] = shape

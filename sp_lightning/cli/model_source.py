@@ -6,7 +6,7 @@ import difflib
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.cli.arguments import EXPECTED, DefaultSize, Question
+from sp_lightning.cli.arguments import EXPECTED, DefaultSize, Question, in_pixels
+from sp_lightning.cli.diffusion import (
+    INDEX,
+    LatentInputs,
+    import_diffusers,
+    is_module,
+    is_pipeline,
+    other_parts,
+    squared_error,
+    stored_dtype,
+    trained_part,
+)
 from sp_lightning.cli.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
 from sp_lightning.cli.scaling import refuse_another_size, scaled
 from sp_lightning.comparison.subject import resolve
@@ -24,6 +35,8 @@ from sp_lightning.tune.known_values import answered
 
 # How the forwards of transformers call what says of each token whether it is one of an image.
 _WHICH_ARE_IMAGES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
+# Configs and indices of diffusers name their class by it, which those of transformers do not have.
+_OF_DIFFUSERS = "_class_name"
 # Most of transformers' vision models have patches of so many pixels on each side.
 _PATCH = 16
 
@@ -50,6 +63,8 @@ class ModelSource:
         images: whether it takes images. A batch without any is the last one then, if it can do without them.
         stored: the dtype that its weights are loaded in if nothing else is asked for, by its config; None if that is unknown.
         notes: sentences on what is not counted.
+        unit: ``images`` or ``videos``, which a batch of a diffusion model is counted in; empty for other models.
+        loss: the loss of what a forward returns, if that is known and the forward has none.
     """
 
     module: nn.Module
@@ -59,6 +74,8 @@ class ModelSource:
     images: bool = False
     stored: torch.dtype | None = None
     notes: tuple[str, ...] = ()
+    unit: str = ""
+    loss: Callable[[Sequence[Tensor]], Tensor] | None = None
 
 
 def load_model(asked: Question) -> ModelSource:
@@ -91,14 +108,30 @@ def load_model(asked: Question) -> ModelSource:
             else "--batch-size, and --tokens or --image"
         )
         raise ValueError(f"{' and '.join(ignored)} cannot be used with {source!r}. Use {instead}.")
-    if factory:
-        return _load_factory(asked)
+    found = _load_factory(asked) if factory else _load_named(asked)
+    if asked.frames is not None and found.unit != "videos":
+        raise ValueError(f"--frames {asked.frames}: {source!r} takes no videos. Leave --frames out.")
+    return found
+
+
+def _load_named(asked: Question) -> ModelSource:
+    file = find_config(asked.model)
+    if file is None:
+        return _load_torchvision(asked)
+    raw = _read(file)
+    return (_load_diffusers if _OF_DIFFUSERS in raw else _load_transformers)(asked, file, raw)
+
+
+def takes_latents(source: str) -> bool:
+    """Whether a model's name stands for a config of diffusers."""
     file = find_config(source)
-    return _load_torchvision(asked) if file is None else _load_transformers(asked, file)
+    return file is not None and _OF_DIFFUSERS in _read(file)
 
 
 def find_config(source: str) -> Path | None:
-    """The transformers config that a model's name stands for; None for a factory, and for a name that may be torchvision's.
+    """The config that a model's name stands for; None for a factory, and for a name that may be torchvision's.
+
+    That is a config of transformers or diffusers, or the index of a pipeline of diffusers.
 
     Libraries that take their time to import are not needed for it, and nothing is downloaded.
 
@@ -107,7 +140,7 @@ def find_config(source: str) -> Path | None:
     """
     path = Path(source)
     if path.is_dir() or path.suffix == ".json":
-        file = path / "config.json" if path.is_dir() else path
+        file = path / (INDEX if (path / INDEX).is_file() else "config.json") if path.is_dir() else path
         if not file.is_file():
             alike = difflib.get_close_matches(file.name, [each.name for each in file.parent.glob("*")], 1)
             hint = f" Did you mean {str(file.parent / alike[0])!r}?" if alike else ""
@@ -118,11 +151,12 @@ def find_config(source: str) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        return Path(try_to_load_from_cache(source, "config.json"))  # type: ignore[arg-type]
+        index = try_to_load_from_cache(source, INDEX)
+        return Path(index if isinstance(index, str) else try_to_load_from_cache(source, "config.json"))  # type: ignore[arg-type]
     except (ImportError, TypeError, ValueError) as error:
         raise ValueError(
             f"{source!r}: not a folder, and its config.json is not in the cache of the Hugging Face hub. `plan` downloads "
-            f"nothing. Run first: hf download {source} config.json"
+            f'nothing. Run first: hf download {source} config.json, or for a pipeline of diffusers --include "*.json"'
         ) from error
 
 
@@ -136,6 +170,19 @@ def has_forward(module: nn.Module) -> bool:
 def _images(batch: int, size: int) -> str:
     """A batch of square images in words; ``size`` is in pixels."""
     return f"{batch} image{'' if batch == 1 else 's'} of {size} × {size}"
+
+
+def _side(asked: Question) -> int | None:
+    """Pixels on each side of the images that are asked for, of a model that takes square ones.
+
+    Raises:
+        ValueError: another shape is asked for.
+    """
+    if isinstance(asked.image, tuple):
+        raise ValueError(
+            f"--image {in_pixels(asked.image)}: {asked.model!r} is planned with square images. Use --image {max(asked.image)}."
+        )
+    return asked.image
 
 
 def _patches(size: Any) -> int:
@@ -219,7 +266,7 @@ def _load_torchvision(asked: Question) -> ModelSource:
     def arguments(size: int) -> Arguments:
         return (torch.zeros(asked.batch_size, 3, size, size),), {}
 
-    size = asked.image or usual
+    size = _side(asked) or usual
     batches: Batches = {_images(asked.batch_size, each): partial(arguments, each) for each in (size, usual)}
     return ModelSource(module, batches, asked.batch_size * _patches(size))
 
@@ -227,20 +274,14 @@ def _load_torchvision(asked: Question) -> ModelSource:
 # ---------------------------------------------------------------------- transformers
 
 
-def _load_transformers(asked: Question, file: Path) -> ModelSource:
+def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
     """From a transformers config. Lowers ``asked.tokens`` to the model's positions if the user has not given it."""
-    raw = _read(file)
     try:
         import transformers
     except ImportError as error:
         raise ImportError(
             f"{asked.model!r} is a transformers config, and transformers is not installed: pip install transformers"
         ) from error
-    if "_class_name" in raw:
-        raise ValueError(
-            f"{str(file)!r} is a config of diffusers ({raw['_class_name']}), which `plan` does not read. Give a factory that "
-            "returns the model with example_input_array: package.module:Factory (examples/guide/diffusion.md)"
-        )
     if raw.get("model_type") not in transformers.CONFIG_MAPPING:
         raise ValueError(
             f"{str(file)!r}: expected a model_type that transformers {transformers.__version__} knows, got "
@@ -266,11 +307,11 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
         asked.tokens = DefaultSize(min(asked.tokens, most))
     inputs = _Inputs(module, config, asked.batch_size, asked.tokens)
     if asked.image is not None and not inputs.with_images:
-        raise ValueError(f"--image {asked.image}: {asked.model!r} takes no images. Leave --image out.")
+        raise ValueError(f"--image {in_pixels(asked.image)}: {asked.model!r} takes no images. Leave --image out.")
     if inputs.with_text and isinstance(most, int) and asked.tokens > most:
         raise ValueError(f"--tokens {asked.tokens}: {str(file)!r} has {most} positions. Use --tokens {most}.")
     usual = (usual_size(config) or USUAL_IMAGE) if inputs.with_images else None
-    size = asked.image or usual
+    size = _side(asked) or usual
     sizes = (size, usual, None) if inputs.with_text else (size, usual)
     batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in sizes}
     uses = asked.batch_size * (asked.tokens if inputs.with_text else _patches(size))
@@ -295,12 +336,12 @@ def _positions(config: Any) -> int | None:
     return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
 
 
-def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path) -> nn.Module:
+def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path, library: str = "transformers") -> nn.Module:
     try:
         return answered(partial(kind, config))
     except Exception as error:
         raise ValueError(
-            f"transformers cannot make a model from {str(file)!r}: {type(error).__name__}: {error}. Is the config complete?"
+            f"{library} cannot make a model from {str(file)!r}: {type(error).__name__}: {error}. Is the config complete?"
         ) from error
 
 
@@ -409,3 +450,59 @@ class _Inputs:
     def _numbers(self, *shape: int) -> Tensor:
         """Inputs in the dtype of the model, which is torch's default dtype while the model is estimated."""
         return torch.zeros(self._batch, *shape)
+
+
+# ---------------------------------------------------------------------- diffusers
+
+
+def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
+    """From a config of diffusers, or of a pipeline the trained part. Sets ``asked.tokens`` if the user has not given it."""
+    kind, notes = str(raw[_OF_DIFFUSERS]), list[str]()
+    if asked.scale is not None:
+        raise ValueError(f"--scale needs a transformers config, got one of diffusers ({kind}). Leave --scale out.")
+    diffusers = import_diffusers(asked.model, kind)
+    if is_pipeline(raw):
+        trained = trained_part(raw, file)
+        notes += other_parts(raw, file.parent, trained)
+        file = file.parent / trained / "config.json"
+        raw = _read(file)
+        kind = str(raw.get(_OF_DIFFUSERS))
+    model: Any = getattr(diffusers, kind, None)
+    if not is_module(model):
+        raise ValueError(
+            f"{str(file)!r}: expected a _class_name of a model of diffusers {diffusers.__version__}, got {kind!r}. If it is "
+            "newer: pip install -U diffusers"
+        )
+    notes += _quantised(raw, file)
+    unused = ("dtype", "torch_dtype", "quantization_config")
+    config = {name: value for name, value in raw.items() if name not in unused}
+    module = _make(model.from_config, config, file, "diffusers")
+    tokens = None if isinstance(asked.tokens, DefaultSize) else asked.tokens
+    inputs = LatentInputs(module, file, asked.batch_size, tokens, asked.frames)
+    if inputs.tokens and tokens is None:
+        asked.tokens = DefaultSize(inputs.tokens)
+    stored = stored_dtype(file)
+    if stored is None and asked.lora is not None and asked.precision.endswith("-mixed"):
+        notes.append(
+            f"{file} does not name the dtype of its weights: the frozen base is planned in float32. If you load it in bfloat16, "
+            'add "torch_dtype": "bfloat16" to the config.'
+        )
+    size = inputs.usual
+    if asked.image is not None:
+        size = asked.image if isinstance(asked.image, tuple) else (asked.image, asked.image)
+    batches: Batches = {
+        inputs.items(each): partial(_keywords, partial(inputs.arguments, each)) for each in (size, inputs.usual)
+    }
+    return ModelSource(
+        module,
+        batches,
+        asked.batch_size * inputs.positions(size),
+        stored=stored,
+        notes=tuple(notes),
+        unit=inputs.unit,
+        loss=squared_error,
+    )
+
+
+def _keywords(make: Callable[[], dict[str, Any]]) -> Arguments:
+    return (), make()

@@ -71,7 +71,7 @@ def _for_plain(asked: Answer, found: list[Answer]) -> Iterator[Changes]:
 def _has_loss(asked: Answer) -> bool:
     """Whether there may be a loss over tokens that is not computed in chunks."""
     question, estimate = asked.question, asked.estimate
-    known = not question.predict and not estimate.why_guessed and question.input is None
+    known = not question.predict and not estimate.why_guessed and question.input is None and not estimate.unit
     return known and question.loss_tokens is None and estimate.work.largest_outside is not None
 
 

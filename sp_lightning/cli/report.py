@@ -343,7 +343,7 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
         loss = "If they are the loss's logits, add --loss-tokens 1024 to plan a chunked loss (examples/guide/activations.md)."
         notes.append(
             f"{in_gib(work.outside)} of activations lie outside the layers (largest: {largest}). activations= does not reduce "
-            "them." + f" {loss}" * ("token" in estimate.items)
+            "them." + f" {loss}" * ("token" in estimate.items and not estimate.unit)
         )
     return notes
 

@@ -93,7 +93,7 @@ def _recommended(answer: Answer, best: Row) -> str:
         fits = "With this strategy"
     plain = "" if limited else f" Plain Lightning needs {in_gib(estimate.plain_bytes)} of GPU memory."
     inside = f" in Trainer({options})" if (options := trainer_options(question)) else ""
-    chosen = f"{strategy(estimate, best.plan)}{inside}{beside(question)}"
+    chosen = f"{strategy(estimate, best.plan)}{inside}{beside(estimate)}"
     if estimate.why_guessed:
         return f"{fits}: {chosen}."
     return f"{fits}: {chosen}, {speed(answer)}; {waiting(answer)}.{plain}"
@@ -168,11 +168,12 @@ def trainer_options(question: Question) -> str:
     return f"devices={question.devices}{nodes}" * (question.devices * question.nodes > 1)
 
 
-def beside(question: Question) -> str:
+def beside(estimate: Estimate) -> str:
     """What of the model the answer depends on, too, as half a sentence."""
-    text = ""
+    question, text = estimate.question, ""
     if question.gradient_checkpointing:
-        text += " and the model's gradient_checkpointing_enable()"
+        enable = "enable_gradient_checkpointing" if estimate.unit else "gradient_checkpointing_enable"
+        text += f" and the model's {enable}()"
     if question.lora is not None:
         text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'
     if question.loss_tokens:

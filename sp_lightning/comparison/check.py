@@ -103,7 +103,9 @@ class _Checking:
         settings, options, unused = self._subject.described()
         options |= self._given
         if options.get("optimizer_on") == "auto":
-            raise ValueError('A check is of one place: give optimizer_on="cpu" or "gpu" in place of "auto".')
+            raise ValueError(
+                'optimizer_on="auto" cannot be checked: a check compares one place. Use optimizer_on="cpu" or "gpu".'
+            )
         if unused and not self.found.notes:  # the CPU may be the second device that is tried
             self.found.notes.append(
                 f"Not used, because a check has its own length, files and devices: {', '.join(unused)}."

@@ -64,9 +64,8 @@ class Report:
         width = max(map(len, self.rows))
         lines = [self.reference, "", f"{'what':<{width}} {'tensors':>8}  result"]
         for what, row in self.rows.items():
-            lines.append(
-                f"{what:<{width}} {row.tensors:>8}  {row.first or ('equal' if row.values else 'nothing returned')}"
-            )
+            equal = "equal" if row.tensors else f"equal ({row.values} values)" if row.values else "nothing returned"
+            lines.append(f"{what:<{width}} {row.tensors:>8}  {row.first or equal}")
         if self.runs:  # else the strategy has stopped each time
             memory = (
                 "weights, gradients and optimizer state, as counted" if self.counted else "the most that was allocated"

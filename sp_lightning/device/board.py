@@ -205,8 +205,8 @@ class RankStatus:
         self.compare()
         for descriptor, _ in self._processes.poll(0):
             raise RankError(
-                f"the process of {self._names[self._descriptors[descriptor]]} has ended {waited}. It was killed, by the "
-                "system for want of memory, say, or it has left trainer.fit earlier than this one."
+                f"the process of {self._names[self._descriptors[descriptor]]} has ended {waited}. The system killed it (out of "
+                "memory, for example: see dmesg), or it left trainer.fit earlier than this process."
             )
         if elsewhere := self._elsewhere():
             raise _failed("another node", waited, elsewhere)

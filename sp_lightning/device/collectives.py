@@ -193,7 +193,10 @@ class Collectives:
         group = self._groups["everybody"].host
         self._wait_for(dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True), why)
         if words[-2] != -words[-1]:
-            raise RankError(f"{self.name} and a rank of another node have come different ways to {in_words(why)}")
+            raise RankError(
+                f"{self.name} and a rank of another node have made different calls before {in_words(why)}. All ranks must make "
+                "the same calls in the same order."
+            )
         values.copy_(words[:-2])
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:

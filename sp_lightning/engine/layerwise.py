@@ -274,9 +274,9 @@ class LayerwiseStep:
         """
         if self.begun and clip_value != self.clip_value:
             raise RuntimeError(
-                "How gradients are clipped was changed between the start of a training step and its clipping, and with "
-                'optimizer_overlap="backward" layers are updated by then. Change trainer.gradient_clip_val between two '
-                'batches (on_train_batch_end), or use SuperpipelineStrategy(optimizer_overlap="forward").'
+                'Gradient clipping was changed within a training step. With optimizer_overlap="backward", layers are updated '
+                "already. Change trainer.gradient_clip_val between two batches (on_train_batch_end), or use "
+                'SuperpipelineStrategy(optimizer_overlap="forward").'
             )
 
     def _refuse(self, undivided: _UndividedError) -> None:

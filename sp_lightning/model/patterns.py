@@ -61,14 +61,19 @@ def _picks(module: nn.Module, layers: LayerChoice) -> Iterable[Any]:
 def _matches(module: nn.Module, pick: Any, names: Mapping[nn.Module, str]) -> list[nn.Module]:
     if isinstance(pick, nn.Module):
         if pick not in names:
-            raise ValueError(f"layers= returned a {type(pick).__name__} that is not part of the module.")
+            raise ValueError(
+                f"layers= returned a {type(pick).__name__} that is not part of the module. Expected its own modules, for "
+                "example: lambda module: list(module.model.layers)."
+            )
         return [pick]
     if not isinstance(pick, type):
         return matching(module, pick, "layers", dict(module.named_modules()))
     matches = [child for child in names if isinstance(child, pick)]
     if not matches:
         kinds = sorted({type(child).__name__ for child in names if has_parts(child)})
-        raise ValueError(f"layers= names the class {pick.__name__}, which is not in the module. It has: {kinds}.")
+        raise ValueError(
+            f"layers= names the class {pick.__name__}, which is not in the module. Expected one of {kinds}."
+        )
     return matches
 
 

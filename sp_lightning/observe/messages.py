@@ -77,7 +77,10 @@ def not_whole(mixed: str, file: str | None) -> str:
 
 def less_host_memory(overlap: str = "backward") -> str:
     """How a run takes less host memory, with ``optimizer_overlap`` as it is; by default gradients are none of it."""
-    advice = 'Use less: precision="bf16-true", an optimizer with less state, or frozen layers or adapters.'
+    advice = (
+        'Use less: Trainer(precision="bf16-true"), an optimizer with less state, frozen layers, or adapters '
+        "(superpipeline plan --lora 16 estimates them)."
+    )
     held = overlap != "backward"
     return advice + ' SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients.' * held
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sp_lightning.device.host_memory import free_garbage
-from sp_lightning.plan.units import enough_bytes, human_bytes
+from sp_lightning.plan.units import enough_bytes, exact_bytes, human_bytes
 
 # A v1 control group without a limit says a number near 2⁶³.
 _UNLIMITED = 2**60
@@ -86,40 +86,40 @@ def kept_for_processes(host_memory: int, devices: int, *, disk: bool) -> int:
         devices: of a node.
         disk: whether there is one, for what exceeds the memory. A share of that is left to processes then.
     """
-    return (_margin(host_memory) if disk else _LEAST_MARGIN) + _of_libraries(devices)
+    return _margin(host_memory, disk=disk) + _of_libraries(devices)
 
 
 def limit_for(nbytes: int, devices: int, *, disk: bool) -> int:
     """The least ``host_memory`` that leaves so many bytes beside the processes. The arguments are those of the above."""
-    needed = nbytes + _of_libraries(devices)
-    return _with_margin(needed) if disk else needed + _LEAST_MARGIN
+    return _with_margin(nbytes + _of_libraries(devices), disk=disk)
 
 
 def _of_libraries(devices: int) -> int:
     return _LIBRARIES + (devices - 1) * _OF_EACH
 
 
-def _margin(host_memory: int) -> int:
-    return max(int(host_memory * MARGIN), _LEAST_MARGIN)
+def _margin(host_memory: int, *, disk: bool = True) -> int:
+    return max(int(host_memory * MARGIN) * disk, _LEAST_MARGIN)
 
 
-def _with_margin(needed: int) -> int:
+def _with_margin(needed: int, *, disk: bool = True) -> int:
     """The least ``host_memory`` that leaves so many bytes."""
-    return max(int(needed / (1 - MARGIN)) + 1, needed + _LEAST_MARGIN)
+    return max((int(needed / (1 - MARGIN)) + 1) * disk, needed + _LEAST_MARGIN)
 
 
-def room_for(host_memory: int | float | None, elsewhere: int = 0) -> int | None:
+def room_for(host_memory: int | float | None, elsewhere: int = 0, *, disk: bool = True) -> int | None:
     """Bytes of host memory that can be taken from now on. None if the system does not say.
 
     Args:
         host_memory: what the process may take in all, in bytes, or a share of what is free; None for all that is free.
         elsewhere: bytes of it that other processes have taken, which share the rest.
+        disk: whether a disk takes the rest. Then a share of the memory is left free.
     """
     available = available_bytes()
     if isinstance(host_memory, int):
-        limit = host_memory - _margin(host_memory) - resident_bytes() - elsewhere
+        limit = host_memory - _margin(host_memory, disk=disk) - resident_bytes() - elsewhere
         return limit if available is None else min(limit, available)
-    return None if available is None else int(available * (host_memory or 1) * (1 - MARGIN))
+    return None if available is None else int(available * (host_memory or 1) * (1 - MARGIN * disk))
 
 
 def remedy_for(missing: int, given: int | float | None) -> str:
@@ -186,14 +186,16 @@ def _reclaimable(file: Path) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def spare_bytes(needed: dict[str, int]) -> int | None:
+def spare_bytes(needed: dict[str, int], cap: int | float | None = None, elsewhere: int = 0) -> int | None:
     """Bytes that can be taken beside those that are needed. An eighth is left to others. None if the system does not say.
 
     Args:
         needed: bytes beyond what is held already, by what they are for.
+        cap: ``host_memory`` of a run without a disk, which counts as the machine's memory; None for all of it.
+        elsewhere: bytes of the cap that other processes have taken.
     """
-    available = available_bytes()
-    return None if available is None else all_but_an_eighth(available - sum(needed.values()))
+    room = room_for(cap, elsewhere, disk=False)
+    return None if room is None else all_but_an_eighth(room - sum(needed.values()))
 
 
 def all_but_an_eighth(free: int) -> int:
@@ -201,24 +203,48 @@ def all_but_an_eighth(free: int) -> int:
     return max(0, free) * 7 // 8
 
 
-def check_host(needed: dict[str, int], remedy: str) -> None:
+def check_host(needed: dict[str, int], remedy: str, cap: int | float | None = None, elsewhere: int = 0) -> None:
     """Refuses to begin what would get the process killed later.
 
     Args:
         needed: bytes beyond what is held already, by what they are for.
         remedy: what the user can do, as a sentence.
+        cap: ``host_memory`` of a run without a disk, which counts as the machine's memory; None for all of it.
+        elsewhere: bytes of the cap that other processes have taken.
 
     Raises:
         MemoryError: more is needed than is available.
     """
-    available = available_bytes()
+    room = room_for(cap, elsewhere, disk=False)
     total = sum(needed.values())
-    if available is not None and total > available:
+    if room is not None and total > room:
         free_garbage()  # a run that is over may be held by nothing else
-        available = available_bytes()
-    if available is not None and total > available:
-        parts = ", ".join(f"{human_bytes(nbytes)} {what}" for what, nbytes in needed.items() if nbytes)
+        room = room_for(cap, elsewhere, disk=False)
+    if room is None or total <= room:
+        return
+    parts = ", ".join(f"{human_bytes(nbytes)} {what}" for what, nbytes in needed.items() if nbytes)
+    taken = resident_bytes() + elsewhere
+    if cap is None or (isinstance(cap, int) and taken + total <= cap - _LEAST_MARGIN):
         raise MemoryError(
-            f"{human_bytes(total)} more of host memory are needed ({parts}), and {human_bytes(available)} can be had "
+            f"{human_bytes(total)} more of host memory are needed ({parts}), and {human_bytes(room)} can be had "
             f"(the system's free memory and swap, within the limits of the control group). {remedy}"
         )
+    raise MemoryError(f"{_over_cap(cap, taken, total, room, parts)} {remedy}")
+
+
+def _over_cap(cap: int | float, taken: int, total: int, room: int, parts: str) -> str:
+    """Says that a run needs more than ``host_memory``, how much is enough, and how a disk takes the rest."""
+    if not isinstance(cap, int):
+        return (
+            f"host_memory={cap:g} of the free memory is too little: {human_bytes(total)} more are needed ({parts}), and "
+            f"it leaves {human_bytes(room)}. Store the rest on a disk: "
+            f'SuperpipelineStrategy(disk="/scratch", host_memory={cap:g}).'
+        )
+    enough = enough_bytes(_with_margin(taken + total, disk=False) + _DIFFERS)
+    given = exact_bytes(cap)
+    return (
+        f'host_memory="{given}" is too little: {human_bytes(taken + total + _LEAST_MARGIN)} are needed '
+        f"({human_bytes(taken)} taken already, {parts}, {human_bytes(_LEAST_MARGIN)} for batches). "
+        f'host_memory="{enough}" is enough. Or store the rest on a disk: '
+        f'SuperpipelineStrategy(disk="/scratch", host_memory="{given}").'
+    )

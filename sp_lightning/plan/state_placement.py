@@ -96,9 +96,9 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
     if least > room:
         least = least_room(sizes)
         raise MemoryError(
-            f"Host memory is {human_bytes(least - room)} too small for {itself()}, for what cannot be on the disk, and for "
-            f"optimizer state on its way from and to it ({human_bytes(least)}): {remedy_for(least - room, given)}. Less is "
-            'needed where layers= names smaller layers, with precision="bf16-true", and where fewer weights are trained.'
+            f"Host memory is {human_bytes(least - room)} too small for {itself()}, for data that cannot be on the disk, and for "
+            f"optimizer state in flight to and from it ({human_bytes(least)}): {remedy_for(least - room, given)}. Smaller "
+            'layers (layers=), Trainer(precision="bf16-true") and frozen weights need less.'
         )
     below, above = dict(sizes), dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -206,9 +206,8 @@ def choose_in_files(
             stay.append(name)
     if kept > room:
         raise MemoryError(
-            f"Host memory is {human_bytes(kept - room)} too small for {itself()}, for what is not read in place, and for layers "
-            f"on their way ({human_bytes(kept)}): {remedy_for(kept - room, given)}. Less is needed where layers= names smaller "
-            "layers."
+            f"Host memory is {human_bytes(kept - room)} too small for {itself()}, for weights that are not read in place, and "
+            f"for layers in flight ({human_bytes(kept)}): {remedy_for(kept - room, given)}. Smaller layers (layers=) need less."
         )
     return stay
 

@@ -196,7 +196,10 @@ def refuse_from_elsewhere(made_in: Trial | None) -> None:
 
 def _refuse_inside() -> None:
     if current() is not None:
-        raise RuntimeError("A trial of a SharedBase cannot begin inside of another one.")
+        raise RuntimeError(
+            "A trial of a SharedBase was started inside another trial. Expected trials one beside the other: "
+            "base.map(trial, settings)."
+        )
 
 
 class Trial(Placement):
@@ -239,7 +242,8 @@ class Trial(Placement):
         base = self._base
         if base._computes_on not in (None, device):
             raise ValueError(
-                f"A SharedBase is one device's: this trial computes on {device}, one before it on {base._computes_on}."
+                f"All trials of a SharedBase compute on one device: this one on {device}, an earlier one on {base._computes_on}. "
+                "Use a SharedBase for each device."
             )
         base._computes_on = device
         if on_disk:

@@ -41,7 +41,7 @@ PATIENCE = 64
 
 _BESIDE = (
     "A trainer with this strategy is used outside of the trials of a SharedBase while they run, in another thread or around "
-    "them: what it draws and sets is the process's, and theirs. Use it in a trial (base.wrap), or before or after them."
+    "them. Random state and settings belong to the whole process. Use it in a trial (base.wrap), or before or after them."
 )
 
 Access = tuple[Callable[[], Any], Callable[[Any], Any]]

@@ -110,8 +110,8 @@ def load(tensors: Sequence[OnDiskTensor], beside: Collection[Any] = ()) -> None:
         found = vars(tensor)
         if found.get("process", os.getpid()) != os.getpid():
             raise RuntimeError(
-                f"This {found.get('what', 'tensor')} is on a disk, in a file of the process that trains. A forked process cannot "
-                "read it: read it before the fork (clone())."
+                f"This {found.get('what', 'tensor')} is on a disk, in a file of the training process. A forked process cannot "
+                "read it (a DataLoader's worker, for example). Copy it before the fork: tensor.clone()."
             )
         if (owner := found.get("owner")) is not None:  # otherwise another thread has read it just now
             owners.setdefault(owner, []).append(tensor)

@@ -246,7 +246,6 @@ class HostBlock:
         parameter, span = self.parameters[index], self.planned.spans[index]
         if parameter.dtype != span.dtype or parameter.shape != span.shape:
             raise RuntimeError(
-                f"Parameter {span.name!r} was {span.dtype} of shape {tuple(span.shape)} when its layer was absorbed; it is "
-                f"{parameter.dtype} of shape {tuple(parameter.shape)} now, {when}. Exchange parameters between two batches, or "
-                "before trainer.fit."
+                f"Parameter {span.name!r} is {parameter.dtype} of shape {tuple(parameter.shape)}, {when}. Expected {span.dtype} "
+                f"of shape {tuple(span.shape)}, as at set-up. Exchange parameters between two batches, or before trainer.fit."
             )

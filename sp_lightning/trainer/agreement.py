@@ -137,9 +137,9 @@ def refuse_processes_alone(strategy: Any) -> None:
         return
     if number > 1:
         raise ValueError(
-            f"{number} processes were started ({type(environment).__name__} has found them), but Trainer(devices=1) was made "
-            f"in each: each would train by itself. Pass Trainer(devices={number}) if all of them are on one node, num_nodes= and "
-            "the devices of each node if they are on several, or start one process."
+            f"{number} processes were started (found by {type(environment).__name__}), and each has Trainer(devices=1): each "
+            f"would train alone. Expected one process, or all devices. Pass Trainer(devices={number}) on one node; on several "
+            "nodes, num_nodes= and the devices of each node."
         )
 
 

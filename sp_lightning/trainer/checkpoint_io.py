@@ -189,7 +189,7 @@ def folder_for(path: Any, storage_options: Any | None) -> Path:
     """
     if storage_options is not None:
         raise TypeError(
-            "With save_distributed_checkpoint=True ranks write to a file system, and storage_options= cannot be."
+            f"storage_options= is not supported with save_distributed_checkpoint=True, found {storage_options!r}. Leave it out."
         )
     folder = _local(path)
     if folder is None:

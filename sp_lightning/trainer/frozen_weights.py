@@ -105,8 +105,8 @@ def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, c
             continue
         if name not in parameters:
             raise RuntimeError(
-                f"This checkpoint leaves out the frozen weight {name!r} (save_frozen=False), and the module has none of that "
-                "name. Build the module as it was when the checkpoint was written."
+                f"This checkpoint leaves out the frozen weight {name!r} (save_frozen=False), and the module has no weight of "
+                "that name. Build the module as it was when the checkpoint was written."
             )
         if parameters[name].is_meta or digest(_cast(parameters[name], dtype)) != expected:
             others.append(name)
@@ -116,8 +116,8 @@ def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, c
     if others:
         raise RuntimeError(
             f"This checkpoint leaves out the frozen weight {others[0]!r}{f' and {len(others) - 1} more' * (len(others) > 1)} "
-            "(save_frozen=False), and the module has other values than it had when the checkpoint was written. Load the same "
-            "pretrained weights before trainer.fit (validate, test, predict), in a new module if this one has been trained since."
+            "(save_frozen=False), and the module has other values. Expected the values from when it was written. Load the same "
+            "pretrained weights into a new module, before trainer.fit (validate, test, predict)."
         )
     return filled
 

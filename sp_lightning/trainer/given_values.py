@@ -37,11 +37,13 @@ class GivenValues:
     Args:
         path: the file that the option ``weights`` names; None without.
         stay: whether weights may stay in the file as far as host memory has no room for them.
+        cap: ``host_memory`` of a run without a disk; None for all of the machine's.
     """
 
-    def __init__(self, path: Path | None, *, stay: bool = False) -> None:
+    def __init__(self, path: Path | None, *, stay: bool = False, cap: int | float | None = None) -> None:
         self._path = path
         self._stay = stay
+        self._cap = cap
         self._read = False
 
     def restore(self, module: pl.LightningModule, state: Mapping[str, Any]) -> set[str]:
@@ -59,7 +61,7 @@ class GivenValues:
             # What the checkpoint has is written over what the file has, which loads it to memory.
             self._read_file(module, found, self._path, [each for each in found if state.keys() & each.names])
             return set()
-        _check_room(found)
+        self._check_room(found)
         restored: set[str] = set()
         for each in found:
             plain = (state[name] for name in each.names if type(state.get(name)) in (Tensor, nn.Parameter))
@@ -99,7 +101,7 @@ class GivenValues:
         """Gives values from the file; what is in ``written`` does not stay there."""
         shapes, read = open_weights(path)
         prefix = _find_prefix(module, found, shapes, path)
-        _check_room(written if self._stay else found)
+        self._check_room(written if self._stay else found)
         for each in found:
             name = next((name for name in each.names if _strip(name, prefix) in shapes), None)
             if name is not None:
@@ -111,9 +113,8 @@ class GivenValues:
                     tensor.copy_(read(_strip(name, prefix)))
         self._read = True
 
-
-def _check_room(found: list[WithoutValues]) -> None:
-    check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, less_host_memory())
+    def _check_room(self, found: list[WithoutValues]) -> None:
+        check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, less_host_memory(), self._cap)
 
 
 def _strip(name: str, prefix: str) -> str:

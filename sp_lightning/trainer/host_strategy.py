@@ -53,6 +53,7 @@ class HostStrategy(_Base):
         precision_plugin: Precision | None,
     ) -> None:
         self._device_given = device is not None
+        self._of_trainer: dict[str, Any] = {}
         self._made_ranks: Ranks | None = None
         self._devices = [torch.device("cpu" if device is None else device)]
         self._nodes = 1
@@ -62,6 +63,25 @@ class HostStrategy(_Base):
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+    # ------------------------------------------------------------------ one trainer
+
+    # What a trainer gives is kept apart from what the user gave. Otherwise Lightning takes it for the user's when the strategy is
+    # given to a second trainer: "accelerator set through both strategy class and accelerator flag, choose one".
+
+    @property
+    def accelerator(self) -> pl.accelerators.Accelerator | None:
+        """The trainer's accelerator; before there is a trainer, the one that was given."""
+        return self._of_trainer.get("accelerator", super().accelerator)
+
+    @accelerator.setter
+    def accelerator(self, accelerator: pl.accelerators.Accelerator) -> None:
+        if self._of_trainer:
+            raise RuntimeError(
+                f"{type(self).__name__} was given to a second Trainer. Expected a new strategy: one strategy object belongs to "
+                f"one Trainer. Use Trainer(strategy={self!r})."
+            )
+        self._of_trainer["accelerator"] = accelerator
 
     # ------------------------------------------------------------------ one device or several
 
@@ -117,11 +137,11 @@ class HostStrategy(_Base):
         self.__class__ = _derived(type(self).__bases__[0], base)
         common = {"checkpoint_io": given_checkpoint_io(self), "precision_plugin": self.precision_plugin}
         if base is self._one_device:
-            base.__init__(self, devices[0], self.accelerator, **common)
+            base.__init__(self, devices[0], super().accelerator, **common)
         else:
             base.__init__(
                 self,
-                self.accelerator,
+                super().accelerator,
                 cluster_environment=environment,
                 start_method="fork" if is_interactive() else "popen",
                 **common,
@@ -221,13 +241,16 @@ class HostStrategy(_Base):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The one that was given; else one for float32."""
-        return super().precision_plugin
+        """The trainer's; before there is a trainer, the one that was given, else one for float32."""
+        return self._of_trainer.get("precision_plugin") or super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         prepare_precision(plugin)
-        set_inherited(HostStrategy, self, "precision_plugin", plugin)
+        if self._of_trainer:
+            self._of_trainer["precision_plugin"] = plugin
+        else:
+            set_inherited(HostStrategy, self, "precision_plugin", plugin)
 
     # ------------------------------------------------------------------ what stays on the host
 

@@ -60,6 +60,11 @@ class Options:
     host_memory: int | float | None = field(metadata=_by(checks.checked_budget, "host_memory"))
     callback: bool = field(metadata=_by(checks.checked_switch, "callback"))
 
+    @property
+    def host_cap(self) -> int | float | None:
+        """``host_memory`` of a run without a disk, which counts as the machine's memory; None for all of it."""
+        return self.host_memory if self.disk is None else None
+
     @classmethod
     def checked(cls, **given: Any) -> Options:
         """Returns the options as the strategy was given them.
@@ -72,11 +77,6 @@ class Options:
             raise ValueError(
                 'debug_writes=True compares weights before and after a backward; optimizer_overlap="backward" updates them in '
                 'between. Use optimizer_overlap="off" with debug_writes.'
-            )
-        if options.host_memory is not None and options.disk is None:
-            raise ValueError(
-                "host_memory= needs disk=: what is beyond the limit is stored in that folder. For example "
-                'SuperpipelineStrategy(disk="/scratch", host_memory="64GiB").'
             )
         if options.save_distributed_checkpoint and options.disk is not None:
             raise ValueError(

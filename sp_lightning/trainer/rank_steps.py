@@ -146,8 +146,8 @@ class RankSteps:
                 host = getattr(parameter, "host", parameter)
                 if parameter.grad is not None and updating.layer_of(host) is None:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} steps a parameter of shape {tuple(parameter.shape)} that is none of the "
-                        f"module's (number {index} of its group {number}): several devices do not sum its gradient. Make it an "
+                        f"{type(optimizer).__name__} steps a parameter of shape {tuple(parameter.shape)} (number {index} of its "
+                        f"group {number}) that the module does not have: several devices do not sum its gradient. Make it an "
                         "attribute of the module, or pass Trainer(devices=1)."
                     )
 
@@ -223,9 +223,9 @@ class _StateOnOtherRank(defaultdict[Any, Any]):
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(
-            "With several devices optimizers have state on rank 0 alone, and this process has another rank. Look at it where "
-            "trainer.is_global_zero; for an optimizer that changes weights outside of its step by its state (optimizer.eval(), "
-            "say) pass Trainer(devices=1)."
+            "With several devices, optimizers have state on rank 0 alone; this process has another rank. Read it under "
+            "`if trainer.is_global_zero:`. If an optimizer writes weights outside of its step (optimizer.eval()), use "
+            "Trainer(devices=1)."
         )
 
     __getitem__ = __contains__ = get = setdefault = _refuse

@@ -20,6 +20,7 @@ from sp_lightning._version import TESTED_TORCH
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device
+from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.device.ranks import Ranks
@@ -37,7 +38,7 @@ from sp_lightning.observe.messages import (
 )
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode, resolve, summary
-from sp_lightning.plan.host_memory import check_host, spare_bytes
+from sp_lightning.plan.host_memory import anonymous_bytes, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.sharing.shared_base import current
 from sp_lightning.trainer.compat import last_checkpoint, look_at_loaders, note_device
@@ -244,7 +245,7 @@ class Run:
         layers = plan.trained  # which are there already, and are absorbed one after another
         copies = max(each.nbytes for each in (*layers, *plan.masters))
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
-        check_host({"for a layer's copy": copies, "for casts": casts}, less_host_memory())
+        check_host({"for a layer's copy": copies, "for casts": casts}, less_host_memory(), *self._host_cap())
         self.placement = self._place(found, plan, device)
         averages = find_averages(self.module)
         move_to_device(self.module, found, averages, self._device)
@@ -320,10 +321,20 @@ class Run:
         Raises:
             RuntimeError: the host does not have that much.
         """
-        check_host(needed, less_host_memory(self._options.optimizer_overlap))
-        spare = spare_bytes(needed)
+        cap, elsewhere = self._host_cap()
+        check_host(needed, less_host_memory(self._options.optimizer_overlap), cap, elsewhere)
+        spare = spare_bytes(needed, cap, elsewhere)
         self._host_room = None if spare is None else spare // self._count  # each rank offloads activations of its own
         self.engine.activations.ring.limit = self._host_room
+
+    def _host_cap(self) -> tuple[int | float | None, int]:
+        """``host_memory`` of a run without a disk, and what the node's other processes have taken of it. Collective if given."""
+        cap, ranks = self._options.host_cap, self.ranks
+        if ranks is None or cap is None:
+            return cap, 0
+        free_garbage()
+        own = anonymous_bytes()
+        return cap, sum(ranks.gather_numbers(own, "what processes have taken of host memory")) - own
 
     # ------------------------------------------------------------------ between batches, after errors, at the end of training
 

@@ -108,8 +108,10 @@ class StreamingStrategy(LoopStrategy):
         disk: a folder on an NVMe drive. Optimizer state beyond ``host_memory`` is stored in a temporary file there, then
             gradients, then trained weights. Frozen weights are read from their own files. With several devices, only
             optimizer state is stored on the disk.
-        host_memory: with ``disk``, host memory that all processes of the node may use together: bytes, a size (``"64GiB"``), or
-            a fraction of the memory that is free at set-up. None: all free memory.
+        host_memory: host memory that all processes of the node may use together: bytes, a size (``"64GiB"``), or a fraction of
+            the memory that is free at set-up. None: all free memory. With ``disk``, the rest is stored there. Without, a run
+            that needs more raises an error before it begins, as on a machine with that memory; ``superpipeline plan
+            --host-memory`` estimates the same.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` during a run if the trainer has none.
         device: the device that computes, if not the trainer's choice.
         accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``.
@@ -160,7 +162,7 @@ class StreamingStrategy(LoopStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint, load_weights_from=load_weights_from,
             disk=disk, host_memory=host_memory, callback=callback, debug_writes=debug_writes,
         )  # fmt: skip
-        self._given = GivenValues(options.load_weights_from, stay=options.disk is not None)
+        self._given = GivenValues(options.load_weights_from, stay=options.disk is not None, cap=options.host_cap)
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None

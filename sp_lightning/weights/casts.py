@@ -92,9 +92,9 @@ class SavedValues:
         assert self.copy is not None
         if self.overwritten is not None:
             raise RuntimeError(
-                f"Parameter {self.overwritten!r} was given other memory (param.data = other) after a forward had used it, and "
-                "the memory that it had before was written then, through a view (old = param.data). Backward needs the values of "
-                "before. Write a copy, old = param.data.clone(), or write before the forward."
+                f"Parameter {self.overwritten!r} was given other memory (param.data = other) after a forward, and its memory of "
+                "before was written through a view (old = param.data). Backward needs the values of the forward. Write a copy: "
+                "old = param.data.clone()."
             )
         # They keep the alignment that they had, because kernels are chosen by it.
         ahead = place.offset % ALIGNMENT

@@ -325,7 +325,7 @@ class StreamedLayer:
         elif owner.updated_early:
             raise RuntimeError(
                 f'optimizer_overlap="backward" had updated layer {self.name!r} when, in the same backward, '
-                f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
+                f'{why}. Some weights are already updated. Use SuperpipelineStrategy(optimizer_overlap="forward").'
             )
 
     def close(self) -> None:

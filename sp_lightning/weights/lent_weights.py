@@ -138,9 +138,9 @@ class BoundWeights(SlotUsers):
         for member in layer.family:
             for index in member.block.displaced:
                 raise RuntimeError(
-                    f"Parameter {member.planned.spans[index].name!r} was given other memory on the host (param.data = other) "
-                    f"while a call of its layer {layer.name!r} was running, which goes on with the old memory. Write it in "
-                    "place: param.data.copy_(other)."
+                    f"Parameter {member.planned.spans[index].name!r} was given other memory (param.data = other) while a call "
+                    f"of its layer {layer.name!r} was running. The call continues with the old memory. Write it in place: "
+                    "param.data.copy_(other)."
                 )
 
     def refuse_viewed(self, layer: StreamedLayer) -> None:
@@ -152,9 +152,9 @@ class BoundWeights(SlotUsers):
         group = layer.parameters
         if layer.slot is not None and layer.slot.lease.in_use_beside(len(group.all) if group.attached else 0):
             raise RuntimeError(
-                f"A weight of {layer.name!r} was read through .data, .detach() or a view after a backward that ran inside a call "
-                "of this layer, while a view of its weights from before that backward is kept; a write would not be seen there. "
-                "Drop such views before the backward, and take them anew after the write."
+                f"A weight of {layer.name!r} was read through .data, .detach() or a view while an older view is kept, after a "
+                "backward inside a call of this layer. The older view would miss a write. Drop such views before the backward "
+                "(del view), and take new ones after the write."
             )
 
     def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
@@ -254,9 +254,9 @@ class BoundWeights(SlotUsers):
             if group.version_once_fetched(index) != group.version(index):  # the host's was written, too
                 if self.refuses:
                     raise RuntimeError(
-                        f"Parameter {group.spans[index].name!r} was written on the host, through a view from before the step "
-                        "(.detach()), say, while the same weight was written on the device or handed out there (.data, "
-                        ".detach()); one of both would be lost. Take such views anew within the step, from the module."
+                        f"Parameter {group.spans[index].name!r} was written on the host (through a view from before the step, "
+                        "for example .detach()), and written or viewed on the device in the same step: one of both would be "
+                        "lost. Take a new view within the step, from the module: module.weight.data."
                     )
                 continue
             if self._watch is not None:

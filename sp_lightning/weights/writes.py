@@ -80,9 +80,9 @@ class ViewDigests:
         twice = [index for index in written if digest(group.hosts[index]) != self._host[index]]
         if twice and refuse:
             raise RuntimeError(
-                f"Parameter {group.spans[twice[0]].name!r} was written twice between two of the engine's looks at it: on the "
-                "host, and through a view of it (.data, .detach(), weight[0], numpy()) that was taken inside a step and "
-                "kept. One of both writes would be lost. Take the view anew, from its module, where you write."
+                f"Parameter {group.spans[twice[0]].name!r} was written twice: on the host, and through a view that was taken "
+                "inside a step and kept (.data, .detach(), weight[0], numpy()). One of both writes would be lost. Take a new "
+                "view from the module for each write: module.weight.data."
             )
         return [index for index in written if index not in twice]
 
@@ -119,10 +119,9 @@ class StaleViews:
                 if digest(value) != before_it:
                     self._left.clear()
                     raise RuntimeError(
-                        f"Parameter {name!r} was written through a view of it (.data, .detach(), weight[0]) that was taken "
-                        "before another weight of its layer was given other memory in a step (param.data = other); the write "
-                        "would be lost. Take the view anew, from its module, or write the other weight in place: "
-                        "param.data.copy_(other)."
+                        f"Parameter {name!r} was written through an old view of it (.data, .detach(), weight[0]): another weight "
+                        "of its layer was given other memory since (param.data = other). The write would be lost. Take a new "
+                        "view from the module, or write the other weight in place: param.data.copy_(other)."
                     )
 
 
@@ -216,9 +215,9 @@ class WeightWatch:
         if now[:2] == before[:2] and now != before:  # other versions and addresses are noticed elsewhere
             self._looks = {}  # the error is raised only once
             raise RuntimeError(
-                f"Parameter {place[0].planned.spans[place[1]].name!r} was written within a step by a way that torch shows no "
-                "sign of: the .data of a reference that was taken before the step, numpy(), DLPack, or its storage. What is on "
-                "the device of it is out of date. Reach it through its module within a step, or write it between two steps."
+                f"Parameter {place[0].planned.spans[place[1]].name!r} was written within a step in a way that torch does not "
+                "record: the .data of a reference from before the step, numpy(), DLPack, or its storage. Its copy on the device "
+                "is out of date. Write it through its module (module.weight.data), or between two steps."
             )
 
 

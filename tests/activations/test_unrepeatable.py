@@ -12,8 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from sp_lightning.activations import once_only
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Unrepeatable
+from tests.support import stacked
 from tests.support.models import Module, Stack, twice, vectors
 from tests.support.repeated_block import Block
 from tests.support.runs import assert_same, fit, superpipeline
@@ -504,3 +506,83 @@ def test_patterns_with_another_name_or_without_effect() -> None:
     shadowed: Any = {"net.blocks": "offload", "net.blocks.1": "keep"}
     with pytest.raises(ValueError, match=r"'net.blocks.1': 'keep'\} decides nothing: .* Put 'net.blocks.1' before"):
         fit(lambda: Module(Stack()), vectors(1), superpipeline(activations=shadowed))
+
+
+# ---------------------------------------------------------------------- modules of other packages
+
+
+class EightBits(nn.Module):
+    """A frozen layer of bitsandbytes in 8 bits, and an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bnb = pytest.importorskip("bitsandbytes")
+        self.base = bnb.nn.Linear8bitLt(16, 16, has_fp16_weights=False).requires_grad_(False)
+        self.base.weight = self.base.weight.to("cpu")  # which quantises
+        self.adapter = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.adapter(x))
+
+
+def with_eight_bits() -> Module:
+    return Module(nn.Sequential(nn.Linear(16, 16), *(EightBits() for _ in range(3)), nn.Linear(16, 16)))
+
+
+def with_stacks() -> Any:
+    peft = pytest.importorskip("peft")
+    module = stacked.transformer("qwen3")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    module.net = peft.get_peft_model(
+        module.net, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
+    )
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "cause", "blocks", "modes"),
+    [
+        (
+            with_eight_bits, vectors, r"'net.\d' computed other values .* Linear8bitLt moves its 8-bit weights",
+            "(3): 'net.1', 'net.2', 'net.3'",
+            {"net.1": "offload", "net.2": "offload", "net.3": "offload", "**": "recompute"},
+        ),
+        (
+            with_stacks, stacked.tokens, "PEFT's target_parameters exchange a parameter in each forward",
+            "(2): 'net.base_model.model.model.layers.0', 'net.base_model.model.model.layers.1'",
+            {"net.base_model.model.model.layers.*": "offload", "**": "recompute"},
+        ),
+    ],
+    ids=["8 bits", "target_parameters"],
+)  # fmt: skip
+def test_known_causes_name_all_blocks_and_an_option_that_works(
+    make: Callable[[], Any], data: Callable[[], Any], cause: str, blocks: str, modes: dict[str, Any]
+) -> None:
+    """The error named one block. With its remedy pasted, the next block raised it, and so on."""
+    with pytest.raises(Unrepeatable, match=cause) as raised:
+        fit(make, data(), superpipeline(activations="recompute"))
+    assert blocks in str(raised.value)
+    assert f"Use SuperpipelineStrategy(activations={json.dumps(modes)})." in str(raised.value)
+    assert_same(fit(make, data(), superpipeline(activations=modes)), fit(make, data()))
+
+
+class Marked(nn.Linear):
+    """As far as its name tells, one of bitsandbytes'."""
+
+
+@pytest.mark.parametrize(
+    ("marked", "blocks", "modes"),
+    [
+        (range(12), "(12): 'net.*'", '{"net.*": "offload"}'),
+        (range(9), "(9): 'net.0', 'net.1', ", '"net.8": "offload", "**": "recompute"}'),
+    ],
+    ids=["all", "not all"],
+)
+def test_many_blocks_are_a_pattern_if_it_matches_no_others(
+    marked: range, blocks: str, modes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(once_only._KNOWN, ("tests", "Marked"), "a Marked")
+    units = {f"net.{at}": Marked(1, 1) if at in marked else nn.Linear(1, 1) for at in range(12)}
+    said = once_only.explained("a Marked", units)
+    assert blocks in said
+    assert modes in said

@@ -659,10 +659,3 @@ def test_what_is_wrong_is_said_with_what_was_expected(
 def test_lightnings_commands_need_a_model() -> None:
     with pytest.raises(SystemExit, match=r"fit: no model\. Expected --config FILE or --model package\.Class"):
         main(["fit"])
-
-
-def test_configs_of_diffusers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
-    with pytest.raises(SystemExit):
-        main(["plan", str(tmp_path)])
-    assert "is a config of diffusers (FluxTransformer2DModel)" in capsys.readouterr().err

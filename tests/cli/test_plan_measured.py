@@ -224,13 +224,16 @@ def test_a_run_that_updated_in_backward_has_not_clipped() -> None:
     assert "gradient_clip" not in measured._as_reached(asked, {**REPORT, "optimizer_overlap": "off"})
 
 
+CONFIG = str(Path(__file__).parents[2] / "examples" / "shapes" / "llama-3-8b.json")
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "asked"),
     [
-        ("config.json", [4, 16], {"batch_size": 4, "tokens": 16}),
+        (CONFIG, [4, 16], {"batch_size": 4, "tokens": 16}),
         ("resnet18", [4, 3, 32, 32], {"batch_size": 4, "image": 32}),
-        ("config.json", [4], {"batch_size": 4}),
-        ("config.json", [], {}),
+        (CONFIG, [4], {"batch_size": 4}),
+        (CONFIG, [], {}),
         (SMALL, [4, 16], {}),  # its batch is its own
         (f"{SMALL} --input 2 16", [4, 16], {"input": [4, 16]}),
         (f"{SMALL} --input 2 16", [], {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning.pytorch import callbacks
 
 import sp_lightning
 from sp_lightning.comparison.check import _fits_host
+from sp_lightning.comparison.record import Compared
 from sp_lightning.comparison.report import Report
 from sp_lightning.comparison.subject import NotRunError, Subject
 from tests.support import planted
@@ -79,6 +81,18 @@ def test_everything_is_compared_and_nothing_is_left_behind(
     assert capsys.readouterr().err.count("check: run ") == 8
 
 
+def test_numbers_that_are_compared_are_counted() -> None:
+    """The line "scheduler state 0 equal" read as if there were no scheduler. Its state are numbers."""
+    report = Report(rows={"scheduler state": Compared(values=12), "losses": Compared(values=2, tensors=2)})
+    assert "scheduler state        0  equal (12 values)\nlosses                 2  equal\n" in str(report)
+
+
+@pytest.mark.rest("two checks")
+def test_scheduler_state_is_a_row_only_if_there_is_a_scheduler() -> None:
+    assert "scheduler state" not in str(check(lambda: Module(Stack()), vectors))
+    assert re.search(r"^scheduler state +0  equal \(\d+ values\)$", str(check(planted.Everything, None)), re.MULTILINE)
+
+
 # ---------------------------------------------------------------------- planted errors
 
 
@@ -134,7 +148,7 @@ def test_steps_on_the_device_are_compared_with_plains_there() -> None:
     report = check(lambda: Module(Stack()), vectors, optimizer_on="gpu", optimizer_overlap="backward")
     assert report.status == 0, str(report)
     assert "fused on the host" not in report.reference
-    with pytest.raises(ValueError, match=r'A check is of one place: give optimizer_on="cpu" or "gpu"'):
+    with pytest.raises(ValueError, match=r'a check compares one place. Use optimizer_on="cpu" or "gpu"'):
         check(lambda: Module(Stack()), vectors, optimizer_on="auto")
 
 

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from examples.demos import cram_llm, hours
 from examples.demos.hours import Clock, UntilTime, ends_of_parts, read_note, triangle
+from examples.demos.language import causal_config, small_llama
 from examples.demos.planned import ask_plan, read_plan
 from examples.demos.pseudo import delink, share_block
-from examples.language import causal_config, small_llama
-from examples.text import read_text
+from examples.demos.text import read_text
 from tests.support.ticks import Killed, Ticks
 from tests.support.tiers import first
 

@@ -134,23 +134,30 @@ def test_a_finished_run_continues(folder: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_lora_saves_adapters_only(folder: Path, precision: str) -> None:
     base = run(folder, "base", "--steps", "2") / "model"
-    arguments = ["--model", str(base), "--lora", "4", "--steps", "3", "--precision", precision]
-    ours = run(folder, "ours", *arguments)
+    arguments = ["--model", str(base), "--lora", "4", "--every", "2", "--precision", precision, "--steps", "3"]
+    ours = run(folder, "ours", *arguments)  # its last step has no validation
     saved = torch.load(ours / "last.ckpt", weights_only=True)["state_dict"]
     assert saved
     assert all("lora_" in name for name in saved)
     assert not (ours / "model").exists()
-    resumed = run(folder, "ours", *arguments[:-3], "4", "--precision", precision, "--resume", str(ours / "last.ckpt"))
+    resumed = run(folder, "ours", *arguments[:-1], "4", "--resume", str(ours / "last.ckpt"))
     assert torch.load(resumed / "last.ckpt", weights_only=True)["global_step"] == 4
 
-    plain = run(folder, "plain", *arguments[:-3], "4", "--precision", precision, "--strategy", "auto")
-    ours = run(folder, "again", *arguments[:-3], "4", "--precision", precision)
+    plain = run(folder, "plain", *arguments[:-1], "4", "--strategy", "auto")
+    ours = run(folder, "again", *arguments[:-1], "4")
     adapters = [
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), each / "adapter").state_dict()
         for each in (ours, plain)
     ]
     assert_same(*adapters)
     assert any(bool(adapters[0][name].any()) for name in adapters[0] if "lora_B" in name)
+
+    ids = torch.arange(10)[None]
+    logits = AutoModelForCausalLM.from_pretrained(base)(ids).logits
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ours / "adapter")
+    with_adapters = adapted(ids).logits
+    torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, with_adapters, atol=1e-4, rtol=0)
+    assert (with_adapters - logits).abs().max() > 1e-3
 
 
 # ---------------------------------------------------------------------- data

@@ -16,42 +16,40 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
-from peft import PeftModel
-from PIL import Image
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import (
     finetune_diffusion,
     finetune_llm,
-    finetune_lora,
     finetune_moe,
+    finetune_speech,
+    finetune_vision,
     finetune_vlm,
     generate_llm,
-    train_vision,
 )
-from examples.console import ConsoleLogger
-from examples.demos import cram_llm, resume_llm, sweep_lora, train_sparse
-from examples.text import Batches, in_order, load_tokenizer, shuffled
-from tests.support.tiers import first, some
+from examples.demos import bridge_vlm, cram_llm, resume_llm, sweep_lora, train_sparse
+from examples.demos.console import ConsoleLogger
+from examples.demos.text import Batches, in_order, shuffled
+from tests.support.tiers import first
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]
 RECIPES = [
+    bridge_vlm,
     cram_llm,
     finetune_diffusion,
     finetune_llm,
-    finetune_lora,
     finetune_moe,
+    finetune_speech,
+    finetune_vision,
     finetune_vlm,
     generate_llm,
     resume_llm,
     sweep_lora,
     train_sparse,
-    train_vision,
 ]
 
 
@@ -74,48 +72,6 @@ def test_trains_saves_and_resumes(llm: resume_llm.Result) -> None:
 def test_continues_from_a_local_folder(llm: resume_llm.Result, tmp_path: Path) -> None:
     again = resume_llm.main(["--steps", "4", "--model", str(llm.model), *TEXT, "--output", str(tmp_path)])
     assert again.first_loss < llm.first_loss + 0.5
-
-
-@pytest.mark.rest("the benchmark of experts shows the same in the first tier")
-def test_a_mixture_fetches_few_experts_for_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--base-steps", "2", "--steps", "2", "--new-tokens", "6", "--experts", "8", "--output", str(tmp_path)]
-    result = finetune_moe.main([*arguments, *TEXT])
-    assert result.bytes_per_token < result.whole_bytes_per_token / 2
-    assert 0 < result.hits <= 1
-    assert "were on the device" in capsys.readouterr().out
-
-
-@pytest.mark.rest("the first tier has the main recipe")
-def test_lora_trains_adapters_alone_and_merges_them(
-    llm: resume_llm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--model", str(llm.model), "--steps", "8", "--lr", "0.02", *TEXT, "--output", str(tmp_path)]
-    result = finetune_lora.main(arguments)
-    assert (result.steps, result.resumed_step) == (8, 4)
-    assert result.val_loss < result.val_before
-    frozen_bytes = 4 * (result.parameters - result.trained)
-    assert result.checkpoint_bytes == result.full_checkpoint_bytes - frozen_bytes
-    saved = torch.load(result.checkpoint, weights_only=True)["state_dict"]
-    assert saved
-    assert all("lora_" in name for name in saved)
-    # adapters on the base, and the merged model, say the same, and not what the base says
-    tokens = torch.arange(10)[None]
-    base = AutoModelForCausalLM.from_pretrained(llm.model)
-    logits = base(tokens).logits
-    adapted = PeftModel.from_pretrained(base, result.adapter)(tokens).logits
-    merged = AutoModelForCausalLM.from_pretrained(result.merged)(tokens).logits
-    torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=0)
-    assert (merged - logits).abs().max() > 1e-3
-    assert "peak on the device" in capsys.readouterr().out
-
-
-@pytest.mark.rest("a second run of a recipe that the first tier has")
-def test_lora_trains_a_base_where_none_is_given(tmp_path: Path) -> None:
-    arguments = ["--base-steps", "3", "--steps", "2", *MODEL, *TEXT, "--targets", "q_proj", "--output", str(tmp_path)]
-    result = finetune_lora.main(arguments)
-    assert result.base_losses is not None
-    assert result.merged_difference < 1e-4
-    assert AutoTokenizer.from_pretrained(result.merged).eos_token_id is not None
 
 
 @pytest.mark.rest("tests/sharing has trials in the first tier")
@@ -152,86 +108,7 @@ def test_a_loss_that_is_no_number_is_not_the_best(capsys: pytest.CaptureFixture[
     assert best.split()[0] == "0.1"
 
 
-@pytest.mark.parametrize(
-    "options", [[], ["--beams", "2"], ["--sample"], ["--static-cache"]], ids=["greedy", "beams", "sample", "static"]
-)
-def test_answers_are_those_of_plain_lightning(options: list[str], llm: resume_llm.Result, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("The value of the expression is\nNames\n\nIf\n")
-    arguments = ["--model", str(llm.model), "--prompts", str(prompts), "--batch-size", "2", "--new-tokens", "5"]
-    result = generate_llm.main([*arguments, *options, "--output", str(tmp_path)])
-    assert result.answers == [json.loads(line) for line in result.file.read_text().splitlines()]
-    assert [answer["prompt"] for answer in result.answers] == ["The value of the expression is", "Names", "If"]
-    assert result.peak_device_bytes <= result.planned_device_bytes
-
-    parsed = generate_llm.make_parser().parse_args([*arguments, *options])
-    model = AutoModelForCausalLM.from_pretrained(llm.model)
-    module = generate_llm.Writer(model, load_tokenizer(str(llm.model)), generate_llm.how(parsed))
-    plain = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    torch.manual_seed(0)
-    batches = plain.predict(module, datamodule=generate_llm.Prompts(prompts, 2))
-    assert [answer for batch in batches or () for answer in batch] == result.answers
-
-
-def test_a_prompt_is_answered_alike_alone_and_in_a_batch(llm: resume_llm.Result, tmp_path: Path) -> None:
-    """The shorter prompts of a batch are filled up: on the right, or seen, that would change their answers."""
-    arguments = ["--model", str(llm.model), "--new-tokens", "5", "--output", str(tmp_path)]
-    together = generate_llm.main([*arguments, "--batch-size", "8"]).answers
-    assert generate_llm.main([*arguments, "--batch-size", "1"]).answers == together
-
-
-def test_an_answer_ends_where_the_model_ends_it(llm: resume_llm.Result) -> None:
-    tokenizer = load_tokenizer(str(llm.model))
-    module = generate_llm.Writer(AutoModelForCausalLM.from_pretrained(llm.model), tokenizer, {})
-    end = tokenizer.eos_token_id
-    assert module._until_end([5, 6, end, end, end]) == [5, 6, end]
-    assert module._until_end([5, 6]) == [5, 6]
-
-
 # ---------------------------------------------------------------------- images
-
-
-@pytest.mark.rest("seconds of training")
-def test_vlm_learns_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finetune_vlm, "CAPTIONED", 4)
-    result = finetune_vlm.main(["--steps", "12", "--batch-size", "4", "--output", str(tmp_path / "run")])
-    assert result.last_loss < result.first_loss - 1
-    assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
-    assert len(result.captions) == 4
-
-    # with what it wrote, and images of one's own
-    data = tmp_path / "data"
-    data.mkdir()
-    lines = []
-    for number in range(6):
-        Image.new("RGB", (40 + number, 30), (40 * number, 0, 0)).save(data / f"{number}.png")
-        lines.append(json.dumps({"file_name": f"{number}.png", "text": "a red wall"}))
-    (data / "metadata.jsonl").write_text("\n".join(lines))
-    arguments = ["--model", str(result.model), "--data", str(data), "--freeze-vision", "--lr", "1e-3"]
-    again = finetune_vlm.main([*arguments, "--steps", "3", "--batch-size", "2", "--output", str(tmp_path / "again")])
-    assert again.last_loss < again.first_loss
-
-
-def test_vlm_counts_the_captions_loss_alone() -> None:
-    pairs: list[finetune_vlm.Pair] = [
-        (Image.new("RGB", (8, 8)), "a wall"),
-        (Image.new("RGB", (9, 9)), "a much longer wall"),
-    ]
-    processor = finetune_vlm.small_processor(pairs)
-    batch = finetune_vlm.Captions(processor, "What?").for_training(pairs)
-    counted = [row[row != -100].tolist() for row in batch["labels"]]
-    end = processor.tokenizer.eos_token
-    assert processor.batch_decode(counted) == [f"a wall{end}", f"a much longer wall{end}"]
-
-
-@pytest.mark.long("a training until it has learned")
-@pytest.mark.parametrize("activations", some(["keep", "recompute"], "keep", why="the recipe's other option"))
-def test_vision_learns_digits(activations: str, tmp_path: Path) -> None:
-    arguments = ["--epochs", "1", "--image", "16", "--batch-size", "64", "--activations", activations]
-    result = train_vision.main([*arguments, "--output", str(tmp_path)])
-    assert result.accuracy > 0.3
-    assert result.last_loss < result.first_loss
-    assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
 
 
 @pytest.mark.rest("seconds of training")
@@ -252,38 +129,12 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
 def test_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many steps there are."""
     now = iter(range(0, 10_000, 4))
-    monkeypatch.setattr("examples.console.time.perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr("examples.demos.console.time.perf_counter", lambda: float(next(now)))
     logger = ConsoleLogger(1000)
     for step in range(8):
         logger.log_metrics({"loss": 1.0}, step)
     said = [line.split("/")[0].split()[-1] for line in capsys.readouterr().out.splitlines()]
     assert said == ["1", "4", "7"]
-
-
-@pytest.mark.rest("seconds of training")
-def test_vision_says_what_recompute_saves() -> None:
-    options = train_vision.make_parser().parse_args([])
-    kept, recomputed = train_vision.saved_for_backward(options, 10)
-    options.precision = "bf16-true"
-    assert 0 < recomputed < kept
-    assert train_vision.saved_for_backward(options, 10)[0] < kept
-
-
-@pytest.mark.rest("seconds of training")
-def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for part, count in (("train", 4), ("val", 2)):
-        for name, colour in (("red", (255, 0, 0)), ("green", (0, 255, 0))):
-            folder = tmp_path / "data" / part / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                Image.new("RGB", (20, 20 + number), colour).save(folder / f"{number}.png")
-    weights = tmp_path / "resnet18.pth"
-    torch.save(train_vision.vision_model("resnet18", 10).state_dict(), weights)
-    arguments = ["--data", str(tmp_path / "data"), "--weights", str(weights), "--image", "16", "--batch-size", "4"]
-    result = train_vision.main([*arguments, "--epochs", "2", "--output", str(tmp_path / "run")])
-    assert result.steps == 4
-    assert "so random: fc.weight, fc.bias\n" in capsys.readouterr().out
-    assert torch.load(result.weights, weights_only=True)["fc.bias"].shape == (2,)
 
 
 # ---------------------------------------------------------------------- bad input
@@ -300,34 +151,18 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
         (finetune_diffusion, ["--ema", "1"]),
         (finetune_diffusion, ["--quantize-8bit", "--full"]),
         (finetune_diffusion, ["--resume"]),
+        (bridge_vlm, ["--data", "/no/such/folder"]),
+        (bridge_vlm, ["--data", str(CONFIGS)]),
+        (bridge_vlm, ["--batch-size", "5000"]),
+        (bridge_vlm, ["--model", "/no/such/folder"]),
         (resume_llm, ["--steps", "1"]),
         (resume_llm, ["--devices", "0"]),
         (resume_llm, ["--text", "/no/such/file"]),
         (resume_llm, ["--model", "/no/such/folder"]),
-        (finetune_moe, ["--kept", "2"]),
-        (finetune_moe, ["--experts", "2"]),
-        (finetune_lora, ["--rank", "0"]),
-        (finetune_lora, ["--targets", "no_such_module"]),
-        (finetune_lora, ["--model", "/no/such/folder"]),
-        (finetune_lora, ["--lr", "0"]),
-        (finetune_vlm, ["--data", "/no/such/folder"]),
-        (finetune_vlm, ["--data", str(CONFIGS)]),
-        (finetune_vlm, ["--batch-size", "5000"]),
-        (finetune_vlm, ["--model", "/no/such/folder"]),
-        (generate_llm, ["--prompts", "/no/such/file"]),
-        (generate_llm, ["--prompts", os.devnull]),
-        (generate_llm, ["--top-p", "2"]),
-        (generate_llm, ["--hidden", "33"]),
         (sweep_lora, ["--rates", "1e-3", "0"]),
         (sweep_lora, ["--max-trials", "0"]),
         (sweep_lora, ["--model", "/no/such/folder"]),
         (train_sparse, ["--steps", "0"]),
-        (train_vision, ["--model", "no_such_model"]),
-        (train_vision, ["--model", "vit_b_16", "--image", "40"]),
-        (train_vision, ["--model", "inception_v3"]),
-        (train_vision, ["--data", str(CONFIGS)]),
-        (train_vision, ["--weights", str(ROOT / "README.md")]),
-        (train_vision, ["--activations", "forget"]),
     ],
     ids=lambda part: part.__name__.split(".")[-1] if isinstance(part, ModuleType) else " ".join(part).replace("/", ""),
 )
@@ -343,12 +178,29 @@ def test_bad_input_is_refused_before_any_work(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [finetune_diffusion, finetune_llm, finetune_speech, finetune_vision],
+    ids=lambda recipe: recipe.__name__.split(".")[-1],
+)
+def test_a_wrong_option_is_reported_before_slow_imports(recipe: ModuleType, tmp_path: Path) -> None:
+    assert recipe.__file__ is not None
+    for options, said in (["--lrr", "3"], "unrecognized arguments: --lrr 3"), (["--lr", "0"], "--lr"):
+        command = [sys.executable, "-X", "importtime", recipe.__file__, *options, "--output", str(tmp_path / "run")]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        assert ran.returncode == 2
+        assert said in ran.stderr.split("error: ")[1]
+        assert "| argparse" in ran.stderr
+        assert "| torch" not in ran.stderr
+    assert not [*tmp_path.iterdir()]
+
+
 # ---------------------------------------------------------------------- ways to start them
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__.split(".")[-1])
 def test_a_recipe_can_be_started_as_a_file(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python examples/finetune_lora.py`` has examples/ on its path, and not the folder that examples/ is in."""
+    """``python examples/finetune_llm.py`` has examples/ on its path, and not the folder that examples/ is in."""
     assert recipe.__file__ is not None
     monkeypatch.chdir(tmp_path)
     folder = str(Path(recipe.__file__).parent)
@@ -441,7 +293,10 @@ def test_each_device_takes_batches_of_its_own() -> None:
         [
             ("fit_llm", [*SMALL, "--data.steps", "2"]),
             ("predict_llm", [*SMALL, "--model.generation.max_new_tokens", "3"]),
-            ("fit_vision", ["--data.image", "16", "--trainer.limit_train_batches", "2", "--trainer.max_epochs", "1"]),
+            (
+                "fit_vision",
+                ["--data.batch_size", "8", "--trainer.limit_train_batches", "2", "--trainer.max_epochs", "1"],
+            ),
         ],
         if_=lambda each: each[0] == "fit_llm",
         why="the other configs",

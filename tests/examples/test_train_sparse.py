@@ -16,9 +16,9 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from examples.demos import train_sparse
+from examples.demos.language import CausalLM, small_llama
+from examples.demos.recipe import make_trainer
 from examples.demos.train_sparse import DECAY, DENSITY, SUPERSET, Masked, SparseLM, TopKast
-from examples.language import CausalLM, small_llama
-from examples.recipe import make_trainer
 from sp_lightning import SuperpipelineStrategy
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated

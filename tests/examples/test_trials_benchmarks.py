@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from examples.benchmarks import clocked_trials, shared_base
-from examples.language import small_llama
+from examples.demos.language import small_llama
 
 SMALL = shared_base.Workload(6, 32, 64, 2)
 

@@ -26,7 +26,10 @@ from tests.support.starts import start
             r"layers='net\.block\.\*' matches nothing in Module\. Closest names: \['net\.blocks.*Largest modules: \['net'",
         ),
         ({"keep_on_gpu": ["net.haed"]}, r"keep_on_gpu='net\.haed' matches nothing.*net\.head"),
-        ({"layers": [nn.Conv2d]}, r"layers= names the class Conv2d, which is not in the module\. It has: .*Stack"),
+        (
+            {"layers": [nn.Conv2d]},
+            r"layers= names the class Conv2d, which is not in the module\. Expected one of .*Stack",
+        ),
         ({"layers": ["net.blocks.*", "net.blocks.0.inner"]}, r"Overlapping layers: 'net\.blocks\.0\.inner' is inside"),
         (
             {"layers": ["net.head"], "keep_on_gpu": ["net.head"]},

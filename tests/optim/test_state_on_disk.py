@@ -408,7 +408,7 @@ def test_host_memory_that_does_not_suffice_is_refused(
     with pytest.raises(MemoryError, match=r"Host memory is 63.0 KiB too small for the process") as raised:
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path, host_memory=given))
     assert f": {remedy}." in str(raised.value)
-    assert re.search(r"the process, which itself takes \d+\.\d [MG]iB, for what", str(raised.value))
+    assert re.search(r"the process, which itself takes \d+\.\d [MG]iB, for data", str(raised.value))
     assert raised.value.__suppress_context__ or raised.value.__context__ is None
     ours = [
         frame.name

@@ -86,12 +86,12 @@ def test_what_cannot_share_is_told_before_work() -> None:
 
     base = SharedBase()
     base.map(learn, [1e-3])
-    with pytest.raises(ValueError, match="this trial computes on meta, one before it on cpu"):
+    with pytest.raises(ValueError, match="this one on meta, an earlier one on cpu"):
         base.wrap(on_another_device)()
     for before in (trainer_of_before, strategy_of_before):
         with pytest.raises(RuntimeError, match="was made outside of it"):
             base.wrap(before)()
-    with pytest.raises(RuntimeError, match="cannot begin inside of another"):
+    with pytest.raises(RuntimeError, match="was started inside another trial"):
         base.wrap(inside)()
     for wrong in (0, -1, 1.5, True, "2"):
         with pytest.raises(ValueError, match="has to be a number of at least 1"):

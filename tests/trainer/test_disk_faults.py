@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from sp_lightning import SuperpipelineStrategy
 from sp_lightning.store.direct_file import ScratchFile
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
@@ -155,11 +154,6 @@ def test_memory_that_is_called_a_disk_is_named(
     with caplog.at_level(logging.INFO, logger=log.name):
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
     assert "is on a tmpfs, which is host memory and no disk. It saves none: name a folder on a drive." in caplog.text
-
-
-def test_host_memory_without_a_disk_is_refused() -> None:
-    with pytest.raises(ValueError, match="host_memory= needs disk="):
-        SuperpipelineStrategy(host_memory="8GiB")
 
 
 def _trains(folder: Path, checkpoints: Path) -> None:

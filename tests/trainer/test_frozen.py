@@ -128,7 +128,7 @@ def test_other_weights_are_refused(save_frozen: bool, tmp_path: Path) -> None:
         module.net.trunk = module.net.__dict__["_modules"].pop("stem")
         return module
 
-    with pytest.raises(RuntimeError, match=r"'net.stem.weight'.*none of that name"):
+    with pytest.raises(RuntimeError, match=r"'net.stem.weight'.*no weight of that name"):
         train(superpipeline(save_frozen=save_frozen), make=renamed, ckpt_path=tmp_path / "a.ckpt")
 
 

@@ -498,6 +498,14 @@ def test_more_than_the_host_has(tmp_path: Path, monkeypatch: Any) -> None:
         )
 
 
+def test_more_than_host_memory_without_a_disk(tmp_path: Path, monkeypatch: Any) -> None:
+    save_model(Stack(), str(tmp_path / "net.safetensors"))
+    monkeypatch.setattr(host_memory, "resident_bytes", lambda: 2**30)
+    strategy = superpipeline(load_weights_from=tmp_path / "net.safetensors", host_memory=2**30 + 96 * 2**20)
+    with pytest.raises(MemoryError, match=r'host_memory="1120MiB" is too little: .* for the weights'):
+        start(strategy, on_meta(lambda: Module(Stack()))())
+
+
 # ---------------------------------------------------------------------- memory
 
 SET_UP = """

@@ -14,10 +14,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.plugins.precision import BitsandbytesPrecision, MixedPrecision, TransformerEnginePrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import sp_lightning
@@ -99,12 +98,8 @@ def with_checkout() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(sp_lightning.__file__).parent.parent)}
 
 
-def test_one_strategy_has_one_trainer_and_a_name_as_many_as_it_likes() -> None:
+def test_a_registered_name_serves_many_trainers() -> None:
     """What examples/guide/options.md says about options and several trainers."""
-    strategy = SuperpipelineStrategy(k=4)
-    trainer_for(strategy)
-    with pytest.raises(MisconfigurationException, match="accelerator set through both strategy class and accelerator"):
-        trainer_for(strategy)
     StrategyRegistry.register("my_superpipeline", SuperpipelineStrategy, k=4)
     try:
         trainers = [trainer_for("my_superpipeline") for _ in range(2)]
@@ -282,3 +277,22 @@ def test_its_repr_shows_the_options_that_were_given() -> None:
     strategy = SuperpipelineStrategy(k=2, layers="net.*", activations="keep")
     assert repr(strategy) == "SuperpipelineStrategy(k=2, activations='keep', layers=('net.*',))"
     assert repr(SuperpipelineStrategy()) == "SuperpipelineStrategy()"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"accelerator": "cpu"}, {}, {"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, {"devices": 2}],
+    ids=str,
+)
+def test_a_strategy_in_two_trainers_is_refused(settings: dict[str, Any]) -> None:
+    """Lightning said "accelerator set through both strategy class and accelerator flag", or took the first one's precision."""
+    strategy = SuperpipelineStrategy(k=3)
+    settings = {"accelerator": "cpu", **settings} if "devices" in settings else settings
+    first = pl.Trainer(strategy=strategy, logger=False, **settings)
+    with pytest.raises(
+        RuntimeError,
+        match=r"one strategy object belongs to one Trainer\. Use .*Trainer\(strategy=SuperpipelineStrategy\(k=3\)\)\.",
+    ):
+        pl.Trainer(strategy=strategy, logger=False, **settings)
+    assert first.strategy is strategy
+    assert strategy.accelerator is not None

@@ -102,6 +102,19 @@ def test_too_little_memory_for_all_processes_is_refused_on_each(tmp_path: Path) 
     assert "Host memory is" in str(second)
 
 
+def cap(host_memory: str) -> None:
+    fit(Net, vectors(4), SuperpipelineStrategy(host_memory=host_memory), devices=2)
+
+
+@pytest.mark.rest("as with a disk, in the first tier")
+def test_without_a_disk_too_little_memory_is_refused_on_each() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        in_ranks(2, cap, "100MiB")
+    for error in caught.value.errors:
+        assert 'host_memory="100MiB" is too little' in str(error)
+    in_ranks(2, cap, "16GiB")
+
+
 def room(disk: str, held: int) -> list[int | None]:
     """What host memory leaves for state while the last process holds so many bytes."""
     memory = torch.ones(held * (rank() == 1), dtype=torch.uint8)

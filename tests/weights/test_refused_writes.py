@@ -96,7 +96,7 @@ def test_other_dtypes_outside_a_step_are_named() -> None:
             self.net(torch.ones(2, 16).double())
 
     with pytest.raises(
-        RuntimeError, match=r"'net\.stem\.weight' was torch\.float32 .* is torch\.float64 .*between two batches"
+        RuntimeError, match=r"'net\.stem\.weight' is torch\.float64 .*Expected torch\.float32 .*between two batches"
     ):
         start(superpipeline(), Doubles(Stack()))
 

@@ -28,7 +28,7 @@ def test_unseen_writes_on_the_device_are_looked_for(how: str, resident: list[str
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_unseen_writes_on_the_host_are_refused(activations: Any) -> None:
     strategy = superpipeline(k=1, k_prime=1, activations=activations, debug_writes=True)
-    with pytest.raises(RuntimeError, match=r"'net\.1\.second\.weight' was written within a step by a way.*its module"):
+    with pytest.raises(RuntimeError, match=r"'net\.1\.second\.weight' was written within a step in a way.*its module"):
         fit(lambda: WritesUnseen("reference"), vectors(), strategy)
 
 

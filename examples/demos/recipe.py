@@ -1,4 +1,4 @@
-"""What recipes do alike: options of a run, checks of them, the trainer, the folder for results, plain training's memory."""
+"""Common parts of the demonstrations: options of a run, checks of them, the trainer, the output folder, plain memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressB
 from lightning.pytorch.loggers import Logger
 from transformers.utils.logging import disable_progress_bar
 
-from examples.console import ConsoleLogger, steps_per_second
+from examples.demos.console import ConsoleLogger, steps_per_second
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.plan.activation_policy import Activations
 
@@ -29,7 +29,7 @@ HOLDS_PREDICTION = "weights"
 def add_run_options(
     parser: argparse.ArgumentParser, name: str, *, training: bool = True, planned: bool = False
 ) -> None:
-    """The options that every recipe has; ``name`` is the default output's. Some may be chosen by a plan instead: then None."""
+    """Adds the common options; ``name`` is of the default output. Those that a plan may choose default to None."""
     add = parser.add_argument
     default = "as planned" if planned else "%(default)s"
     add("--k", type=int, help="layers usable on the device at once; more is faster (default: what fits and is fastest)")
@@ -103,7 +103,7 @@ def prepare_output(output: Path, *folders: str) -> list[Path]:
 
 
 def devices(options: argparse.Namespace) -> int:
-    """How many devices train together; one, in recipes that have no such option."""
+    """How many devices train together; one, in demonstrations without that option."""
     return getattr(options, "devices", 1)
 
 
@@ -185,7 +185,7 @@ def cuda_peak(trainer: pl.Trainer) -> int:
 
 
 def run(main: Callable[[], Any]) -> None:
-    """From the command line. A recipe prints its plan once; the strategy would show it in each of its runs."""
+    """From the command line. A demonstration prints its plan once; the strategy would show it in each of its runs."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     disable_progress_bar()  # of loading weights
     main()

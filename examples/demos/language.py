@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from examples.text import VOCABULARY
+from examples.demos.text import VOCABULARY
 
 HEAD = 32  # numbers per attention head of the small Llama
 WIDTH, LAYERS = 128, 6  # of the small Llama, where nothing else is said
@@ -57,7 +57,7 @@ def small_llama(
     Args:
         layers: transformer blocks.
         hidden: width, a multiple of 32.
-        vocabulary: tokens; ``examples.text.load_tokenizer()`` has as many as the default.
+        vocabulary: tokens; ``examples.demos.text.load_tokenizer()`` has as many as the default.
         longest: tokens that it reads at most.
         end: the token that ends a text, and fills up short ones.
     """

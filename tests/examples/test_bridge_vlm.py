@@ -1,4 +1,4 @@
-"""``finetune_vlm.py --trained bridge``: what is frozen costs no gradients, no optimizer state, and no way back."""
+"""``bridge_vlm.py --trained bridge``: what is frozen costs no gradients, no optimizer state, and no way back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 from transformers import SiglipVisionConfig
 
-from examples import finetune_vlm
-from examples.finetune_vlm import Bridge, Captioner, Captions, Pair, small_llava, small_processor
-from examples.language import small_llama
+from examples.demos import bridge_vlm
+from examples.demos.bridge_vlm import Bridge, Captioner, Captions, Pair, small_llava, small_processor
+from examples.demos.language import small_llama
 from tests.support.runs import Outcome, Recorded, assert_same, fit, fused, superpipeline
 from tests.support.tiers import first
 
@@ -86,7 +86,7 @@ def test_only_the_bridge_and_the_soft_token_have_gradients_and_state() -> None:
     names = {id(p): name for name, p in outcome.module.named_parameters()}
     assert [names[id(p)] for p in optimizer.state] == TRAINED
     # two moments of each, and a count of steps
-    assert finetune_vlm.optimizer_bytes(outcome.trainer) == 2 * trained_bytes(outcome) + 4 * len(TRAINED)
+    assert bridge_vlm.optimizer_bytes(outcome.trainer) == 2 * trained_bytes(outcome) + 4 * len(TRAINED)
     assert strategy.ledger.state == 2 * trained_bytes(outcome)
 
 
@@ -163,7 +163,7 @@ def test_a_model_without_clip_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1
     )
     with pytest.raises(SystemExit):  # which is before any work: the folder has no weights
-        finetune_vlm.main([*folders(tmp_path, config), "--trained", "bridge", "--output", str(tmp_path / "run")])
+        bridge_vlm.main([*folders(tmp_path, config), "--trained", "bridge", "--output", str(tmp_path / "run")])
     assert "LlavaForConditionalGeneration has no vision_tower of CLIP" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -172,9 +172,9 @@ def test_a_model_without_clip_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 def test_the_recipe_says_what_a_bridge_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(finetune_vlm, "CAPTIONED", 2)
+    monkeypatch.setattr(bridge_vlm, "CAPTIONED", 2)
     arguments = [*folders(tmp_path, small_llava(PROCESSOR)), "--steps", "8"]
-    result = finetune_vlm.main([*arguments, "--trained", "bridge", "--output", str(tmp_path / "run")])
+    result = bridge_vlm.main([*arguments, "--trained", "bridge", "--output", str(tmp_path / "run")])
     said = capsys.readouterr().out
     assert result.last_loss < result.first_loss
     assert result.trained < 0.02 * result.parameters
@@ -184,11 +184,11 @@ def test_the_recipe_says_what_a_bridge_costs(
     assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
     assert f"  {result.drained_bytes:>15,} bytes  to the host: gradients\n" in said
     assert result.model == tmp_path / "run" / "bridge", "and not among the model's own files"
-    saved = torch.load(result.model / finetune_vlm.BRIDGE, weights_only=True)
+    saved = torch.load(result.model / bridge_vlm.BRIDGE, weights_only=True)
     assert [f"model.{name}" for name in saved] == TRAINED
     assert 4 * sum(p.numel() for p in saved.values()) == 4 * result.trained
 
-    full = finetune_vlm.main([*arguments, "--optimizer-on", "gpu", "--output", str(tmp_path / "full")])
+    full = bridge_vlm.main([*arguments, "--optimizer-on", "gpu", "--output", str(tmp_path / "full")])
     assert full.trained == full.parameters
     assert full.drained_bytes > 50 * result.drained_bytes
     assert full.taken_bytes > 2 * full.drained_bytes

@@ -1,4 +1,4 @@
-"""What recipes show: the loss as it goes, and at the end the memory beside plain training's."""
+"""What demonstrations show: the loss as it goes, and at the end the memory beside plain training's."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def say_speed(ours: float, plain: float, unit: str) -> None:
 
 
 def say_memory(plan: Plan, *, counted: int, plain: int, holds: str, allocated: int = 0) -> None:
-    """The comparison that the recipes are for; all in bytes.
+    """Prints the comparison of peak memory; all in bytes.
 
     Args:
         plan: what the strategy decided.

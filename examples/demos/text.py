@@ -5,12 +5,16 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from examples.generate_llm import PROMPTS
 
 VOCABULARY = 1024  # tokens of a tokenizer that is made here
 HELD_OUT = 20  # one window in so many is for validation
@@ -188,3 +192,21 @@ class TextData(pl.LightningDataModule):
 
     def val_dataloader(self) -> Batches:
         return in_order(self.held_out, batch_size=self.batch_size, most=VALIDATION_BATCHES).of(self.trainer)
+
+
+class PromptData(pl.LightningDataModule):
+    """Prompts for Lightning's CLI (``examples/configs/predict_llm.yaml``).
+
+    Args:
+        file: UTF-8, one prompt per line; None for those of ``generate_llm.py``.
+        batch_size: prompts at once.
+    """
+
+    def __init__(self, file: Path | None = None, batch_size: int = 4) -> None:
+        super().__init__()
+        self.file, self.batch_size = file, batch_size
+
+    def predict_dataloader(self) -> Any:
+        lines = PROMPTS if self.file is None else self.file.read_text(encoding="utf-8").splitlines()
+        rows: Any = [{"prompt": line} for line in lines if line.strip()]
+        return DataLoader(rows, batch_size=self.batch_size, collate_fn=list)

@@ -1,0 +1,200 @@
+"""The recipe for mixtures of experts: bitwise as plain Lightning, resumed runs, the router's loss, adapters, wrong input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from examples import finetune_moe
+from tests.support.tiers import first
+
+TINY: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1024, "hidden_size": 32,
+    "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+    "num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 1024, "hidden_size": 32,
+    "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_local_experts": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Trained on a part of the default data."""
+    rows = list(itertools.islice(finetune_moe.python_functions(), 100))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune_moe, "python_functions", lambda: rows)
+        return finetune_moe.small_tokenizer()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with configs, and rows of both kinds in ``rows.jsonl``."""
+    monkeypatch.setattr(finetune_moe, "small_tokenizer", lambda: tokenizer)
+    for name, config in (("qwen", TINY), ("mixtral", MIXTRAL), ("llama", LLAMA)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    rows = [{"prompt": "2 + 2 =", "completion": " 4"}, {"text": "A text. " * 8}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows * 20))
+    return tmp_path
+
+
+def run(folder: Path, output: str, *more: str) -> Path:
+    """Trains in float32 on the CPU, and returns the output folder."""
+    if "--model" not in more:
+        more = ("--model", str(folder / "qwen.json"), *more)
+    size = ["--length", "16", "--batch-size", "2", "--accumulate-grad-batches", "2", "--lr", "1e-2", "--every", "2"]
+    run_on = ["--precision", "32-true", "--accelerator", "cpu"]
+    arguments = ["--data", str(folder / "rows.jsonl"), *size, *run_on, "--output", str(folder / output), *more]
+    finetune_moe.main(arguments)
+    return folder / output
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder / "model").state_dict())
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def losses(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+
+
+@pytest.mark.parametrize(
+    "more",
+    first(
+        [[], ["--no-gradient-checkpointing"], ["--precision", "bf16-mixed"], ["--aux", "0"], ["--model", "mixtral"]],
+        [],
+        why="the recipe's other options",
+    ),
+    ids=" ".join,
+)
+def test_weights_are_bitwise_those_of_plain_lightning(
+    more: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "mixtral" in more:
+        more = ["--model", str(folder / "mixtral.json")]
+    ours = run(folder, "ours", "--steps", "4", *more)
+    said = losses(capsys)
+    plain = run(folder, "plain", "--steps", "4", "--strategy", "auto", *more)
+    assert said == losses(capsys)
+    assert [line.split()[1] for line in said] == ["0/4", "2/4", "4/4"]
+    assert all(("aux_loss" in line) == ("--aux" not in more) for line in said[1:])
+    assert (ours / "logs" / "version_0" / "metrics.csv").read_text() == (
+        plain / "logs" / "version_0" / "metrics.csv"
+    ).read_text()
+    assert_same(weights(ours), weights(plain))
+
+
+@pytest.mark.rest("the recipe for language models resumes in the first tier")
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(folder, "whole", "--steps", "6")
+    step = finetune_moe.FineTune.training_step
+
+    def stops(self: finetune_moe.FineTune, *batch: Any) -> Tensor:
+        if self.global_step == 5:
+            raise RuntimeError("the power fails")
+        return step(self, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_moe.FineTune, "training_step", stops)
+        with pytest.raises(RuntimeError, match="the power fails"):
+            run(folder, "part", "--steps", "6")
+    last = folder / "part" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 4
+    assert_same(weights(run(folder, "part", "--steps", "6", "--resume", str(last))), weights(whole))
+
+
+def test_the_router_learns_from_the_auxiliary_loss(folder: Path, tokenizer: Any) -> None:
+    """With a model whose loss is constant, only the auxiliary loss has gradients."""
+    arguments = ["--model", str(folder / "qwen.json"), "--precision", "32-true", "--length", "16", "--aux", "0.5"]
+    options = finetune_moe.make_parser().parse_args([*arguments, "--no-gradient-checkpointing"])
+    config, _ = finetune_moe.read_config(options)
+    module = finetune_moe.FineTune(finetune_moe.load_model(options, config), 1e-3, 4, options.aux)
+    torch.nn.init.zeros_(module.model.lm_head.weight)
+    window = finetune_moe.pack([{"text": "word " * 40}], tokenizer, 16)[0]
+    out = module({name: value[None] for name, value in window.items()})
+    torch.testing.assert_close(out.loss, torch.tensor(1024.0).log() + 0.5 * out.aux_loss)
+    assert out.aux_loss >= 2  # experts per token
+    out.loss.backward()
+    router = module.model.model.layers[0].mlp.gate.weight
+    assert router.grad is not None
+    assert router.grad.any()
+
+
+@pytest.mark.rest("the first tier trains every weight")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lora_trains_attention_only(folder: Path, precision: str) -> None:
+    base = run(folder, "base", "--steps", "2") / "model"
+    arguments = ["--model", str(base), "--lora", "4", "--steps", "3", "--precision", precision]
+    ours, plain = run(folder, "ours", *arguments), run(folder, "plain", *arguments, "--strategy", "auto")
+    saved = torch.load(ours / "last.ckpt", weights_only=True)["state_dict"]
+    assert saved
+    assert all("lora_" in name and "self_attn" in name for name in saved)
+    adapters = [
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), each / "adapter").state_dict()
+        for each in (ours, plain)
+    ]
+    assert_same(*adapters)
+    assert any(bool(adapters[0][name].any()) for name in adapters[0] if "lora_B" in name)
+
+
+def test_only_the_completion_counts(tokenizer: Any) -> None:
+    tokens, labels = finetune_moe.encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer)
+    assert tokenizer.decode(tokens) == "2 + 2 = 4<|end|>"
+    assert tokenizer.decode([label for label in labels if label != finetune_moe.IGNORED]) == " 4<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "no.jsonl"], "--data no.jsonl: not found"),
+        (["--data", "."], "found a folder. Expected a .jsonl file"),
+        (["--data", "qwen.json"], "found .json. Expected a .jsonl file"),
+        (["--data", "columns.jsonl"], 'row 2: found the columns question. Expected "prompt"'),
+        (["--data", "broken.jsonl"], "line 1: not JSON"),
+        (["--data", "short.jsonl"], "has 0 training windows. Expected at least 8"),
+        (["--model", "/no/such/model"], "--model /no/such/model: not found"),
+        (["--model", "llama.json"], "a llama model, which has no auxiliary router loss"),
+        (["--length", "65"], "reads at most 64 tokens. For example: --length 64"),
+        (["--steps", "0"], "--steps 0: expected a number above 0"),
+        (["--aux", "-1"], "--aux -1.0: expected 0 or more"),
+        (["--resume", "no.ckpt"], "--resume no.ckpt: not found"),
+        (["--output", "rows.jsonl"], "--output rows.jsonl: expected a folder, got a file"),
+    ],
+    ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
+)
+def test_errors_in_the_input_are_reported_before_any_work(
+    arguments: list[str],
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("columns.jsonl").write_text('{"text": "fine"}\n{"question": "Why?"}\n')
+    Path("broken.jsonl").write_text("not json\n")
+    Path("short.jsonl").write_text('{"text": "short"}\n')
+    with pytest.raises(SystemExit) as stop:
+        finetune_moe.main(
+            ["--model", "qwen.json", "--data", "rows.jsonl", "--length", "16", "--output", "run", *arguments]
+        )
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not Path("run").exists()
