@@ -20,7 +20,7 @@ from sp_lightning.comparison.record import Compared, Difference, compare, unrepe
 from sp_lightning.comparison.report import Report, RunFigures
 from sp_lightning.comparison.runs import STOPPED, RunResult, RunVariant, root_device, run, undisturbed
 from sp_lightning.comparison.subject import Factory, NotRunError, Subject
-from sp_lightning.device.accelerator import device_for
+from sp_lightning.device.accelerator import plain_steps_on
 from sp_lightning.optim.like_gpu import LikeGpu
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.host_memory import available_bytes
@@ -140,7 +140,7 @@ class _Checking:
     def _plain_steps(self, options: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
         """Where plain Lightning's optimizers step, and how: as :class:`RunVariant` has it."""
         given, on_device = options.get("fused_optimizer", "auto"), options.get("optimizer_on") == "gpu"
-        gpu = device_for(self._device).plain_steps_on
+        gpu = plain_steps_on(self._device)
         like = None if gpu is None or given is False or on_device else LikeGpu(gpu, fuse=given is True)
         return {"fuse": _is_fused(options, variants, self._device), "like": like, "on_device": on_device}
 

@@ -39,7 +39,7 @@ class Accelerator(Device):
         if device.index is None:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         super().__init__(device)
-        self.plain_steps_on = device if device.type == "cuda" else None
+        self.plain_steps_on = plain_steps_on(device)
         self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE)}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
         # torch counts memory per process. For a trial: bytes of the other trials, and the peak of its earlier turns.
@@ -254,6 +254,11 @@ def name_of(device: Device) -> str | None:
     """What an accelerator is called by its maker; None for the CPU."""
     there = device.device
     return None if device.computes_on_host else str(torch.get_device_module(there).get_device_name(there))
+
+
+def plain_steps_on(device: torch.device) -> torch.device | None:
+    """The GPU on which plain Lightning's optimizer steps by formulas that are known: CUDA's (and those of ROCm that equal them)."""
+    return device if device.type == "cuda" else None
 
 
 def device_for(device: torch.device) -> Device:

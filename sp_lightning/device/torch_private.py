@@ -614,6 +614,8 @@ FEATURES = {
     "copy_each": "every run: uploads and downloads",
     "FUSED_STEPS": 'fused optimizers layer by layer (optimizer_overlap="forward", "backward")',
     "second_level_cache": "the size of pieces in updates on the CPU",
+    "step_as_torch": "CPU optimizer steps with the bits of the GPU",
+    "foreach_norm": "norms for clipping with the bits of the GPU",
     "fused_sgd_step": "fused SGD of 16-bit weights",
     "gradient_hooks": "tensor.register_hook on weights",
     "accumulation_hooks": "register_post_accumulate_grad_hook on weights",
