@@ -257,7 +257,7 @@ def name_of(device: Device) -> str | None:
 
 
 def plain_steps_on(device: torch.device) -> torch.device | None:
-    """The GPU on which plain Lightning's optimizer steps by formulas that are known: CUDA's (and those of ROCm that equal them)."""
+    """The GPU on which plain Lightning's optimizer steps by formulas that are known (CUDA, and ROCm where it has the same)."""
     return device if device.type == "cuda" else None
 
 

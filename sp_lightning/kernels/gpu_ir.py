@@ -15,7 +15,7 @@ import torch
 from llvmlite import ir
 
 from sp_lightning.kernels.gpu_sizes import EACH, THREADS, WARP
-from sp_lightning.kernels.ir import F16, F32, I64, PLACE, Elements, Kernel, Value, update
+from sp_lightning.kernels.ir import AHEAD, F16, F32, I32, I64, MEMORY, PLACE, Elements, Kernel, Value, update
 from sp_lightning.kernels.variants import RECIPES, GpuNormArguments, GpuNormRecipe, Variant
 
 
@@ -165,8 +165,10 @@ def _sums(dtype: torch.dtype, recipe: GpuNormRecipe) -> str:
     """
     kernel, width, stripe = Kernel(GpuNormArguments), 8, THREADS * EACH
     # An address has no type, as those of the arguments.
-    memory = (kernel.ptrtoint(kernel.alloca(ir.ArrayType(F32, size)), I64) for size in (stripe, THREADS))
-    sums, of_threads = (kernel.inttoptr(each, PLACE) for each in memory)
+    memory = [kernel.alloca(ir.ArrayType(F32, size)) for size in (stripe, THREADS)]
+    for each_one in memory:
+        each_one.align = 64  # no vector lies in two lines of the cache
+    sums, of_threads = (kernel.inttoptr(kernel.ptrtoint(each_one, I64), PLACE) for each_one in memory)
     variant = Variant("sgd", dtype, None, 0, maximize=False, decays=False)  # which widens gradients in the same way
     vector = ir.VectorType(F32, width)
 
@@ -203,6 +205,8 @@ def _sums(dtype: torch.dtype, recipe: GpuNormRecipe) -> str:
             kernel.loop(I64(0), I64(stripe), 8 * width, lambda at: several(begin, at))
 
         def several(begin: Value, at: Value) -> None:
+            ahead = kernel.at(kernel.given["gradient"], kernel.add(kernel.add(begin, at), I64(AHEAD)), MEMORY[dtype])
+            kernel.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, *map(I32, (0, 3, 1)))
             for more in range(0, 8 * width, width):
                 here = kernel.add(at, I64(more))
                 add(width, here, kernel.add(begin, here))

@@ -47,16 +47,17 @@ def norms_like(device: torch.device, gradients: Sequence[Tensor]) -> list[Tensor
 
 
 def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
+    where = [(each.data_ptr(), each.element_size(), each.numel()) for each in gradients]
     chunks = [
-        (each.data_ptr() + begin * each.element_size(), min(CHUNK, each.numel() - begin), each.numel() % EACH == 0)
-        for each in gradients
-        for begin in range(0, each.numel(), CHUNK)
+        (place + begin * size, min(CHUNK, count - begin), count % EACH == 0)
+        for place, size, count in where
+        for begin in range(0, count, CHUNK)
     ]
     sums, many = torch.empty(len(chunks), dtype=torch.float32, device="cpu"), ctypes.c_int64 * len(chunks)
     places, counts, in_fours = (many(*column) for column in zip(*chunks, strict=True)) if chunks else (many(),) * 3
     given = GpuNormArguments(*map(ctypes.addressof, (places, counts, in_fours)), sums.data_ptr())
     kernel.run(len(chunks), 1, given)
-    of_each = sums.split([-(-each.numel() // CHUNK) for each in gradients])
+    of_each = sums.split([-(-count // CHUNK) for *_, count in where])
     # torch's root of several numbers is not always the nearest one (MKL's); one in double precision, rounded again, is.
     roots = [math.sqrt(each) for each in _added(of_each).tolist()]
     return list(torch.tensor(roots, dtype=torch.float32, device="cpu").unbind())
@@ -108,7 +109,8 @@ def _agrees(device: torch.device, dtype: torch.dtype, kernel: Compiled, _: GpuNo
 def sample(dtype: torch.dtype) -> list[Tensor]:
     """Gradients of many sizes, with usual, small and large numbers."""
     generator, gradients = torch.Generator("cpu").manual_seed(0), list[Tensor]()
-    for count in (*_COUNTS, _MANY):  # users may have set another default dtype or device
+    # How chunks are added up does not depend on the dtype. Users may have set another default dtype or device.
+    for count in (*_COUNTS, *[_MANY] * (dtype is torch.float32)):
         drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
         gradients += [(drawn * scale).to(dtype) for scale in ((1.0,) if count == _MANY else (1.0, 1e-21, 3e-4, 1e15))]
     return gradients

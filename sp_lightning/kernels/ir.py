@@ -16,12 +16,12 @@ from llvmlite import binding, ir
 from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, NormArguments, NormRecipe, Recipe, Variant
 
 Value = Any  # of llvmlite, which has no types
-F16, F32, _I8, _I16, _I32, I64 = ir.HalfType(), ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
+F16, F32, _I8, _I16, I32, I64 = ir.HalfType(), ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
 PLACE = ir.PointerType()
 _GIVEN = {ctypes.c_void_p: PLACE, ctypes.c_int64: I64, ctypes.c_float: F32}
-_MEMORY = {torch.float32: F32, torch.float16: F16, torch.bfloat16: _I16}
+MEMORY = {torch.float32: F32, torch.float16: F16, torch.bfloat16: _I16}
 _BYTES = {F32: 4, F16: 2, _I16: 2}
-_AHEAD = 2048  # elements of a gradient that are fetched from memory before they are read
+AHEAD = 2048  # elements of a gradient that are fetched from memory before they are read
 
 
 class Kernel(ir.IRBuilder):
@@ -98,7 +98,7 @@ class Elements:
         self._width = width
         self._index = index
         self._last = width == 1
-        self._float, self._int, self._short = map(self._of, (F32, _I32, _I16))
+        self._float, self._int, self._short = map(self._of, (F32, I32, _I16))
 
     def _of(self, kind: Value) -> Value:
         return kind if self._last else ir.VectorType(kind, self._width)
@@ -108,7 +108,7 @@ class Elements:
         number, nothing = self._kernel.given[name], ir.Constant(self._float, ir.Undefined)
         if self._last:
             return number
-        first = self._kernel.insert_element(nothing, number, _I32(0))
+        first = self._kernel.insert_element(nothing, number, I32(0))
         return self._kernel.shuffle_vector(first, nothing, ir.Constant(self._int, None))
 
     def _bits(self, number: int) -> Value:
@@ -116,7 +116,7 @@ class Elements:
 
     def _load(self, name: str, dtype: torch.dtype) -> Value:
         """Reads elements in a dtype, as float32."""
-        kernel, kind = self._kernel, _MEMORY[dtype]
+        kernel, kind = self._kernel, MEMORY[dtype]
         value = kernel.load(kernel.at(kernel.given[name], self._index, kind), align=_BYTES[kind], typ=self._of(kind))
         return self._widened(value, dtype)
 
@@ -277,10 +277,10 @@ def update(variant: Variant, recipe: Any, write: Callable[..., Elements] = Eleme
             made.append((elements, elements.update()))
         for more in range(0, BLOCK if variant.cast else 0, 2 * width):
             low, high = (elements.cast(weight) for elements, weight in made[more // width :][:2])
-            order = ir.Constant(ir.VectorType(_I32, 2 * width), list(range(2 * width)))
+            order = ir.Constant(ir.VectorType(I32, 2 * width), list(range(2 * width)))
             place = kernel.at(kernel.given["cast"], kernel.add(index, I64(more)), _I16)
             stored = kernel.store(kernel.shuffle_vector(low, high, order), place, align=4 * width)
-            stored.set_metadata("nontemporal", kernel.module.add_metadata([_I32(1)]))
+            stored.set_metadata("nontemporal", kernel.module.add_metadata([I32(1)]))
 
     def some(width: int, index: Value) -> None:
         elements = write(kernel, variant, recipe, width, index)
@@ -315,8 +315,8 @@ def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
         kernel.store(kernel.select(fused, once, twice), to)
 
     def of_vector(index: Value) -> None:
-        ahead = kernel.at(kernel.given["gradient"], kernel.add(index, I64(_AHEAD)), _I16)
-        kernel.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, *map(_I32, (0, 3, 1)))
+        ahead = kernel.at(kernel.given["gradient"], kernel.add(index, I64(AHEAD)), _I16)
+        kernel.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, *map(I32, (0, 3, 1)))
         add(width, sums, ir.IntType(1)(recipe.vectors), index)
 
     def of_one(fours: Value, index: Value) -> None:
@@ -332,7 +332,7 @@ def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
         kernel.store(ir.Constant(vector, None), sums)
         begin = kernel.loop(I64(0), vectors, width, of_vector)
         lanes = kernel.load(sums, typ=vector)
-        first, *others = (kernel.extract_element(lanes, _I32(lane)) for lane in range(width))
+        first, *others = (kernel.extract_element(lanes, I32(lane)) for lane in range(width))
         kernel.store(reduce(kernel.fadd, others, first), total)
         kernel.loop(begin, count, 1, partial(of_one, fours))
         root = kernel.intrinsic("llvm.sqrt.f32", F32, kernel.load(total, typ=F32))

@@ -44,8 +44,10 @@ class StreamingStrategy(LoopStrategy):
     """Trains and runs an unchanged LightningModule whose model is larger than the GPU's memory.
 
     Weights, gradients and optimizer state are in host memory. The model's layers are copied to ``k + k_prime`` slots of GPU
-    memory while they run. Results are bitwise those of plain Lightning with the same optimizer on the CPU. The method is
-    Superpipeline, arXiv 2410.08791.
+    memory while they run. The method is Superpipeline, arXiv 2410.08791.
+
+    Results are bitwise those of plain Lightning. On a GPU the CPU steps torch's Adam, AdamW, SGD and Adagrad with the GPU's bits,
+    where this GPU confirms the formulas; other optimizers have the last bits of the CPU. ``plan`` says which it is.
 
     With ``Trainer(devices=N)`` each device has its own process and batches, and all of them share one copy of the weights in
     host memory. Gradients are summed layer by layer, and rank 0's optimizer steps for all. Results are those of ``ddp``.
@@ -73,7 +75,10 @@ class StreamingStrategy(LoopStrategy):
             gradients and activations is page-locked then.
         fused_optimizer: run torch's optimizers with ``fused=True`` if they can. It is much faster; the last bits differ.
 
-            - ``"auto"``: on an accelerator, and if ``optimizer_overlap`` is given.
+            - ``"auto"``: on an accelerator, and if ``optimizer_overlap`` is given. Results on a GPU are those of your optimizer
+              as it is.
+            - ``True``: results are those of ``fused=True``.
+            - ``False``: as you made it, with the last bits of the CPU.
 
         optimizer_overlap: when the CPU updates weights. It does not change results.
 
