@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -30,8 +29,6 @@ from sp_lightning.kernels.update import HALVES, Operands, update_in_one_pass
 from sp_lightning.kernels.variants import OPEN, Like, Variant
 
 DTYPES = (torch.float32, *HALVES)
-NO_NUMPY = 200_000
-"""Elements of the largest gradient whose norm is compared where NumPy emulates the GPU."""
 SETTINGS: dict[str, Any] = {
     "lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8, "amsgrad": False, "maximize": False,
 }  # fmt: skip
@@ -68,6 +65,8 @@ def confirmed(device: torch.device, seconds: float) -> rows.Row:
         str(dtype).removeprefix("torch."): "equal" if gpu_norms._confirmed(device, dtype) else "differ"
         for dtype in DTYPES
     }
+    if device.type != "cpu" and norms["float32"] == "equal":
+        norms["of many chunks"] = "equal" if gpu_norms._adds_up_many(device) else "differ"
     return {"formulas": {what: dict(each) for what, each in found.items()}, "norms": norms, "not_compared": left}
 
 
@@ -126,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from tests.support.emulated_gpu import EmulatedGpu
 
         emulated = EmulatedGpu()
-    with cli.orderly(options.out), emulated, mock.patch.object(gpu_norms, "_MANY", _most(options.emulated)):
+    with cli.orderly(options.out), emulated:
         row = {**rows.origin(), "kind": "gpu-bits", "status": "ok", "emulated": options.emulated}
         row |= confirmed(device, options.seconds)
         row |= times(device, int(options.millions * 1e6), options.rounds)
@@ -136,10 +135,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, each in row["nanoseconds_per_parameter"].items():
             print(f"{name}: {each:.3f} ns per parameter")
         rows.append(options.out, row)
-
-
-def _most(emulated: bool) -> int:
-    return min(gpu_norms._MANY, NO_NUMPY) if emulated else gpu_norms._MANY
 
 
 if __name__ == "__main__":

@@ -25,9 +25,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RECIPES = (GpuNormRecipe(fused=True), GpuNormRecipe(fused=False))
 
 
-def has_norms_of(device: torch.device) -> bool:
-    """Whether norms have the bits of a GPU. The first call compares."""
-    return all(_confirmed(device, dtype) is not None for dtype in DTYPES)
+def has_norms_of(device: torch.device, largest: int) -> bool:
+    """Whether norms have the bits of a GPU. The first call compares.
+
+    Args:
+        device: the GPU.
+        largest: elements of the largest gradient. Only for a large one is one as large compared, because that takes memory.
+    """
+    confirmed = all(_confirmed(device, dtype) is not None for dtype in DTYPES)
+    return confirmed and (largest <= THREADS * CHUNK or _adds_up_many(device))
 
 
 def norms_like(device: torch.device, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -91,7 +97,20 @@ def _confirmed(device: torch.device, dtype: torch.dtype) -> Compiled | None:
 _COUNTS = (1, 2, 3, 4, 5, 31, 2047, 2048, 2049, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 8, 1_000_003, *[8200] * 100)
 """Elements of gradients. Whether squares are rounded shows in few norms."""
 _MANY = (THREADS + 3) * CHUNK + 12
-"""Elements of a gradient with more chunks than a block has threads."""
+"""Elements of a gradient with more chunks than a block has threads: 135 MB."""
+
+
+@cache
+def _adds_up_many(device: torch.device) -> bool:
+    """Whether the sums of more chunks than a block has threads are added up as on the GPU, whatever the dtype is."""
+    kernel = _confirmed(device, torch.float32)
+    assert kernel is not None
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+        gradient = torch.randn(
+            _MANY, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+        )
+        (theirs,) = foreach_norm([gradient.to(device)])
+        return torch.equal(_run(kernel, [gradient])[0], theirs.cpu())
 
 
 def _agrees(device: torch.device, dtype: torch.dtype, kernel: Compiled, _: GpuNormRecipe) -> bool:
@@ -109,8 +128,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, kernel: Compiled, _: GpuNo
 def sample(dtype: torch.dtype) -> list[Tensor]:
     """Gradients of many sizes, with usual, small and large numbers."""
     generator, gradients = torch.Generator("cpu").manual_seed(0), list[Tensor]()
-    # How chunks are added up does not depend on the dtype. Users may have set another default dtype or device.
-    for count in (*_COUNTS, *[_MANY] * (dtype is torch.float32)):
+    for count in _COUNTS:  # users may have set another default dtype or device
         drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
-        gradients += [(drawn * scale).to(dtype) for scale in ((1.0,) if count == _MANY else (1.0, 1e-21, 3e-4, 1e15))]
+        gradients += [(drawn * scale).to(dtype) for scale in (1.0, 1e-21, 3e-4, 1e15)]
     return gradients

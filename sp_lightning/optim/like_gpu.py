@@ -76,7 +76,8 @@ class LikeGpu:
             trained = [p for group in optimizer.param_groups for p in group["params"] if may_get_gradients(p)]
             if len({p.dtype for p in trained}) > 1:
                 return "weights have several dtypes"
-        return "" if has_norms_of(self.device) else "no formula has the bits of norms on this GPU"
+        largest = max((p.numel() for p in trained), default=0)
+        return "" if has_norms_of(self.device, largest) else "no formula has the bits of norms on this GPU"
 
     def _against(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
         form = self.of(group).form

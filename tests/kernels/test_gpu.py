@@ -236,17 +236,16 @@ def test_casts_and_factors_leave_the_gpus_bits(part: int) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_have_the_gpus_bits(dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_norms, "_MANY", 200_000)
+def test_norms_have_the_gpus_bits(dtype: torch.dtype, fused: bool) -> None:
     with EmulatedGpu(ALL if fused else ALL - {"norm"}):
-        assert gpu_norms.has_norms_of(CPU)
+        assert gpu_norms.has_norms_of(CPU, 1)
     gradients = [torch.randn(count).to(dtype) for count in (1, 6, 70_000, 131_073)]
     for own, gradient in zip(gpu_norms.norms_like(CPU, gradients), gradients, strict=True):
         assert float(own) == float(norm(gradient.float().numpy(), fused=fused))
 
 
 def test_the_sample_tells_formulas_of_norms_apart() -> None:
-    gradients = gpu_norms.sample(torch.float32)[:-1]
+    gradients = gpu_norms.sample(torch.float32)
     once, twice = (
         torch.stack(gpu_norms._run(Compiled(text(torch.float32, GpuNormRecipe(fused=fused))), gradients))
         for fused in (True, False)
@@ -265,6 +264,18 @@ def test_more_chunks_than_threads_are_added_up_in_two_rounds() -> None:
     assert not torch.equal(found[0], sums[0].sum()) or not torch.equal(found[0], sums[0].flip(0).sum())
 
 
-def test_norms_that_differ_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("many", "equal"), [(3 * 65536, True), (600 * 65536, False)])
+def test_many_chunks_are_compared_if_a_gradient_has_them(
+    many: int, equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This GPU adds up the sums of 600 chunks in another order; the emulator is asked for no norm as large as that."""
     monkeypatch.setattr(gpu_norms, "_MANY", 200_000)
-    assert not gpu_norms.has_norms_of(CPU)  # torch's own on the CPU, which adds up otherwise
+    with EmulatedGpu():
+        assert gpu_norms.has_norms_of(CPU, 512 * 65536)
+        if not equal:
+            monkeypatch.setattr(gpu_norms, "foreach_norm", lambda tensors: [each.norm() * 2 for each in tensors])
+        assert gpu_norms.has_norms_of(CPU, many) is equal
+
+
+def test_norms_that_differ_are_never_used() -> None:
+    assert not gpu_norms.has_norms_of(CPU, 1)  # torch's own on the CPU, which adds up otherwise

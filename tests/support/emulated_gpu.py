@@ -206,8 +206,7 @@ def gpu_device(usual: frozenset[str] = ALL, **options: Any) -> Iterator[list[Sim
     forget()
     try:
         on_gpu = mock.patch.object(SimDevice, "plain_steps_on", torch.device("cpu"))
-        few = mock.patch.object(gpu_norms, "_MANY", 200_000)  # NumPy takes seconds for more
-        with on_gpu, few, simulated(**options) as devices, EmulatedGpu(usual):
+        with on_gpu, simulated(**options) as devices, EmulatedGpu(usual):
             yield devices
     finally:
         forget()
@@ -215,7 +214,7 @@ def gpu_device(usual: frozenset[str] = ALL, **options: Any) -> Iterator[list[Sim
 
 def forget() -> None:
     """Formulas are compared anew."""
-    for cached in (find_confirmed, update._checked, gpu_norms._confirmed):
+    for cached in (find_confirmed, update._checked, gpu_norms._confirmed, gpu_norms._adds_up_many):
         cached.cache_clear()
 
 
