@@ -180,12 +180,12 @@ def test_bad_input_is_refused_before_any_work(
 
 @pytest.mark.parametrize(
     "recipe",
-    [finetune_diffusion, finetune_llm, finetune_speech, finetune_vision],
+    [finetune_diffusion, finetune_llm, finetune_moe, finetune_speech, finetune_vision, finetune_vlm, generate_llm],
     ids=lambda recipe: recipe.__name__.split(".")[-1],
 )
 def test_a_wrong_option_is_reported_before_slow_imports(recipe: ModuleType, tmp_path: Path) -> None:
     assert recipe.__file__ is not None
-    for options, said in (["--lrr", "3"], "unrecognized arguments: --lrr 3"), (["--lr", "0"], "--lr"):
+    for options, said in (["--lrr", "3"], "unrecognized arguments: --lrr 3"), (["--batch-size", "0"], "--batch-size 0"):
         command = [sys.executable, "-X", "importtime", recipe.__file__, *options, "--output", str(tmp_path / "run")]
         ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
         assert ran.returncode == 2

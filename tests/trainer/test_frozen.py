@@ -197,7 +197,9 @@ def test_other_loops_keep_what_fit_has_noted(loop: str, tmp_path: Path) -> None:
     """A checkpoint after them is as one that was saved before, and a run resumes from it."""
     strategy = superpipeline(k=1, save_frozen=False)
     outcome = train(strategy, tmp_path / "before.ckpt")
-    getattr(outcome.trainer, loop)(outcome.module, loader(vectors()), **({} if loop == "predict" else {"verbose": False}))
+    getattr(outcome.trainer, loop)(
+        outcome.module, loader(vectors()), **({} if loop == "predict" else {"verbose": False})
+    )
     outcome.trainer.save_checkpoint(tmp_path / "after.ckpt")
     before, after = saved(tmp_path / "before.ckpt"), saved(tmp_path / "after.ckpt")
     assert set(after["state_dict"]) == HEAD
