@@ -374,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.fit(module, batches, validation, ckpt_path=options.resume)
     last = options.output / "last.ckpt"
     if steps % every:  # the last steps have no validation and no checkpoint yet
-        trainer.save_checkpoint(last)  # before validate, whose set-up ends save_frozen=False
+        trainer.save_checkpoint(last)
         trainer.validate(module, validation, verbose=False)
     seconds = time.perf_counter() - begin
 

@@ -31,6 +31,67 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+# ---------------------------------------------------------------------- options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model", help="hub name, folder, or config.json for random weights (default: a small Qwen3-MoE)")
+    add("--data", type=Path, help=".jsonl file of prompts and completions, or texts (default: Python's docstrings)")
+    add("--length", type=int, default=128, help="tokens per window (%(default)s)")
+    add("--batch-size", type=int, default=8, help="windows per batch (%(default)s)")
+    add("--accumulate-grad-batches", type=int, default=1, help="batches per optimizer step (%(default)s)")
+    add("--epochs", type=float, default=1.0, help="passes over the data (%(default)s)")
+    add("--steps", type=int, help="optimizer steps, in place of --epochs")
+    add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
+    add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 2e-5 with --model, else 2e-3)")
+    add("--aux", type=float, help="factor of the router's auxiliary loss; 0 is off (default: the model's own)")
+    add("--lora", type=int, metavar="RANK", help="train LoRA adapters (PEFT) of attention only, for example 16")
+    add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
+    add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
+    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
+    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
+    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--resume", type=Path, help="last.ckpt of a run with the same options")
+    add("--output", type=Path, default=Path("runs/finetune_moe"), help="(%(default)s)")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the options, and reports errors that show without a model."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    for name in ("length", "batch_size", "accumulate_grad_batches", "epochs", "steps", "every", "lr", "lora"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    if options.aux is not None and options.aux < 0:
+        parser.error(f"--aux {options.aux}: expected 0 or more. For example: --aux 0.001")
+    data, model = options.data, options.model
+    if data and (not data.is_file() or data.suffix != ".jsonl"):
+        found = "found a folder" if data.is_dir() else "not found" if not data.exists() else f"found {data.suffix}"
+        parser.error(f"--data {data}: {found}. Expected a .jsonl file. For example: --data my.jsonl")
+    is_path = model and (model.startswith((".", "/")) or model.endswith(".json") or model.count("/") > 1)
+    if is_path and not Path(model).exists():
+        parser.error(
+            f"--model {model}: not found. Expected a folder, config.json or hub name, for example Qwen/Qwen3-30B-A3B"
+        )
+    if options.resume and options.resume.is_dir():
+        parser.error(
+            f"--resume {options.resume}: expected a file, got a folder. For example: {options.resume}/last.ckpt"
+        )
+    if options.resume and not options.resume.is_file():
+        parser.error(f"--resume {options.resume}: not found. Expected last.ckpt of an earlier run")
+    if options.output.is_file():
+        parser.error(f"--output {options.output}: expected a folder, got a file")
+    return options
+
+
+if __name__ == "__main__":
+    parse()  # reports wrong options before the slow imports that follow; main() reads them again
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -85,9 +146,6 @@ def read_rows(data: Path | None) -> Iterable[dict[str, Any]]:
     if data is None:
         yield from python_functions()
         return
-    if not data.is_file() or data.suffix != ".jsonl":
-        found = "found a folder" if data.is_dir() else "not found" if not data.exists() else f"found {data.suffix}"
-        raise ValueError(f"--data {data}: {found}. Expected a .jsonl file. For example: --data my.jsonl")
     for number, line in enumerate(data.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
         try:
             row = json.loads(line)
@@ -170,18 +228,13 @@ def read_config(options: argparse.Namespace) -> tuple[Any, Any]:
         size |= {"vocab_size": len(tokenizer), "max_position_embeddings": max(length, 256)}
         config: Any = Qwen3MoeConfig(eos_token_id=tokenizer.eos_token_id, **size)
     else:
-        path = Path(model)
-        if not path.exists() and (model.startswith((".", "/")) or model.endswith(".json") or model.count("/") > 1):
-            raise ValueError(
-                f"--model {model}: not found. Expected a folder, config.json or hub name, for example Qwen/Qwen3-30B-A3B"
-            )
         config = AutoConfig.from_pretrained(model)
         longest = getattr(config, "max_position_embeddings", length)
         if length > longest:
             raise ValueError(
                 f"--length {length}: {model} reads at most {longest} tokens. For example: --length {longest}"
             )
-        tokenizer = small_tokenizer() if path.is_file() else AutoTokenizer.from_pretrained(model)
+        tokenizer = small_tokenizer() if Path(model).is_file() else AutoTokenizer.from_pretrained(model)
     if options.aux is None and not hasattr(config, "router_aux_loss_coef"):
         raise ValueError(
             f"--model {model}: a {config.model_type} model, which has no auxiliary router loss (router_aux_loss_coef). "
@@ -229,49 +282,9 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 # ---------------------------------------------------------------------- the run
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--model", help="hub name, folder, or config.json for random weights (default: a small Qwen3-MoE)")
-    add("--data", type=Path, help=".jsonl file of prompts and completions, or texts (default: Python's docstrings)")
-    add("--length", type=int, default=128, help="tokens per window (%(default)s)")
-    add("--batch-size", type=int, default=8, help="windows per batch (%(default)s)")
-    add("--accumulate-grad-batches", type=int, default=1, help="batches per optimizer step (%(default)s)")
-    add("--epochs", type=float, default=1.0, help="passes over the data (%(default)s)")
-    add("--steps", type=int, help="optimizer steps, in place of --epochs")
-    add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
-    add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 2e-5 with --model, else 2e-3)")
-    add("--aux", type=float, help="factor of the router's auxiliary loss; 0 is off (default: the model's own)")
-    add("--lora", type=int, metavar="RANK", help="train LoRA adapters (PEFT) of attention only, for example 16")
-    add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
-    add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
-    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
-    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
-    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
-    add("--seed", type=int, default=0, help="(%(default)s)")
-    add("--resume", type=Path, help="last.ckpt of a run with the same options")
-    add("--output", type=Path, default=Path("runs/finetune_moe"), help="(%(default)s)")
-    return parser
-
-
-def check(options: argparse.Namespace) -> None:
-    for name in ("length", "batch_size", "accumulate_grad_batches", "epochs", "steps", "every", "lr", "lora"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
-    if options.aux is not None and options.aux < 0:
-        raise ValueError(f"--aux {options.aux}: expected 0 or more. For example: --aux 0.001")
-    if options.resume and not options.resume.is_file():
-        raise ValueError(f"--resume {options.resume}: not found. Expected last.ckpt of an earlier run")
-    if options.output.is_file():
-        raise ValueError(f"--output {options.output}: expected a folder, got a file")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = make_parser()
-    options = parser.parse_args(argv)
+    options = parse(argv)
     try:  # reports errors in the input before any work
-        check(options)
         config, tokenizer = read_config(options)
         windows = pack(read_rows(options.data), tokenizer, options.length)
         spacing = max(20, len(windows) // 64)  # one window in 20 is for validation, 64 at most
@@ -288,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if done >= steps:
             raise ValueError(f"--resume {options.resume}: has {done} of {steps} steps. For example: --steps {2 * done}")
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        make_parser().error(str(error))
 
     # The newest transformers have another name for gradient_checkpointing_enable. Data in memory need no workers.
     ignored = "gradient_checkpointing_enable|does not have many workers|Checkpoint directory"
@@ -333,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.fit(module, batches, validation, ckpt_path=options.resume)
     last = options.output / "last.ckpt"
     if steps % every:  # the last steps have no validation and no checkpoint yet
-        trainer.save_checkpoint(last)  # before validate, whose set-up ends save_frozen=False
+        trainer.save_checkpoint(last)
         trainer.validate(module, validation, verbose=False)
 
     saved = options.output / ("adapter" if options.lora else "model")

@@ -366,8 +366,8 @@ def main(argv: Sequence[str] | None = None) -> FineTune:
     trainer.fit(module, batches, validation, ckpt_path=options.resume)
     last = options.output / "last.ckpt"
     if steps % every:  # the last steps have no validation and no checkpoint yet
-        trainer.validate(module, validation, verbose=False)
         trainer.save_checkpoint(last)
+        trainer.validate(module, validation, verbose=False)
     seconds = time.perf_counter() - begin
 
     saved = options.output / ("adapter" if options.lora else "model")

@@ -15,7 +15,7 @@ Time and memory of the second command on a 24 GB card, *estimated* for 100 TFLOP
 
     python -m sp_lightning plan timm.models.vision_transformer:vit_gigantic_patch14_clip_224 --input 64 3 224 224 \\
         --activations recompute --gradient-clip norm --accumulate-grad-batches 2 --gpu-memory 22GiB --host-memory 62GiB
-        # 3.21 s per batch, 19.9 images/s, device memory 6.7 GiB, host memory 31.3 GiB
+        # 3.21 s per batch, 19.9 samples/s, device memory 6.7 GiB, host memory 31.3 GiB
 
 (``--activations recompute`` stands for the model's own gradient checkpointing, which ``plan`` cannot turn on in a model
 of timm.) Smaller models, up to ViT-g with 1.0 B, fit such a card without this strategy (*estimated*): use ``--strategy auto``.

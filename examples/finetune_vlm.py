@@ -29,6 +29,69 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+ROW = 'For example: {"image": "cat.jpg", "question": "What is this?", "answer": "A cat."}'
+
+# ---------------------------------------------------------------------- options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model", help="hub name or folder of a model with a chat template (default: a small LLaVA, random weights)")
+    add("--data", type=Path, help=".jsonl file (default: digits and photographs of scikit-learn)")
+    add("--batch-size", type=int, default=16, help="rows per batch (%(default)s)")
+    add("--accumulate-grad-batches", type=int, default=1, help="batches per optimizer step (%(default)s)")
+    add("--epochs", type=float, default=1.0, help="passes over the data (%(default)s)")
+    add("--steps", type=int, help="optimizer steps, in place of --epochs")
+    add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
+    add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 1e-5 with --model, else 2e-3)")
+    add(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train LoRA adapters (PEFT) outside of the vision tower, for example 16",
+    )
+    add("--freeze-vision", action="store_true", help="do not train the vision tower")
+    add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
+    add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
+    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
+    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
+    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
+    add("--workers", type=int, default=0, help="processes that read images (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--resume", type=Path, help="last.ckpt of a run with the same options")
+    add("--output", type=Path, default=Path("runs/finetune_vlm"), help="(%(default)s)")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the options, and reports errors that show without a model."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    for name in ("batch_size", "accumulate_grad_batches", "epochs", "steps", "every", "lr", "lora"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    data, model = options.data, options.model
+    if data and (not data.is_file() or data.suffix != ".jsonl"):
+        found = "found a folder" if data.is_dir() else "not found" if not data.exists() else f"found {data.suffix}"
+        parser.error(f"--data {data}: {found}. Expected a .jsonl file. {ROW}")
+    if model and not Path(model).is_dir() and (model.startswith((".", "/")) or model.count("/") > 1):
+        parser.error(f"--model {model}: not found. Expected a folder or hub name, for example llava-hf/llava-1.5-7b-hf")
+    if options.resume and options.resume.is_dir():
+        parser.error(
+            f"--resume {options.resume}: expected a file, got a folder. For example: {options.resume}/last.ckpt"
+        )
+    if options.resume and not options.resume.is_file():
+        parser.error(f"--resume {options.resume}: not found. Expected last.ckpt of an earlier run")
+    if options.output.is_file():
+        parser.error(f"--output {options.output}: expected a folder, got a file")
+    return options
+
+
+if __name__ == "__main__":
+    parse()  # reports wrong options before the slow imports that follow; main() reads them again
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -54,7 +117,6 @@ from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 from sp_lightning import SuperpipelineStrategy
 
 IGNORED = -100  # a label that does not count in the loss
-ROW = 'For example: {"image": "cat.jpg", "question": "What is this?", "answer": "A cat."}'
 SHOWN, NEW_TOKENS = 4, 32  # held-out rows that are answered at the end, and tokens of each, at most
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PIXELS, PATCH = 32, 8  # of the small model's images and patches, on each side
@@ -100,9 +162,6 @@ def read_rows(data: Path | None) -> list[dict[str, Any]]:
     """Rows of "image" (a path, or an image), "question" and "answer"."""
     if data is None:
         return digits_and_photographs()
-    if not data.is_file() or data.suffix != ".jsonl":
-        found = "found a folder" if data.is_dir() else "not found" if not data.exists() else f"found {data.suffix}"
-        raise ValueError(f"--data {data}: {found}. Expected a .jsonl file. {ROW}")
     rows = []
     for number, line in enumerate(data.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
         try:
@@ -216,10 +275,6 @@ def read_config(options: argparse.Namespace) -> tuple[Any, Any]:
     model = options.model
     if model is None:
         return small_model()
-    if not Path(model).is_dir() and (model.startswith((".", "/")) or model.count("/") > 1):
-        raise ValueError(
-            f"--model {model}: not found. Expected a folder or hub name, for example llava-hf/llava-1.5-7b-hf"
-        )
     config, processor = AutoConfig.from_pretrained(model), AutoProcessor.from_pretrained(model)
     if getattr(processor, "chat_template", None) is None or not hasattr(processor, "image_processor"):
         raise ValueError(
@@ -268,52 +323,9 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 # ---------------------------------------------------------------------- the run
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--model", help="hub name or folder of a model with a chat template (default: a small LLaVA, random weights)")
-    add("--data", type=Path, help=".jsonl file (default: digits and photographs of scikit-learn)")
-    add("--batch-size", type=int, default=16, help="rows per batch (%(default)s)")
-    add("--accumulate-grad-batches", type=int, default=1, help="batches per optimizer step (%(default)s)")
-    add("--epochs", type=float, default=1.0, help="passes over the data (%(default)s)")
-    add("--steps", type=int, help="optimizer steps, in place of --epochs")
-    add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
-    add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 1e-5 with --model, else 2e-3)")
-    add(
-        "--lora",
-        type=int,
-        metavar="RANK",
-        help="train LoRA adapters (PEFT) outside of the vision tower, for example 16",
-    )
-    add("--freeze-vision", action="store_true", help="do not train the vision tower")
-    add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
-    add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
-    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
-    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
-    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
-    add("--workers", type=int, default=0, help="processes that read images (%(default)s)")
-    add("--seed", type=int, default=0, help="(%(default)s)")
-    add("--resume", type=Path, help="last.ckpt of a run with the same options")
-    add("--output", type=Path, default=Path("runs/finetune_vlm"), help="(%(default)s)")
-    return parser
-
-
-def check(options: argparse.Namespace) -> None:
-    for name in ("batch_size", "accumulate_grad_batches", "epochs", "steps", "every", "lr", "lora"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
-    if options.resume and not options.resume.is_file():
-        raise ValueError(f"--resume {options.resume}: not found. Expected last.ckpt of an earlier run")
-    if options.output.is_file():
-        raise ValueError(f"--output {options.output}: expected a folder, got a file")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = make_parser()
-    options = parser.parse_args(argv)
+    options = parse(argv)
     try:  # reports errors in the input before any work
-        check(options)
         rows = read_rows(options.data)
         config, processor = read_config(options)
         spacing = max(20, len(rows) // 64)  # one row in 20 is for validation, 64 at most
@@ -332,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if done >= steps:
             raise ValueError(f"--resume {options.resume}: has {done} of {steps} steps. For example: --steps {2 * done}")
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        make_parser().error(str(error))
 
     # The newest transformers have another name for gradient_checkpointing_enable.
     ignored = "gradient_checkpointing_enable|does not have many workers|Checkpoint directory"
@@ -378,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.fit(module, batches, validation, ckpt_path=options.resume)
     last = options.output / "last.ckpt"
     if steps % every:  # the last steps have no validation and no checkpoint yet
-        trainer.save_checkpoint(last)  # before validate, whose set-up ends save_frozen=False
+        trainer.save_checkpoint(last)
         trainer.validate(module, validation, verbose=False)
 
     saved = options.output / ("adapter" if options.lora else "model")

@@ -30,6 +30,61 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# ---------------------------------------------------------------------- options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model", help="hub name, folder, or config.json for random weights (default: a small Llama, random weights)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--prompts", type=Path, help=".txt with a prompt per line, or .jsonl (default: some examples)")
+    which.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
+    add("--chat", action="store_true", help="each prompt is a user's message, in the format of the chat template")
+    add("--batch-size", type=int, default=4, help="prompts at once (%(default)s)")
+    add("--new-tokens", type=int, default=64, help="per prompt, at most (%(default)s)")
+    add("--temperature", type=float, default=0.0, help="of sampling, for example 0.7 (0: the most likely token)")
+    add("--top-p", type=float, default=1.0, help="of sampling (%(default)s)")
+    add("--precision", default="bf16-true", choices=["bf16-true", "32-true"], help="(%(default)s)")
+    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
+    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
+    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--resume", action="store_true", help="continue --output of an interrupted run with the same options")
+    add("--output", type=Path, default=Path("runs/generate_llm.jsonl"), help="is replaced (%(default)s)")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the options, and reports errors that show without a model."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    for name in ("batch_size", "new_tokens", "top_p"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    if options.temperature < 0 or options.top_p > 1:
+        parser.error("--temperature must be 0 or more, --top-p 1 or less. For example: --temperature 0.7 --top-p 0.95")
+    if options.prompts and not options.prompts.is_file():
+        parser.error(
+            f"--prompts {options.prompts}: no such file. Expected .txt or .jsonl. For example: --prompts prompts.txt"
+        )
+    model = options.model
+    is_path = model and (model.startswith((".", "/")) or model.endswith(".json") or model.count("/") > 1)
+    if is_path and not Path(model).exists():
+        parser.error(
+            f"--model {model}: not found. Expected a folder, config.json or hub name, for example Qwen/Qwen3-4B"
+        )
+    if options.output.is_dir():
+        parser.error(f"--output {options.output}: expected a file, got a folder. For example: --output out.jsonl")
+    if options.resume and not options.output.is_file():
+        parser.error(f"--resume: {options.output} not found. Expected the --output of an interrupted run")
+    return options
+
+
+if __name__ == "__main__":
+    parse()  # reports wrong options before the slow imports that follow; main() reads them again
+
 import lightning.pytorch as pl
 import torch
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
@@ -101,8 +156,6 @@ def as_text(row: dict[str, Any], tokenizer: Any) -> str:
 
 def read_prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
     file = options.prompts
-    if file is not None and not file.is_file():
-        raise ValueError(f"--prompts {file}: no such file. Expected .txt or .jsonl. For example: --prompts prompts.txt")
     if file is None:
         rows = [{"prompt": prompt} for prompt in options.prompt or PROMPTS]
     elif file.suffix == ".jsonl":
@@ -122,8 +175,6 @@ def read_prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def read_done(output: Path, rows: list[dict[str, Any]], batch_size: int) -> list[str]:
     """The lines of an interrupted run, in whole batches: a batch of other prompts may round in another way."""
-    if not output.is_file():
-        raise ValueError(f"--resume: {output} not found. Expected the --output of an interrupted run")
     *lines, _ = output.read_text(encoding="utf-8").split("\n")  # the last line is empty, or was cut off
     for number, (line, row) in enumerate(zip(lines, rows, strict=False), 1):
         done = json.loads(line)
@@ -146,10 +197,6 @@ def read_config(model: str | None) -> tuple[Any, Any]:
         size = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
         return LlamaConfig(vocab_size=len(small), bos_token_id=None, eos_token_id=small.eos_token_id, **size), small
     path = Path(model)
-    if not path.exists() and (model.startswith((".", "/")) or model.endswith(".json") or model.count("/") > 1):
-        raise ValueError(
-            f"--model {model}: not found. Expected a folder, config.json or hub name, for example Qwen/Qwen3-4B"
-        )
     source, adapter = model, path / "adapter_config.json"
     if adapter.is_file():
         source = json.loads(adapter.read_text())["base_model_name_or_path"]
@@ -169,45 +216,9 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 # ---------------------------------------------------------------------- the run
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--model", help="hub name, folder, or config.json for random weights (default: a small Llama, random weights)")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--prompts", type=Path, help=".txt with a prompt per line, or .jsonl (default: some examples)")
-    which.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
-    add("--chat", action="store_true", help="each prompt is a user's message, in the format of the chat template")
-    add("--batch-size", type=int, default=4, help="prompts at once (%(default)s)")
-    add("--new-tokens", type=int, default=64, help="per prompt, at most (%(default)s)")
-    add("--temperature", type=float, default=0.0, help="of sampling, for example 0.7 (0: the most likely token)")
-    add("--top-p", type=float, default=1.0, help="of sampling (%(default)s)")
-    add("--precision", default="bf16-true", choices=["bf16-true", "32-true"], help="(%(default)s)")
-    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
-    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
-    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
-    add("--seed", type=int, default=0, help="(%(default)s)")
-    add("--resume", action="store_true", help="continue --output of an interrupted run with the same options")
-    add("--output", type=Path, default=Path("runs/generate_llm.jsonl"), help="is replaced (%(default)s)")
-    return parser
-
-
-def check(options: argparse.Namespace) -> None:
-    for name in ("batch_size", "new_tokens", "top_p"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
-    if options.temperature < 0 or options.top_p > 1:
-        raise ValueError(
-            "--temperature must be 0 or more, --top-p 1 or less. For example: --temperature 0.7 --top-p 0.95"
-        )
-    if options.output.is_dir():
-        raise ValueError(f"--output {options.output}: expected a file, got a folder. For example: --output out.jsonl")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = make_parser()
-    options = parser.parse_args(argv)
+    options = parse(argv)
     try:  # reports errors in the input before any work
-        check(options)
         rows = read_prompts(options)
         config, tokenizer = read_config(options.model)
         longest = getattr(config, "max_position_embeddings", None)
@@ -223,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
         done = read_done(options.output, rows, options.batch_size) if options.resume else []
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        make_parser().error(str(error))
 
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # prompts in memory need none
     pl.seed_everything(options.seed, verbose=False)

@@ -103,7 +103,7 @@ def load_model(asked: Question) -> ModelSource:
         raise ValueError(f"--scale needs a transformers config, got {source!r}. Leave --scale out.")
     if ignored := [option for option, value in given.items() if value]:
         instead = (
-            "--input SIZE SIZE …, batch first, or change the module's example_input_array,"
+            "--input, batch first (for example --input 4 3 224 224), or change the module's example_input_array"
             if factory
             else "--batch-size, and --tokens or --image"
         )

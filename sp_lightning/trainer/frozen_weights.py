@@ -61,20 +61,20 @@ class FrozenWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         remembered = {name: _remembered(parameter) for name, parameter in _named(module)}
         self._digests = {name: _first.setdefault(remembered[name], now) for name, now in self._now().items()}
 
     def _now(self) -> dict[str, str]:
-        named = _named(self._module)
+        named = _named(self.module)
         frozen = {name: p for name, p in named if not p.requires_grad and _remembered(p) not in _acquired}
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             return dict(zip(frozen, threads.map(digest, frozen.values()), strict=True))
 
     def leave_out(self, state: dict[str, Any]) -> LeftOut:
         """Takes out of a state dictionary every weight that is frozen and unchanged and stands there as it is."""
-        note_trained(self._module)
-        parameters, now = dict(_named(self._module)), self._now()
+        note_trained(self.module)
+        parameters, now = dict(_named(self.module)), self._now()
         left_out = {
             name: (found, str(parameters[name].dtype))
             for name, found in now.items()

@@ -228,7 +228,8 @@ class StreamingStrategy(LoopStrategy):
             self.model = layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._frozen = None
+        if self._frozen is not None and (trains or self._frozen.module is not self.lightning_module):
+            self._frozen = None  # for the same module, validation, test and prediction keep what fit has noted
         if trains:
             self.setup_optimizers(trainer)
             self._fitting_begins()

@@ -396,6 +396,17 @@ def test_sizes_that_the_model_cannot_take(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", [["--batch-size", "4"], ["--image", "224"]], ids=" ".join)
+def test_sizes_of_named_models_are_refused_for_a_factory(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "tests.cli.test_plan_command:TakesTokens", *option])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"python -m sp_lightning plan: {option[0]} cannot be used with 'tests.cli.test_plan_command:TakesTokens'. "
+        "Use --input, batch first (for example --input 4 3 224 224), or change the module's example_input_array.\n"
+    )
+
+
 @pytest.mark.long("a model of billions of parameters")
 def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
     """As much computing as a slow host's updates take; and links so slow that weights are waited for."""

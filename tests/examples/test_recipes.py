@@ -7,6 +7,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,6 +32,7 @@ from examples import (
 from examples.demos import bridge_vlm, cram_llm, resume_llm, sweep_lora, train_sparse
 from examples.demos.console import ConsoleLogger
 from examples.demos.text import Batches, in_order, shuffled
+from sp_lightning.__main__ import main
 from tests.support.tiers import first
 
 ROOT = Path(__file__).parents[2]
@@ -180,19 +182,49 @@ def test_bad_input_is_refused_before_any_work(
 
 @pytest.mark.parametrize(
     "recipe",
-    [finetune_diffusion, finetune_llm, finetune_speech, finetune_vision],
+    [finetune_diffusion, finetune_llm, finetune_moe, finetune_speech, finetune_vision, finetune_vlm, generate_llm],
     ids=lambda recipe: recipe.__name__.split(".")[-1],
 )
 def test_a_wrong_option_is_reported_before_slow_imports(recipe: ModuleType, tmp_path: Path) -> None:
     assert recipe.__file__ is not None
-    for options, said in (["--lrr", "3"], "unrecognized arguments: --lrr 3"), (["--lr", "0"], "--lr"):
+    for options, said in (["--lrr", "3"], "unrecognized arguments: --lrr 3"), (["--batch-size", "0"], "--batch-size"):
         command = [sys.executable, "-X", "importtime", recipe.__file__, *options, "--output", str(tmp_path / "run")]
         ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
         assert ran.returncode == 2
         assert said in ran.stderr.split("error: ")[1]
-        assert "| argparse" in ran.stderr
-        assert "| torch" not in ran.stderr
+        imported = re.findall(r"\| +(\w+)$", ran.stderr, re.MULTILINE)  # indented by depth
+        assert "argparse" in imported
+        assert not {"torch", "lightning", "transformers"} & {*imported}
     assert not [*tmp_path.iterdir()]
+
+
+# ---------------------------------------------------------------------- estimates in their headers
+
+PLANNED = re.compile(
+    r"^    python -m sp_lightning plan (?P<arguments>(?:.*\\\n)*.*)\n(?P<said>(?: +# .*\n)+)", re.MULTILINE
+)
+HEADERS = [
+    pytest.param(found["arguments"], found["said"], id=f"{recipe.__name__.split('.')[-1]}-{number}")
+    for recipe in RECIPES
+    for number, found in enumerate(PLANNED.finditer(recipe.__doc__ or ""))
+]
+
+
+def test_all_recipes_with_an_estimate_are_found() -> None:
+    assert len(HEADERS) == sum((recipe.__doc__ or "").count("\n    python -m sp_lightning plan ") for recipe in RECIPES)
+
+
+@pytest.mark.rest("each plans a model of real size, for seconds")
+@pytest.mark.parametrize(("arguments", "said"), HEADERS)
+def test_an_estimate_in_a_header_is_what_plan_answers(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(["plan", *shlex.split(arguments.replace("\\\n", " "))])
+    answer = capsys.readouterr().out
+    parts = [part for line in said.splitlines() for part in re.split(r"[,;] ", line.strip(" #"))]
+    assert len(parts) >= 4
+    assert [part for part in parts if part not in answer] == []
 
 
 # ---------------------------------------------------------------------- ways to start them

@@ -192,6 +192,53 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
     assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == HEAD | {"net.stem.weight", "net.stem.bias"}
 
 
+@pytest.mark.parametrize("loop", ["validate", "test", "predict"])
+def test_other_loops_keep_what_fit_has_noted(loop: str, tmp_path: Path) -> None:
+    """A checkpoint after them is as one that was saved before, and a run resumes from it."""
+    strategy = superpipeline(k=1, save_frozen=False)
+    outcome = train(strategy, tmp_path / "before.ckpt")
+    getattr(outcome.trainer, loop)(
+        outcome.module, loader(vectors()), **({} if loop == "predict" else {"verbose": False})
+    )
+    outcome.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    before, after = saved(tmp_path / "before.ckpt"), saved(tmp_path / "after.ckpt")
+    assert set(after["state_dict"]) == HEAD
+    assert after[FROZEN] == before[FROZEN]
+    assert_equal(before["optimizer_states"], after["optimizer_states"], "")
+    resumed = [
+        train(superpipeline(k=1, save_frozen=False), ckpt_path=tmp_path / f"{name}.ckpt", max_epochs=2)
+        for name in ("before", "after")
+    ]
+    assert_same(*resumed)
+
+
+def test_what_validation_wrote_or_loaded_is_saved(tmp_path: Path) -> None:
+    """After fit, too."""
+    train("auto", tmp_path / "whole.ckpt", lambda: Backbone(scale=2.0))
+    outcome = train(superpipeline(k=1, save_frozen=False))
+    with torch.no_grad():
+        outcome.module.net.blocks[2].inner.weight.mul_(1.5)
+    outcome.trainer.validate(outcome.module, loader(vectors()), verbose=False)
+    outcome.trainer.save_checkpoint(tmp_path / "written.ckpt")
+    assert set(saved(tmp_path / "written.ckpt")["state_dict"]) == HEAD | {"net.blocks.2.inner.weight"}
+    outcome.trainer.validate(outcome.module, loader(vectors()), ckpt_path=tmp_path / "whole.ckpt", verbose=False)
+    outcome.trainer.save_checkpoint(tmp_path / "loaded.ckpt")
+    state = saved(tmp_path / "loaded.ckpt")["state_dict"]
+    assert set(state) == HEAD | {"net.blocks.2.inner.weight", "net.stem.weight"}
+    assert_equal(state["net.stem.weight"], saved(tmp_path / "whole.ckpt")["state_dict"]["net.stem.weight"], "")
+
+
+def test_validation_of_another_module_saves_all_of_it(tmp_path: Path) -> None:
+    outcome = train(superpipeline(k=1, save_frozen=False))
+    other = Backbone(2.0)
+    other.net.blocks = outcome.module.net.blocks
+    outcome.trainer.validate(other, loader(vectors()), verbose=False)
+    outcome.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    file = saved(tmp_path / "a.ckpt")
+    assert set(file["state_dict"]) == set(Backbone().state_dict())
+    assert FROZEN not in file
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
 def test_resumes_in_other_precisions(precision: Any, tmp_path: Path) -> None:
     """The module is converted when the trainer has loaded it."""
