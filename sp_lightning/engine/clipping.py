@@ -86,17 +86,18 @@ class Clipping:
 
     def _norms_like(self, device: torch.device, parameters: Sequence[nn.Parameter], measured: Measured) -> list[Tensor]:
         """The norms of gradients with the bits of a GPU."""
-        norms, unknown = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor]()
+        norms, unknown, found = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor](), Norms(device)
         for parameter in parameters:
             gradient = stored(parameter)
             assert gradient is not None
             known, version, norm = measured.get(parameter, (None, None, gradient))
             if known is gradient and version == gradient._version:
                 norms[parameter] = norm
+            elif self._in_memory(parameter):  # from a disk: the next one may take its memory
+                norms[parameter] = found.of([gradient])[0]
             else:
-                self._in_memory(parameter)
                 unknown[parameter] = gradient
-        norms |= zip(unknown, Norms(device).of([*unknown.values()]), strict=True)
+        norms |= zip(unknown, found.of([*unknown.values()]), strict=True)
         return [norms[parameter] for parameter in parameters]
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
@@ -135,7 +136,7 @@ class Clipping:
                     measured[parameter] = gradient, gradient._version, norm
 
         if layer.use_gradients():
-            work(None, Norms())  # the background would come to gradients that have left memory
+            work(None, Norms(self._like))  # the background would come to gradients that have left memory
         else:
             device.later(partial(work, Stream.UPDATE, self._norms))
 

@@ -143,7 +143,7 @@ class OptimizerSteps:
         # All ranks step in one way, although only the primary's optimizers have state that is on the disk or not.
         ranks_with_disk = self._ranks is not None and self._options.disk is not None
         by_layers = not waits or state is not None or on_disk.any or ranks_with_disk or self._run.steps_on_device
-        likes = self._likes = self._like_gpu()
+        likes = self._likes = self._like_gpu(by_layers)
         if waits and (by_layers or likes):  # the bits of a step that is not fused depend on the number of threads
             streamer.device.background_threads = torch.get_num_threads()
         optimizers = self._real_optimizers
@@ -175,8 +175,12 @@ class OptimizerSteps:
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
 
-    def _like_gpu(self) -> dict[Optimizer, LikeGpu]:
-        """The optimizers whose steps have the bits of the GPU, on which plain Lightning's step. Notes why others have not."""
+    def _like_gpu(self, by_layers: bool) -> dict[Optimizer, LikeGpu]:
+        """The optimizers whose steps have the bits of the GPU, on which plain Lightning's step. Notes why others have not.
+
+        Args:
+            by_layers: whether steps are taken apart by layers in any case.
+        """
         device = self._run.engine.device.plain_steps_on
         self._other_bits = self._other_norms = ""
         self._norms_like = dict[Optimizer, torch.device]()
@@ -184,6 +188,9 @@ class OptimizerSteps:
             return {}
         if self._options.fused_optimizer is False:
             self._other_bits = "fused_optimizer=False"
+            return {}
+        if self._ranks is not None and not by_layers:
+            self._other_bits = 'with several devices and optimizer_overlap="off", the primary steps all layers at once'
             return {}
         like, likes = LikeGpu(device, fuse=self._options.fused_optimizer is True), dict[Optimizer, LikeGpu]()
         scaled = scaler_of(self._trainer) is not None

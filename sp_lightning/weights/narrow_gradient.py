@@ -237,15 +237,13 @@ class Norms:
         self, device: torch.device, made: Sequence[tuple[Tensor, Tensor, tuple[Change, ...]]]
     ) -> list[Tensor]:
         scales = [1.0 if came is gradient else _scale(came, changes) for gradient, came, changes in made]
-        read = [
-            came if scale else self._widened(gradient, came, changes).clone()
-            for scale, (gradient, came, changes) in zip(scales, made, strict=True)
+        known = iter(norms_like(device, [came for scale, (_, came, _) in zip(scales, made, strict=True) if scale]))
+        # Those that are widened use the same memory, one after the other.
+        norms = [
+            next(known).mul_(scale) if scale else norms_like(device, [self._widened(*each)])[0]
+            for scale, each in zip(scales, made, strict=True)
         ]
-        found = norms_like(device, read)
-        return [
-            norm.mul_(scale or 1.0).to(gradient.dtype)
-            for norm, scale, (gradient, _, _) in zip(found, scales, made, strict=True)
-        ]
+        return [norm.to(gradient.dtype) for norm, (gradient, _, _) in zip(norms, made, strict=True)]
 
     def _of_one(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:
         if came is gradient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from sp_lightning.optim.like_gpu import LikeGpu
 from tests.support.emulated_gpu import ALL, forget, gpu_device, plain_gpu
 from tests.support.mixed import scaled
 from tests.support.models import Module, Stack
+from tests.support.on_disk import everything_below, on_disk
 from tests.support.runs import Outcome, assert_same, fit
 from tests.support.tiers import first
 
@@ -177,6 +179,28 @@ def test_a_hook_sees_gradients_that_were_clipped_as_on_the_gpu(overlap: str) -> 
     assert_same(found, plain(make, gradient_clip_val=0.1, callbacks=[theirs]))
     assert mine.seen
     assert all(map(torch.equal, mine.seen, theirs.seen))
+
+
+@pytest.mark.rest("a disk")
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_and_state_on_a_disk(
+    precision: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, options = partial(Stepped, OPTIMIZERS["AdamW"]), {"gradient_clip_val": 0.1, "precision": precision}
+    everything_below(monkeypatch, window=1 << 14)
+    with gpu_device():
+        strategy = on_disk(tmp_path, optimizer_overlap=overlap, fused_optimizer="auto")
+        found = fit(make, BATCHES, strategy, recorded="losses", **options)
+    assert ON_GPU in said(found)
+    assert_same(found, plain(make, **options))
+
+
+def test_a_scale_that_is_no_power_of_two() -> None:
+    """Such a product is rounded, so that norms are taken of widened gradients."""
+    make = partial(Stepped, OPTIMIZERS["AdamW"])
+    options = [scaled(init_scale=300.0) | {"gradient_clip_val": 0.1} for _ in range(2)]
+    assert_same(ours(make, **options[0]), plain(make, **options[1]))
 
 
 # ---------------------------------------------------------------------- what is against it
