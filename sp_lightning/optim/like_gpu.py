@@ -70,6 +70,23 @@ class LikeGpu:
             reasons = (self._against(optimizer, group) for group in optimizer.param_groups)
             return next((f"{name}: {reason}" for reason in reasons if reason), "")
 
+    def against_group(self, group: Mapping[str, Any], known: set[int]) -> str:
+        """Why a group's next step has other bits, although :meth:`against` had no reason; empty if it has the same.
+
+        Settings may have changed since, and parameters may have been added. That formulas are confirmed is not asked here.
+
+        Args:
+            group: the group.
+            known: the ``id`` of parameters that need not be looked at again. Others are added.
+        """
+        if reason := _against_settings(group, self.of(group).form):
+            return reason
+        new = [p for p in group["params"] if id(p) not in known and may_get_gradients(p)]
+        if reason := next(filter(None, map(_against_parameter, new)), ""):
+            return reason
+        known.update(map(id, new))
+        return ""
+
     def against_norms(self, optimizer: torch.optim.Optimizer) -> str:
         """Why norms of an optimizer's gradients have other bits than on the GPU; empty if they have the same."""
         with torch.DisableTorchFunctionSubclass():

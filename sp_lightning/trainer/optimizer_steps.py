@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from sp_lightning.device.host_memory import free_garbage
@@ -73,7 +74,7 @@ class OptimizerSteps:
         self._other_norms = ""  # why some norms have
         self._early = EarlyUpdates.NO
         self._place = StepPlace(run, options, self._count_as)
-        self._step_hooks = StepHooks(run, self._is_fused)
+        self._step_hooks = StepHooks(run, self._fuses_whole)
         self._tried = False  # whether a step has shown what backward needs
         self._needed = ""  # its use of a layer whose gradients were complete
         self._steps = 0  # how many steps are running: an optimizer may step inside another one's closure
@@ -114,6 +115,12 @@ class OptimizerSteps:
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
         return self._fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
+
+    def _fuses_whole(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's step that is not taken apart is to run fused. Its bits are the CPU's."""
+        if (layerwise := self._layerwise.get(optimizer)) is not None:
+            layerwise.warn_of_bits("user code has called torch's optimizer, not the one that self.optimizers() returns")
+        return self._is_fused(optimizer)
 
     @property
     def _real_optimizers(self) -> list[Optimizer]:
@@ -192,7 +199,8 @@ class OptimizerSteps:
                 self._other_bits = self._other_bits or against
                 continue
             likes[optimizer] = like
-            if self._clips() == "norm":
+            # A module that clips in its own way may name a norm that the trainer does not know.
+            if self._clips() == "norm" or is_overridden("configure_gradient_clipping", self._run.module):
                 if against := like.against_norms(optimizer):
                     self._other_norms = self._other_norms or against
                 else:
@@ -411,18 +419,20 @@ class OptimizerSteps:
         """Whether steps on the CPU have the bits of the GPU, on which plain Lightning steps, in sentences. None without a GPU."""
         if self._logged is None:
             return []
-        likes = {
-            f"{type(optimizer).__name__} ({like.of(group).form})"
-            for optimizer, like in self._likes.items()
-            for group in optimizer.param_groups
-        }
+        likes, other = set[str](), self._other_bits
+        for optimizer, group, like in [(o, g, like) for o, like in self._likes.items() for g in o.param_groups]:
+            name = type(optimizer).__name__
+            if against := like.against_group(group, set()):  # settings that have changed since
+                other = other or f"{name}: {against}"
+            else:
+                likes.add(f"{name} ({like.of(group).form})")
         said = []
         if likes:
             said.append(f"{' and '.join(sorted(likes))} steps on the CPU with the bits of its steps on this GPU.")
         if self._other_norms:
             said.append(f"Norms for clipping differ from the GPU's in the last bits: {self._other_norms}.")
-        if self._other_bits:
-            said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {self._other_bits}.")
+        if other:
+            said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {other}.")
         return said
 
     # ------------------------------------------------------------------ a step
