@@ -116,6 +116,7 @@ class LayerwiseStep:
         self._like = like
         self.norms_like = norms_like
         self._warned = False
+        self._of_gpu: set[int] = set()  # the parameters, by their ids, whose steps may have the GPU's bits
         self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
         self.clip_value = clip_value if early.in_backward else None
@@ -240,7 +241,7 @@ class LayerwiseStep:
             by_layer = self._groups_by_layer()
         except _UndividedError as undivided:
             self._refuse(undivided)
-            self._warn_of_bits(undivided.args[0])
+            self.warn_of_bits(undivided.args[0])
             if self._early is EarlyUpdates.TRIED:
                 self.needed.append(undivided.args[0])
             self.clipping.finish()
@@ -298,8 +299,8 @@ class LayerwiseStep:
                     f"{name} updates layers one by one, but {what}. {instead}, or {otherwise}."
                 ) from undivided
 
-    def _warn_of_bits(self, why: str) -> None:
-        """A step that cannot be divided is torch's own on the CPU. Says once that its bits are not the GPU's."""
+    def warn_of_bits(self, why: str) -> None:
+        """Says once that a step has not the GPU's bits: torch's own operators on the CPU take it."""
         if self._like is not None and not self._warned:
             self._warned = True
             name = self._class.__name__
@@ -337,7 +338,10 @@ class LayerwiseStep:
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
             name_of = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
             if self._like is not None:
-                settings[_LIKE] = self._like.of(group)
+                if why := self._like.against_group(group, self._of_gpu):
+                    self.warn_of_bits(why)
+                else:
+                    settings[_LIKE] = self._like.of(group)
             if self._on_device is None and (self.begun or runs_fused(self._optimizer, group, fuse=self._fuse)):
                 settings["fused"] = True
             trained = [p for p in group["params"] if p.requires_grad]

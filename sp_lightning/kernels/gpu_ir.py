@@ -119,8 +119,12 @@ class _ForeachStep(_OfGpu):
                 momentum = self._written(self._kernel.fmul(self._state(0), self._number("momentum")))
                 momentum = self._add(momentum, gradient, self._number("damping"))
             self._keep(0, momentum)
-            nesterov = self._variant.nesterov
-            gradient = self._add(gradient, momentum, self._number("momentum")) if nesterov else momentum
+            if self._variant.nesterov:
+                gradient = self._add(gradient, momentum, self._number("momentum"))
+                if self._variant.writes_gradient:
+                    self._store("gradient", gradient, self._variant.gradient)
+            else:
+                gradient = momentum
         return self._add(weight, gradient, self._number("step"))
 
     def _adagrad(self, weight: Value, gradient: Value) -> Value:

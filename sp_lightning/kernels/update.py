@@ -98,7 +98,8 @@ def update_in_one_pass(
     kernel, recipe = found
     if like is not None:
         _run(kernel, operands, _numbers(recipe, variant, settings, operands, factors), operands.weight.numel())
-        increment_version([operands.weight, *operands.moments])
+        written = [operands.gradient] if variant.writes_gradient else []
+        increment_version([operands.weight, *written, *operands.moments])
         return True
     try:
         numbers = _numbers(recipe, variant, settings, operands, factors)

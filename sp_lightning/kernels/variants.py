@@ -156,6 +156,12 @@ class Variant:
     like: Like | None = None
 
     @property
+    def writes_gradient(self) -> bool:
+        """Whether torch's step writes the gradient, too: where it needs no copy of it before Nesterov's momentum is added."""
+        foreach = self.like is not None and self.like.form == "foreach"
+        return foreach and self.nesterov and not (self.decays or self.maximize) and self.gradient is self.weight
+
+    @property
     def plain(self) -> Variant:
         """The update alone: its gradient has the weight's dtype, nothing changes it, and the new weight is not cast."""
         return replace(self, gradient=self.weight, cast=None, factors=0)

@@ -20,7 +20,9 @@ from sp_lightning.kernels.gpu_norms import has_norms_of
 from sp_lightning.kernels.jit import is_installed
 from sp_lightning.kernels.update import HALVES, is_confirmed
 from sp_lightning.kernels.variants import OPEN, Form, Kind, Like, Variant
+from sp_lightning.device.patched import state_of
 from sp_lightning.optim.fused import has_fused_step, may_get_gradients
+from sp_lightning.weights.narrow_gradient import as_it_came, stored
 from sp_lightning.weights.roles import ParameterRole
 
 KINDS: dict[type, Kind] = {
@@ -57,7 +59,8 @@ class LikeGpu:
             scaled: whether gradients are scaled (``16-mixed``).
         """
         name = type(optimizer).__name__
-        sparse = (name for name, each in module.named_modules() if getattr(each, "sparse", False) is True)
+        tables = (nn.Embedding, nn.EmbeddingBag)
+        sparse = (name for name, each in module.named_modules() if isinstance(each, tables) and each.sparse)
         if found := next(sparse, ""):
             return f"{found} has sparse gradients"
         if scaled and unscales_by_itself(optimizer):
@@ -69,6 +72,25 @@ class LikeGpu:
         with torch.DisableTorchFunctionSubclass():  # updates may be under way; nothing here depends on them
             reasons = (self._against(optimizer, group) for group in optimizer.param_groups)
             return next((f"{name}: {reason}" for reason in reasons if reason), "")
+
+    def against_group(self, group: Mapping[str, Any], known: set[int]) -> str:
+        """Why a group's next step has other bits, although :meth:`against` had no reason; empty if it has the same.
+
+        Settings may have changed since, and parameters may have been added. That formulas are confirmed is not asked here.
+
+        Args:
+            group: the group.
+            known: the ``id`` of parameters that need not be looked at again. Others are added.
+        """
+        if reason := _against_settings(group, self.of(group).form):
+            return reason
+        if any(map(_is_laid_out_otherwise, group["params"])):
+            return "a gradient's memory has another order than its weight's"
+        new = [p for p in group["params"] if id(p) not in known and may_get_gradients(p)]
+        if reason := next(filter(None, map(_against_parameter, new)), ""):
+            return reason
+        known.update(map(id, new))
+        return ""
 
     def against_norms(self, optimizer: torch.optim.Optimizer) -> str:
         """Why norms of an optimizer's gradients have other bits than on the GPU; empty if they have the same."""
@@ -85,6 +107,7 @@ class LikeGpu:
         return (
             _against_settings(group, form)
             or next(filter(None, map(_against_parameter, trained)), "")
+            or _against_state(state_of(optimizer), trained)
             or self._unconfirmed(KINDS[type(optimizer)], group, {p.dtype for p in trained})
         )
 
@@ -106,7 +129,7 @@ def _against_settings(group: Mapping[str, Any], form: Form) -> str:
             if group.get(name) is False:
                 return f"{name}=False steps one parameter after the other"
         if isinstance(group["lr"], Tensor):
-            return "a learning rate that is a tensor steps one parameter after the other"
+            return "the learning rate is a tensor"
     if any(isinstance(each, Tensor) for each in group.get("betas", ())):
         return "a beta is a tensor"
     return ""
@@ -122,6 +145,25 @@ def _against_parameter(parameter: nn.Parameter) -> str:
     if not is_dense(parameter):
         return "a parameter's memory has gaps"
     return ""
+
+
+def _against_state(state: Mapping[Any, Any], parameters: Iterable[nn.Parameter]) -> str:
+    entries = ((p, value) for p in parameters for value in dict(state.get(p, {})).values())
+    others = [v for p, v in entries if isinstance(v, Tensor) and v.shape == p.shape and v.dim() and v.dtype is not p.dtype]
+    return f"state has the dtype {others[0].dtype}, another one than its weight" if others else ""
+
+
+def _is_laid_out_otherwise(parameter: nn.Parameter) -> bool:
+    """Whether a gradient has other strides than its weight. Then torch steps the group by operators that were not compared."""
+    gradient = as_it_came(stored(parameter))
+    return gradient is not None and gradient.layout is torch.strided and gradient.stride() != parameter.stride()
+
+
+def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's ``foreach`` step leaves other gradients than it was given: SGD's, with Nesterov momentum alone."""
+    return type(optimizer) is torch.optim.SGD and any(
+        group["nesterov"] and not group["weight_decay"] and not group["maximize"] for group in optimizer.param_groups
+    )
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.engine.layerwise import EarlyUpdates, LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
-from sp_lightning.optim.like_gpu import LikeGpu
+from sp_lightning.optim.like_gpu import LikeGpu, writes_gradients
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
@@ -73,7 +74,7 @@ class OptimizerSteps:
         self._other_norms = ""  # why some norms have
         self._early = EarlyUpdates.NO
         self._place = StepPlace(run, options, self._count_as)
-        self._step_hooks = StepHooks(run, self._is_fused)
+        self._step_hooks = StepHooks(run, self._fuses_whole)
         self._tried = False  # whether a step has shown what backward needs
         self._needed = ""  # its use of a layer whose gradients were complete
         self._steps = 0  # how many steps are running: an optimizer may step inside another one's closure
@@ -115,6 +116,12 @@ class OptimizerSteps:
         """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
         return self._fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
 
+    def _fuses_whole(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's step that is not taken apart is to run fused. Its bits are the CPU's."""
+        if (layerwise := self._layerwise.get(optimizer)) is not None:
+            layerwise.warn_of_bits("user code has called torch's optimizer, not the one that self.optimizers() returns")
+        return self._is_fused(optimizer)
+
     @property
     def _real_optimizers(self) -> list[Optimizer]:
         """The trainer's, without what stands for none; outside of training it has none."""
@@ -155,7 +162,7 @@ class OptimizerSteps:
                 early=self._early,
                 clip_value=self._clip_value,
                 measure=measure and (bool(on_disk.gradients) or not waits) and not self._run.steps_on_device,
-                narrow=self._narrow(),
+                narrow=self._narrow() and not (optimizer in likes and writes_gradients(optimizer)),
                 state=state,
                 waits=waits,
                 lands=self._run.steps_on_device and self._options.disk is not None,
@@ -199,7 +206,8 @@ class OptimizerSteps:
                 self._other_bits = self._other_bits or against
                 continue
             likes[optimizer] = like
-            if self._clips() == "norm":
+            # A module that clips in its own way may name a norm that the trainer does not know.
+            if self._clips() == "norm" or is_overridden("configure_gradient_clipping", self._run.module):
                 if against := like.against_norms(optimizer):
                     self._other_norms = self._other_norms or against
                 else:
@@ -418,18 +426,22 @@ class OptimizerSteps:
         """Whether steps on the CPU have the bits of the GPU, on which plain Lightning steps, in sentences. None without a GPU."""
         if self._logged is None:
             return []
-        likes = {
-            f"{type(optimizer).__name__} ({like.of(group).form})"
-            for optimizer, like in self._likes.items()
-            for group in optimizer.param_groups
-        }
+        likes, other = set[str](), self._other_bits
+        for optimizer, group, like in [(o, g, like) for o, like in self._likes.items() for g in o.param_groups]:
+            name = type(optimizer).__name__
+            if against := like.against_group(group, set()):  # settings that have changed since
+                other = other or f"{name}: {against}"
+            else:
+                likes.add(f"{name} ({like.of(group).form})")
         said = []
         if likes:
             said.append(f"{' and '.join(sorted(likes))} steps on the CPU with the bits of its steps on this GPU.")
+        if likes and not self._run.module.automatic_optimization:
+            said.append("Norms that you take yourself, as in clip_gradients, have the CPU's last bits.")
         if self._other_norms:
             said.append(f"Norms for clipping differ from the GPU's in the last bits: {self._other_norms}.")
-        if self._other_bits:
-            said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {self._other_bits}.")
+        if other:
+            said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {other}.")
         return said
 
     # ------------------------------------------------------------------ a step

@@ -18,6 +18,7 @@ from sp_lightning.comparison.reference import StepsOnHost
 from sp_lightning.kernels import gpu, jit
 from sp_lightning.optim import like_gpu
 from sp_lightning.optim.like_gpu import LikeGpu
+from sp_lightning.weights import narrow_gradient
 from tests.support.emulated_gpu import ALL, forget, gpu_device, plain_gpu
 from tests.support.mixed import scaled
 from tests.support.models import Module, Stack
@@ -160,6 +161,115 @@ def test_a_formula_that_the_gpu_has_not_confirmed_is_an_error(monkeypatch: pytes
     monkeypatch.setattr(gpu, "gpu_recipes", lambda variant: known(variant) if variant.near else [])
     with pytest.raises(RuntimeError, match=r"no formula is known for .*'beta1': 0\.2.*fused_optimizer=False"):
         ours(partial(Turned, OPTIMIZERS["AdamW"]))
+
+
+class Changed(Stepped):
+    def __init__(self, how: Any) -> None:
+        super().__init__(OPTIMIZERS["AdamW"])
+        self._how = how
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for optimizer in self.trainer.optimizers:
+                self._how(optimizer)
+
+
+def added(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["foreach"] = False
+
+
+def rate_in_a_tensor(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (one_by_one, "foreach=False steps one parameter after the other"),
+        (rate_in_a_tensor, "a learning rate that is a tensor steps one parameter after the other"),
+        (added, "the optimizer has a parameter of shape (3,) that is not the module's"),
+    ],
+)
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_a_change_that_takes_the_gpus_bits_away_is_said(
+    how: Any, reason: str, overlap: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "lightning.pytorch.superpipeline"):
+        found = ours(partial(Changed, how), overlap=overlap)
+    warned = [each.getMessage() for each in caplog.records if "last bits" in each.getMessage()]
+    assert warned == [f"Superpipeline: this step of AdamW has the CPU's last bits, not the GPU's: {reason}."]
+    if how is not added:
+        assert ON_GPU not in said(found)
+        assert f"differ from the GPU's in the last bits: AdamW: {reason}" in said(found)
+
+
+class CallsTorch(Stepped):
+    """Steps torch's optimizer, of which Lightning does not hear."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZERS["AdamW"])
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+def test_a_step_that_lightning_does_not_run_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning.pytorch.superpipeline"):
+        ours(CallsTorch)
+    warned = [each.getMessage() for each in caplog.records if "last bits" in each.getMessage()]
+    assert len(warned) == 1
+    assert "user code has called torch's optimizer, not the one that self.optimizers() returns" in warned[0]
+
+
+class ClipsItself(Stepped):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, 0.01, "norm")
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_a_module_that_clips_in_its_own_way_has_the_gpus_norms(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []  # the CPU's norms of so few numbers may have the same bits
+    norms_like = narrow_gradient.norms_like
+
+    def counted(*given: Any) -> Any:
+        taken.append(given)
+        return norms_like(*given)
+
+    monkeypatch.setattr(narrow_gradient, "norms_like", counted)
+    make = partial(ClipsItself, OPTIMIZERS["SGD"])
+    assert_same(ours(make, overlap=overlap), plain(make))
+    assert taken
+
+
+def test_norms_of_gradients_in_another_order_of_dimensions_are_the_gpus() -> None:
+    make = partial(Stepped, OPTIMIZERS["AdamW"], ChannelsLast)
+    assert_same(ours(make, gradient_clip_val=0.1), plain(make, gradient_clip_val=0.1))
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(1, 1, 3, padding=1).to(memory_format=torch.channels_last) for _ in range(2)
+        )
+        self.wide = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(4, 16).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.view(-1, 1, 4, 4)
+        for each in self.convolutions:
+            y = each(y)
+        return self.wide(y.expand(-1, 3, 4, 4)).mean() + x @ self.turned
 
 
 class Looks(pl.Callback):

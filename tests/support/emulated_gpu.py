@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.kernels import gpu_norms, update
+from sp_lightning.kernels import gpu, gpu_norms, update
 from sp_lightning.kernels.gpu import find_confirmed
 from tests.support.simdevice import SimDevice, simulated
 
@@ -104,7 +104,8 @@ class EmulatedGpu(TorchFunctionMode):
         if func is torch._foreach_norm:
             tensors, order = args
             assert order == 2
-            norms = [norm(_numpy(each).reshape(-1), fused="norm" in self._usual) for each in tensors]
+            in_memory = [each.as_strided((each.numel(),), (1,)) for each in tensors]  # as a GPU reads them
+            norms = [norm(_numpy(each), fused="norm" in self._usual) for each in in_memory]
             return tuple(torch.tensor(each).to(tensor.dtype) for each, tensor in zip(norms, tensors, strict=True))
         # A whole number, or a tensor of one, is added to counts of steps.
         counts = name == "_foreach_add_" and isinstance(args[1], (int, Tensor))
@@ -167,7 +168,8 @@ class EmulatedGpu(TorchFunctionMode):
             b1, b2, rate, decay = map(_one, (beta1, beta2, lr, weight_decay))
             # A GPU has one powf; torch has two on the CPU, of which vectors have this one.
             powers = (
-                torch.pow(torch.full((256,), each), torch.full((256,), float(steps[at]))) for each in (beta1, beta2)
+                torch.pow(*(torch.full((256,), each, dtype=torch.float32) for each in (beta, float(steps[at]))))
+                for beta in (beta1, beta2)
             )
             bias1, bias2 = (1 - each[0] for each in powers)
             with np.errstate(all="ignore"):
@@ -203,10 +205,21 @@ def plain_gpu(usual: frozenset[str] = ALL) -> Iterator[None]:
 @contextmanager
 def gpu_device(usual: frozenset[str] = ALL, **options: Any) -> Iterator[list[SimDevice]]:
     """Every strategy inside runs on a simulated device, which confirms formulas as such a GPU does."""
+
+    def on_gpu_only(function: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*args: Any) -> Any:
+            with EmulatedGpu(usual):
+                return function(*args)
+
+        return computed
+
     forget()
     try:
         on_gpu = mock.patch.object(SimDevice, "plain_steps_on", torch.device("cpu"))
-        with on_gpu, simulated(**options) as devices, EmulatedGpu(usual):
+        # In any thread, and not for what else computes on the host.
+        steps = mock.patch.object(gpu, "step_as_torch", on_gpu_only(gpu.step_as_torch))
+        norms = mock.patch.object(gpu_norms, "foreach_norm", on_gpu_only(gpu_norms.foreach_norm))
+        with on_gpu, steps, norms, simulated(**options) as devices:
             yield devices
     finally:
         forget()
