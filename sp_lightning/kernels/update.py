@@ -244,10 +244,10 @@ def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe
     ours: list[Any]
     theirs, ours = ([each if each is None else each.clone() for each in (weight, *state)] for _ in range(2))
     factors = [_float(0.7), _float(1 / 3)][: variant.factors]
+    wide = gradient.to(variant.weight, copy=True)  # before a kernel writes it
     operands = Operands(ours[0], gradient, cast, ours[1:])
     _run(kernel, operands, _numbers(recipe, variant, settings, operands, factors), count)
 
-    wide = gradient.to(variant.weight, copy=True)
     for factor in factors:
         wide.mul_(factor)
     operator: Any = next(each for each, kind in FUSED_STEPS.items() if kind == variant.kind)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import FUSED_STEPS, unscales_by_itself
 from sp_lightning.kernels.gpu_norms import has_norms_of
 from sp_lightning.kernels.jit import is_installed
 from sp_lightning.kernels.update import HALVES, is_confirmed
 from sp_lightning.kernels.variants import OPEN, Form, Kind, Like, Variant
-from sp_lightning.device.patched import state_of
 from sp_lightning.optim.fused import has_fused_step, may_get_gradients
 from sp_lightning.weights.narrow_gradient import as_it_came, stored
 from sp_lightning.weights.roles import ParameterRole
@@ -149,7 +149,9 @@ def _against_parameter(parameter: nn.Parameter) -> str:
 
 def _against_state(state: Mapping[Any, Any], parameters: Iterable[nn.Parameter]) -> str:
     entries = ((p, value) for p in parameters for value in dict(state.get(p, {})).values())
-    others = [v for p, v in entries if isinstance(v, Tensor) and v.shape == p.shape and v.dim() and v.dtype is not p.dtype]
+    others = [
+        v for p, v in entries if isinstance(v, Tensor) and v.shape == p.shape and v.dim() and v.dtype is not p.dtype
+    ]
     return f"state has the dtype {others[0].dtype}, another one than its weight" if others else ""
 
 

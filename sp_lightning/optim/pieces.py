@@ -146,17 +146,18 @@ def _step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, 
     *moments, steps = update.state if FUSED_STEPS[operator] != "sgd" else (*update.state, None)
     cast = update.cast if update.cast is not None and update.cast.is_contiguous() else None
     cast = None if cast is None or cast.data_ptr() % CAST_ALIGNMENT else cast.view(-1)
-    owners = (update.weight, update.gradient, *moments)
-    weight, gradient, *state = made = [each if each is None else _flat(each) for each in owners]
+    owners = (update.weight, *moments)
+    weight, *state = made = [each if each is None else _flat(each) for each in owners]
     assert weight is not None
-    assert gradient is not None
-    if not update_in_one_pass(
-        operator, settings, Operands(weight, gradient, cast, [*state, steps]), factors, like
-    ):
+    gradient = _flat(update.gradient)
+    version = gradient._version
+    if not update_in_one_pass(operator, settings, Operands(weight, gradient, cast, [*state, steps]), factors, like):
         raise RuntimeError(
             f"The optimizer's settings were changed during the run, and no formula is known for {dict(settings)} that "
             f"has the bits of {like.device}. Set them before the run, or use SuperpipelineStrategy(fused_optimizer=False)."
         )
+    if gradient._version != version:  # SGD may write it
+        owners, made = (*owners, update.gradient), [*made, gradient]
     for own, other in zip(owners, made, strict=True):
         if own is not None and other is not None and own.data_ptr() != other.data_ptr():
             own.copy_(other.view(own.shape))

@@ -190,7 +190,7 @@ def rate_in_a_tensor(optimizer: torch.optim.Optimizer) -> None:
     ("how", "reason"),
     [
         (one_by_one, "foreach=False steps one parameter after the other"),
-        (rate_in_a_tensor, "a learning rate that is a tensor steps one parameter after the other"),
+        (rate_in_a_tensor, "the learning rate is a tensor"),
         (added, "the optimizer has a parameter of shape (3,) that is not the module's"),
     ],
 )
@@ -291,6 +291,64 @@ def test_a_hook_sees_gradients_that_were_clipped_as_on_the_gpu(overlap: str) -> 
     assert all(map(torch.equal, mine.seen, theirs.seen))
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_sgd_leaves_the_gradients_that_it_leaves_on_the_gpu(precision: str) -> None:
+    """With Nesterov momentum alone, torch adds that to ``p.grad`` itself."""
+    make, mine, theirs = (
+        partial(Stepped, partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
+        Looks(),
+        Looks(),
+    )
+    found = ours(make, precision=precision, callbacks=[mine])
+    assert_same(found, plain(make, precision=precision, callbacks=[theirs]))
+    assert mine.seen
+    assert all(map(torch.equal, mine.seen, theirs.seen))
+    last = [[p.grad for p in each.module.parameters()] for each in (found, plain(make, precision=precision))]
+    assert all(torch.equal(*pair) for pair in zip(*last, strict=True) if pair[1] is not None)
+
+
+class Turns(Stepped):
+    """Gives a weight a gradient that lies in memory in another order."""
+
+    def on_after_backward(self) -> None:
+        weight = self.net.blocks[0].inner.weight
+        weight.grad = weight.grad.t().contiguous().t()
+
+
+def test_a_gradient_in_another_order_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning.pytorch.superpipeline"):
+        ours(partial(Turns, OPTIMIZERS["AdamW"]))
+    assert "a gradient's memory has another order than its weight's" in caplog.text
+
+
+class ByHand(Stepped):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).square().mean())
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+
+
+def test_norms_of_manual_optimization_are_the_cpus_and_said() -> None:
+    found = ours(partial(ByHand, OPTIMIZERS["AdamW"]), overlap="off")
+    assert "Norms that you take yourself, as in clip_gradients, have the CPU's last bits" in said(found)
+
+
+def test_state_in_another_dtype_is_said() -> None:
+    module = nn.Linear(3, 3)
+    optimizer = ADAMW(module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for values in optimizer.state.values():
+        values["exp_avg"] = values["exp_avg"].bfloat16()
+    with gpu_device():
+        found = LikeGpu(CPU, fuse=False).against(optimizer, module, scaled=False)
+    assert found == "AdamW: state has the dtype torch.bfloat16, another one than its weight"
+
+
 @pytest.mark.rest("a disk")
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -349,7 +407,7 @@ REASONS: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("foreach=True", partial(ADAMW, foreach=True), None, {}),
     ("foreach=False steps one parameter", partial(ADAMW, foreach=False), None, {}),
     ("fused=False steps one parameter", partial(ADAMW, fused=False), None, {}),
-    ("a learning rate that is a tensor", partial(ADAMW, lr=torch.tensor(0.1)), None, {}),
+    ("the learning rate is a tensor", partial(ADAMW, lr=torch.tensor(0.1)), None, {}),
     ("fused=True computes in double precision", partial(torch.optim.SGD, lr=0.1, fused=True), None, {}),
     ("a parameter is a Tagged", ADAMW, partial(with_parameter, Tagged(torch.ones(3))), {}),
     ("the dtype torch.float64", ADAMW, partial(nn.Linear, 3, 3, dtype=torch.float64), {}),
