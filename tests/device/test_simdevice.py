@@ -124,6 +124,17 @@ def test_an_operator_that_mixes_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
+def test_memory_of_the_same_shape_reads_nothing() -> None:
+    """As a plan is made anew after weights were unfrozen, while one of them is updated."""
+    device, slot, host = make()
+    device.copy([slot], [host], Stream.UPLOAD)
+    with Watch(device):
+        torch.empty_like(slot, device="meta")
+        slot.new_empty(3)
+        with pytest.raises(Race):
+            slot.clone()
+
+
 def test_an_operator_that_nobody_declared_is_noticed() -> None:
     """Slots and host store are the doors to memory; what goes past them is seen by the watch."""
 

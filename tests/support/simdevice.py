@@ -395,6 +395,10 @@ def _range(memory: Tensor) -> tuple[int, int]:
     return start, start + (extent * memory.element_size() if memory.numel() else 0)
 
 
+_READ_NOTHING = {torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
+"""Operators that take a tensor for its shape alone."""
+
+
 class Watch(TorchDispatchMode):
     """Sees every operator; see the module's docstring."""
 
@@ -404,7 +408,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._device.inside or _is_view(func):
+        if self._device.inside or _is_view(func) or func in _READ_NOTHING:
             return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         device = [each for each in tensors if self._on_device(each)]
