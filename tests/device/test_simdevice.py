@@ -123,7 +123,6 @@ def test_an_operator_that_mixes_is_refused() -> None:
         torch.add(derived, host[0])  # 0-dim is allowed on every device
 
 
-@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
 def test_memory_of_the_same_shape_reads_nothing() -> None:
     """As a plan is made anew after weights were unfrozen, while one of them is updated."""
     device, slot, host = make()
@@ -135,6 +134,7 @@ def test_memory_of_the_same_shape_reads_nothing() -> None:
             slot.clone()
 
 
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
 def test_an_operator_that_nobody_declared_is_noticed() -> None:
     """Slots and host store are the doors to memory; what goes past them is seen by the watch."""
 
