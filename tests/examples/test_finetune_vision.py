@@ -140,9 +140,15 @@ def test_a_model_of_transformers_trains(more: list[str], data: Path) -> None:
 
 
 @pytest.mark.rest("a second run of the same recipe")
-def test_the_head_alone_trains(data: Path) -> None:
+def test_the_head_alone_trains(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = run(data, "run", "--model", "test_vit", "--no-pretrained", "--head-only", "--epochs", "1").model
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
+    with pytest.raises(SystemExit):  # the same weights, but more of them are trained
+        run(data, "run", "--model", "test_vit", "--no-pretrained", "--resume", "run/last.ckpt")
+    assert (
+        "run/last.ckpt: a checkpoint of another model or of a run with other options (--head-only)"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.long("a training until it has learned")
