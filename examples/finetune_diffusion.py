@@ -150,6 +150,11 @@ def main(argv: Sequence[str] | None = None) -> Finetune:
     training = [item for number, item in enumerate(items) if number % 10 or number >= 80]  # the others are held out
     files: Any = [file for file, _ in training], [file for file, _ in items[:80:10]]
     module = Finetune(load_transformer(options), options)
+    if options.resume and not fits(options.output / "last.ckpt", module, options.strategy):
+        make_parser().error(
+            f"--resume: {options.output / 'last.ckpt'} is a checkpoint of another model or of a run with other options "
+            "(--model). Give the --output of a run with the same options."
+        )
     buckets = Buckets([size for _, size in training], options.batch_size, options.validate_every, module)
     # Each epoch of Lightning has as many steps as are between two validations, and ends with a checkpoint.
     saver = ModelCheckpoint(options.output, "last", save_on_train_epoch_end=True, enable_version_counter=False)
@@ -175,6 +180,18 @@ def main(argv: Sequence[str] | None = None) -> Finetune:
             f'Saved {options.output / "pytorch_lora_weights.safetensors"}. Load it: pipe.load_lora_weights("{options.output}")'
         )
     return module
+
+
+def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
+    """Whether a checkpoint is of this model, with the same weights trained."""
+    checkpoint = torch.load(file, mmap=True)
+    saved = {name: value.shape for name, value in checkpoint["state_dict"].items()}
+    if strategy == "superpipeline":  # which may have left out frozen weights
+        frozen = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        saved = frozen | saved
+    trained = sum(len(group["params"]) for group in checkpoint["optimizer_states"][0]["param_groups"])
+    same = saved == {name: value.shape for name, value in module.state_dict().items()}
+    return same and trained == sum(p.requires_grad for p in module.parameters())
 
 
 class Finetune(pl.LightningModule):

@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lora", type=int, metavar="RANK", help="train LoRA adapters (PEFT) of attention only, for example 16")
     add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
     add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
-    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
+    add("--strategy", default="superpipeline", choices=["superpipeline", "auto"], help="auto is plain (%(default)s)")
     add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
     add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
@@ -235,7 +235,7 @@ def read_config(options: argparse.Namespace) -> tuple[Any, Any]:
                 f"--length {length}: {model} reads at most {longest} tokens. For example: --length {longest}"
             )
         tokenizer = small_tokenizer() if Path(model).is_file() else AutoTokenizer.from_pretrained(model)
-    if options.aux is None and not hasattr(config, "router_aux_loss_coef"):
+    if options.aux != 0 and not hasattr(config, "router_aux_loss_coef"):
         raise ValueError(
             f"--model {model}: a {config.model_type} model, which has no auxiliary router loss (router_aux_loss_coef). "
             "For a mixture of experts without it: --aux 0. For other models: examples/finetune_llm.py"
@@ -282,9 +282,24 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 # ---------------------------------------------------------------------- the run
 
 
+def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
+    """Whether a checkpoint is of this model, with the same weights trained."""
+    checkpoint = torch.load(file, mmap=True)
+    saved = {name: value.shape for name, value in checkpoint["state_dict"].items()}
+    if strategy == "superpipeline":  # which may have left out frozen weights
+        frozen = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        saved = frozen | saved
+    trained = sum(len(group["params"]) for group in checkpoint["optimizer_states"][0]["param_groups"])
+    same = saved == {name: value.shape for name, value in module.state_dict().items()}
+    return same and trained == sum(p.requires_grad for p in module.parameters())
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:  # reports errors in the input before any work
+        strategy: Any = options.strategy
+        if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
+            strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory, save_frozen=not options.lora)
         config, tokenizer = read_config(options)
         windows = pack(read_rows(options.data), tokenizer, options.length)
         spacing = max(20, len(windows) // 64)  # one window in 20 is for validation, 64 at most
@@ -309,6 +324,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     pl.seed_everything(options.seed, verbose=False)
     lr = options.lr or (2e-4 if options.lora else 2e-5 if options.model else 2e-3)
     module = FineTune(load_model(options, config), lr, steps, options.aux)
+    if options.resume and not fits(options.resume, module, options.strategy):
+        make_parser().error(
+            f"--resume {options.resume}: a checkpoint of another model or of a run with other options (--lora). Expected "
+            "last.ckpt of a run with the same options"
+        )
 
     # The windows of the whole run: all in random order, then all in another order, and so on. If the run is resumed,
     # it begins with the first unused window. The used ones move to the end, because Lightning counts them as read.
@@ -318,9 +338,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = DataLoader(training, options.batch_size, sampler=order.roll(-done * step_size).tolist())
     validation = DataLoader(held_out, options.batch_size)
 
-    strategy: Any = options.strategy
-    if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
-        strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory, save_frozen=not options.lora)
     every = options.every or max(1, steps // 10)
     checkpoint = ModelCheckpoint(  # after each validation, in place of the one before
         options.output, filename="last", save_on_train_epoch_end=False, enable_version_counter=False

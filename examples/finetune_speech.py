@@ -299,9 +299,24 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 # ---------------------------------------------------------------------- the run
 
 
+def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
+    """Whether a checkpoint is of this model, with the same weights trained."""
+    checkpoint = torch.load(file, mmap=True)
+    saved = {name: value.shape for name, value in checkpoint["state_dict"].items()}
+    if strategy == "superpipeline":  # which may have left out frozen weights
+        frozen = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        saved = frozen | saved
+    trained = sum(len(group["params"]) for group in checkpoint["optimizer_states"][0]["param_groups"])
+    same = saved == {name: value.shape for name, value in module.state_dict().items()}
+    return same and trained == sum(p.requires_grad for p in module.parameters())
+
+
 def main(argv: Sequence[str] | None = None) -> FineTune:
     options = parse(argv)
     try:  # reports errors in the input before any work
+        strategy: Any = options.strategy
+        if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
+            strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory, save_frozen=not options.lora)
         config, extractor, tokenizer = read_config(options)
         rows = read_rows(options.data or write_tones(TONES), config, extractor, tokenizer)
         spacing = max(10, len(rows) // 256)  # one recording in 10 is for validation, 256 at most
@@ -326,6 +341,11 @@ def main(argv: Sequence[str] | None = None) -> FineTune:
     pl.seed_everything(options.seed, verbose=False)
     lr = options.lr or (1e-3 if options.lora else 1e-5 if options.model else 2e-3)
     module = FineTune(load_model(options, config), lr, steps)
+    if options.resume and not fits(options.resume, module, options.strategy):
+        make_parser().error(
+            f"--resume {options.resume}: a checkpoint of another model or of a run with other options (--lora). Expected "
+            "last.ckpt of a run with the same options"
+        )
 
     # The recordings of the whole run: all in random order, then all in another order, and so on. If the run is resumed,
     # it begins with the first unused one. The used ones move to the end, because Lightning counts them as read.
@@ -337,9 +357,6 @@ def main(argv: Sequence[str] | None = None) -> FineTune:
     batches = DataLoader(Recordings(training, extractor), options.batch_size, sampler=sampler, **loading)
     validation = DataLoader(Recordings(held_out, extractor), options.batch_size, **loading)
 
-    strategy: Any = options.strategy
-    if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
-        strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory, save_frozen=not options.lora)
     every = options.every or max(1, steps // 10)
     checkpoint = ModelCheckpoint(  # after each validation, in place of the one before
         options.output, filename="last", save_on_train_epoch_end=False, enable_version_counter=False

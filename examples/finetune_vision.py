@@ -334,6 +334,18 @@ def checkpoint_activations(model: Any) -> None:
 # ---------------------------------------------------------------------- the run
 
 
+def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
+    """Whether a checkpoint is of this model, with the same weights trained."""
+    checkpoint = torch.load(file, mmap=True)
+    saved = {name: value.shape for name, value in checkpoint["state_dict"].items()}
+    if strategy == "superpipeline":  # which may have left out frozen weights
+        frozen = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        saved = frozen | saved
+    trained = sum(len(group["params"]) for group in checkpoint["optimizer_states"][0]["param_groups"])
+    same = saved == {name: value.shape for name, value in module.state_dict().items()}
+    return same and trained == sum(p.requires_grad for p in module.parameters())
+
+
 def main(argv: Sequence[str] | None = None) -> Classifier:
     options = parse(argv)
     # The newest transformers have another name for gradient_checkpointing_enable. Small data need no workers.
@@ -341,6 +353,9 @@ def main(argv: Sequence[str] | None = None) -> Classifier:
     warnings.filterwarnings("ignore", message=f".*({ignored})")
     pl.seed_everything(options.seed, verbose=False)
     try:  # reports errors in the input before any work
+        strategy: Any = options.strategy
+        if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
+            strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory)
         check_model(options.model)
         done = torch.load(options.resume, mmap=True)["epoch"] + 1 if options.resume else 0
         if done >= options.epochs:
@@ -365,10 +380,12 @@ def main(argv: Sequence[str] | None = None) -> Classifier:
         make_parser().error(str(error))
     lr = options.lr or (1e-3 if options.head_only else 2e-5 if options.model else 1e-3)
     module = Classifier(model.train(), lr, classes, options.mixup, options.seed)
+    if options.resume and not fits(options.resume, module, options.strategy):
+        make_parser().error(
+            f"--resume {options.resume}: a checkpoint of another model or of a run with other options (--head-only). Expected "
+            "last.ckpt of a run with the same options"
+        )
 
-    strategy: Any = options.strategy
-    if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
-        strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory)
     callbacks: list[Any] = [EMAWeightAveraging(device="cpu", decay=options.ema)] if options.ema else []
     callbacks += [  # one checkpoint, after each epoch
         ModelCheckpoint(options.output, "last", save_on_train_epoch_end=True, enable_version_counter=False)

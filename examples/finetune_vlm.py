@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--freeze-vision", action="store_true", help="do not train the vision tower")
     add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
     add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
-    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
+    add("--strategy", default="superpipeline", choices=["superpipeline", "auto"], help="auto is plain (%(default)s)")
     add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
     add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
     add("--workers", type=int, default=0, help="processes that read images (%(default)s)")
@@ -323,9 +323,24 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 # ---------------------------------------------------------------------- the run
 
 
+def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
+    """Whether a checkpoint is of this model, with the same weights trained."""
+    checkpoint = torch.load(file, mmap=True)
+    saved = {name: value.shape for name, value in checkpoint["state_dict"].items()}
+    if strategy == "superpipeline":  # which may have left out frozen weights
+        frozen = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        saved = frozen | saved
+    trained = sum(len(group["params"]) for group in checkpoint["optimizer_states"][0]["param_groups"])
+    same = saved == {name: value.shape for name, value in module.state_dict().items()}
+    return same and trained == sum(p.requires_grad for p in module.parameters())
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:  # reports errors in the input before any work
+        strategy: Any = options.strategy
+        if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
+            strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory, save_frozen=not options.lora)
         rows = read_rows(options.data)
         config, processor = read_config(options)
         spacing = max(20, len(rows) // 64)  # one row in 20 is for validation, 64 at most
@@ -352,6 +367,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     pl.seed_everything(options.seed, verbose=False)
     lr = options.lr or (2e-4 if options.lora else 1e-5 if options.model else 2e-3)
     module = FineTune(load_model(options, config), processor.tokenizer, lr, steps)
+    if options.resume and not fits(options.resume, module, options.strategy):
+        make_parser().error(
+            f"--resume {options.resume}: a checkpoint of another model or of a run with other options (--lora, "
+            "--freeze-vision). Expected last.ckpt of a run with the same options"
+        )
 
     # The rows of the whole run: all in random order, then all in another order, and so on. If the run is resumed,
     # it begins with the first unused row. The used ones move to the end, because Lightning counts them as read.
@@ -362,9 +382,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = DataLoader(training, sampler=order.roll(-done * step_size).tolist(), collate_fn=encode, **load)
     validation = DataLoader(held_out, collate_fn=encode, **load)
 
-    strategy: Any = options.strategy
-    if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
-        strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory, save_frozen=not options.lora)
     every = options.every or max(1, steps // 10)
     checkpoint = ModelCheckpoint(  # after each validation, in place of the one before
         options.output, filename="last", save_on_train_epoch_end=False, enable_version_counter=False

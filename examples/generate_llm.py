@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, help="of sampling, for example 0.7 (0: the most likely token)")
     add("--top-p", type=float, default=1.0, help="of sampling (%(default)s)")
     add("--precision", default="bf16-true", choices=["bf16-true", "32-true"], help="(%(default)s)")
-    add("--strategy", default="superpipeline", help="auto is plain Lightning (%(default)s)")
+    add("--strategy", default="superpipeline", choices=["superpipeline", "auto"], help="auto is plain (%(default)s)")
     add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
     add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
@@ -219,6 +219,9 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:  # reports errors in the input before any work
+        strategy: Any = options.strategy
+        if strategy == "superpipeline":  # other options: keep_on_gpu, k, disk, ... (examples/guide/options.md)
+            strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory)
         rows = read_prompts(options)
         config, tokenizer = read_config(options.model)
         longest = getattr(config, "max_position_embeddings", None)
@@ -246,9 +249,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text("".join(line + "\n" for line in done), encoding="utf-8")
 
-    strategy: Any = options.strategy
-    if strategy == "superpipeline":  # other options: keep_on_gpu, k, disk, ... (examples/guide/options.md)
-        strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=options.accelerator,

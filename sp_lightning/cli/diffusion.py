@@ -279,12 +279,14 @@ class LatentInputs:
             ValueError: the pixels are no whole number of latents, or these are no whole number of tokens.
         """
         time, *sides = self._patch or (1, 1, 1)
-        for pixels, side in zip(size, sides, strict=True):
-            if more := pixels % (self._scale * side):
-                raise ValueError(
-                    f"--image {pixels}: {self._kind} takes multiples of {self._scale * side} pixels. Use --image "
-                    f"{max(pixels - more, self._scale * side)}."
-                )
+        steps = [self._scale * side for side in sides]
+        fit = [max(pixels - pixels % step, step) for pixels, step in zip(size, steps, strict=True)]
+        if (*fit,) != size:
+            asked, instead = ("x".join(map(str, each[:1] if size[0] == size[1] else each)) for each in (size, fit))
+            pixels = " × ".join(str(step) for step in dict.fromkeys(steps))
+            raise ValueError(
+                f"--image {asked}: {self._kind} takes multiples of {pixels} pixels. Use --image {instead}."
+            )
         frames = (max(self._frames, 1) - 1) // self._family.frame_scale + 1
         return -(-frames // time) * time, size[0] // self._scale, size[1] // self._scale
 

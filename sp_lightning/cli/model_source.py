@@ -148,6 +148,8 @@ def find_config(source: str) -> Path | None:
         return file
     if "/" not in source or ":" in source:
         return None
+    if source.startswith((".", "/", "~")):  # no name of the hub
+        raise ValueError(f"{source!r} does not exist. {EXPECTED}.")
     try:
         from huggingface_hub import try_to_load_from_cache
 

@@ -29,6 +29,8 @@ _SETTINGS = (
     "deterministic", "benchmark", "inference_mode", "detect_anomaly", "callbacks", "log_every_n_steps",
 )  # fmt: skip
 """What counts of a trainer: the rest is its length, its files and its devices, which a check has of its own."""
+_MODULE = "package.module:Factory, which returns a LightningModule"
+_DATA = "package.module:Name, which makes a LightningDataModule, or training batches"
 # These write files, or log times, or need another strategy. They change no number.
 _LEFT_OUT = (
     callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.ModelSummary, callbacks.ProgressBar,
@@ -101,8 +103,8 @@ class Subject:
             raise ValueError("Nothing to check. Expected a factory (package.module:Factory) or config=FILE.")
         if others := [name for name in self.settings if name not in _SETTINGS]:
             raise ValueError(f"trainer= has {', '.join(others)}. A check takes no other than {', '.join(_SETTINGS)}.")
-        for given in (self.factory, self.data):
-            _resolved(given)
+        _resolved(self.factory)
+        _resolved(self.data, _DATA)
 
     def make(self) -> RunInputs:
         """Makes everything for one run. The caller has seeded.
@@ -112,7 +114,7 @@ class Subject:
         """
         settings: dict[str, Any] = {}
         if self.config is None:
-            module, data = _called(self.factory), _called(self.data)
+            module, data = _called(self.factory), _called(self.data, _DATA)
         else:
             made = self._from_config()
             module, data, settings = made.model, made.datamodule, _counting(made.settings)
@@ -160,7 +162,7 @@ class Subject:
         from sp_lightning.comparison.configured import Configured  # which needs jsonargparse
 
         try:
-            return Configured.of(str(self.config), _resolved(self.factory), _resolved(self.data), self.seed)
+            return Configured.of(str(self.config), _resolved(self.factory), _resolved(self.data, _DATA), self.seed)
         except Exception as error:
             hint = "If it names no module, give its class beside it"
             if isinstance(error, ModuleNotFoundError):  # jsonargparse
@@ -202,22 +204,22 @@ def resolve(name: str, wanted: str) -> Any:
         raise ValueError(f"{name!r}: {error}. Expected {wanted}.{config}") from error
 
 
-def _resolved(given: Factory | None) -> Callable[[], Any] | None:
+def _resolved(given: Factory | None, wanted: str = _MODULE) -> Callable[[], Any] | None:
     if not isinstance(given, str):
         return given
-    found = resolve(given, "package.module:Factory, which returns a LightningModule")
+    found = resolve(given, wanted)
     if isinstance(found, ModuleType):
         raise ValueError(f"{given!r} is a module. Expected {given}:Name, which makes it.")
     return cast(Callable[[], Any], found)
 
 
-def _called(given: Factory | None) -> Any:
+def _called(given: Factory | None, wanted: str = _MODULE) -> Any:
     """What a factory makes.
 
     Raises:
         NotRunError: it fails.
     """
-    factory = _resolved(given)
+    factory = _resolved(given, wanted)
     try:
         return None if factory is None else factory()
     except Exception as error:

@@ -182,6 +182,8 @@ def needs_hub_code(folder: Path) -> str:
         ("tests.cli.test_plan_command:Missing", "has no attribute 'Missing'"),
         ("no.such.module:Factory", "No module named 'no'"),
         ("builtins:dict", "returned a dict; expected an nn.Module"),
+        ("/no/such/folder", "'/no/such/folder' does not exist. Expected package.module"),
+        ("../no/such/folder", "'../no/such/folder' does not exist. Expected package.module"),
         ("missing.json", "'missing.json' does not exist"),
         (needs_hub_code, "needs code from a model hub"),
     ],

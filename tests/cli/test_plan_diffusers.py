@@ -307,6 +307,12 @@ def test_models_whose_inputs_are_not_known(tmp_path: Path, capsys: pytest.Captur
             "--image 1000: FluxTransformer2DModel takes multiples of 16 pixels. Use --image 992.",
         ),
         ("flux", ["--image", "8"], "Use --image 16."),
+        (
+            "flux",
+            ["--image", "1000x1001"],
+            "--image 1000x1001: FluxTransformer2DModel takes multiples of 16 pixels. Use --image 992x992.",
+        ),
+        ("flux", ["--image", "32x40"], "Use --image 32x32."),
         ("flux", ["--frames", "9"], "--frames 9: FluxTransformer2DModel takes images. Leave --frames out."),
         (
             "flux",

@@ -403,6 +403,7 @@ def test_a_prediction_that_stops_on_both_sides_ends_nothing_else() -> None:
             {"factory": "tests.support.planted:Nothing"},
             "'tests.support.planted:Nothing': .*Expected package.module:Factory",
         ),
+        ({"data": "rows.jsonl"}, "'rows.jsonl': .*Expected package.module:Name, which makes a LightningDataModule"),
         ({"steps": 0}, "steps must be at least 1, found 0"),
         ({"k_primes": 1}, "no option 'k_primes'. Did you mean k_prime"),
         ({"activations": "alle"}, "activations must be one of"),

@@ -162,10 +162,17 @@ def test_an_interrupted_run_resumes(
     assert len([*(tmp_path / "run" / "cache").iterdir()]) == len(WIDTHS)
 
 
-def test_a_run_that_has_ended_is_continued_with_more_steps(given: list[str], whole: Any, tmp_path: Path) -> None:
+def test_a_run_that_has_ended_is_continued_with_more_steps(
+    given: list[str], whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [*given, "--validate-every", "2", "--output", str(tmp_path)]
     recipe.main([*options, "--steps", "2"])
     assert_same(recipe.main([*options, "--steps", "4", "--resume"]), whole)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    torch.save({**saved, "state_dict": {"net.weight": torch.ones(2)}}, tmp_path / "last.ckpt")
+    with pytest.raises(SystemExit):
+        recipe.main([*options, "--steps", "6", "--resume"])
+    assert "is a checkpoint of another model or of a run with other options" in capsys.readouterr().err
 
 
 @pytest.mark.rest("a second run of the same recipe")

@@ -126,6 +126,9 @@ def test_a_finished_run_continues(folder: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         run(folder, "run", "--steps", "3", "--resume", str(last))
     assert "has 3 of 3 steps. For example: --steps 6" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(folder, "run", "--steps", "7", "--resume", str(last), "--lora", "4")
+    assert f"--resume {last}: a checkpoint of another model" in capsys.readouterr().err
     run(folder, "run", "--steps", "7", "--resume", str(last))
     assert torch.load(last, weights_only=True)["global_step"] == 7
 
@@ -265,6 +268,12 @@ def test_parquet_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (["--steps", "0"], "--steps 0: expected a number above 0"),
         (["--lora", "-1"], "--lora -1: expected a number above 0"),
         (["--resume", "no.ckpt"], "--resume no.ckpt: not found"),
+        (
+            ["--resume", "other.ckpt"],
+            "--resume other.ckpt: a checkpoint of another model or of a run with other options",
+        ),
+        (["--gpu-memory", "16"], "gpu_memory takes a number with a unit"),
+        (["--strategy", "ddp_cpu"], "invalid choice: 'ddp_cpu'"),
         (["--output", "short.txt"], "--output short.txt: expected a folder, got a file"),
     ],
     ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
@@ -283,6 +292,8 @@ def test_errors_in_the_input_are_reported_before_any_work(
     Path("broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     Path("silent.jsonl").write_text(json.dumps({"messages": CHAT[:2]}))
     Path("short.txt").write_text("too short")
+    state = {"state_dict": {"net.weight": torch.ones(2)}, "optimizer_states": [{"param_groups": [{"params": [0]}]}]}
+    torch.save({"epoch": 0, "global_step": 1, **state}, "other.ckpt")
     with pytest.raises(SystemExit) as stop:
         finetune_llm.main(
             ["--model", "config.json", "--data", "rows.jsonl", "--length", "16", "--output", "run", *arguments]

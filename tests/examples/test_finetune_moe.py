@@ -172,10 +172,17 @@ def test_only_the_completion_counts(tokenizer: Any) -> None:
         (["--data", "short.jsonl"], "has 0 training windows. Expected at least 8"),
         (["--model", "/no/such/model"], "--model /no/such/model: not found"),
         (["--model", "llama.json"], "a llama model, which has no auxiliary router loss"),
+        (["--model", "llama.json", "--aux", "0.1"], "a llama model, which has no auxiliary router loss"),
         (["--length", "65"], "reads at most 64 tokens. For example: --length 64"),
         (["--steps", "0"], "--steps 0: expected a number above 0"),
         (["--aux", "-1"], "--aux -1.0: expected 0 or more"),
         (["--resume", "no.ckpt"], "--resume no.ckpt: not found"),
+        (
+            ["--resume", "other.ckpt"],
+            "--resume other.ckpt: a checkpoint of another model or of a run with other options",
+        ),
+        (["--gpu-memory", "16"], "gpu_memory takes a number with a unit"),
+        (["--strategy", "ddp_cpu"], "invalid choice: 'ddp_cpu'"),
         (["--output", "rows.jsonl"], "--output rows.jsonl: expected a folder, got a file"),
     ],
     ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
@@ -191,6 +198,8 @@ def test_errors_in_the_input_are_reported_before_any_work(
     Path("columns.jsonl").write_text('{"text": "fine"}\n{"question": "Why?"}\n')
     Path("broken.jsonl").write_text("not json\n")
     Path("short.jsonl").write_text('{"text": "short"}\n')
+    state = {"state_dict": {"net.weight": torch.ones(2)}, "optimizer_states": [{"param_groups": [{"params": [0]}]}]}
+    torch.save({"epoch": 0, "global_step": 1, **state}, "other.ckpt")
     with pytest.raises(SystemExit) as stop:
         finetune_moe.main(
             ["--model", "qwen.json", "--data", "rows.jsonl", "--length", "16", "--output", "run", *arguments]

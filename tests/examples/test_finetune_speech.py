@@ -227,6 +227,12 @@ def test_bad_rows_are_reported_before_any_work(
         (["--batch-size", "20"], "has 10 recordings for training. Expected at least 40"),
         (["--lora", "-1"], "--lora -1: expected a number above 0"),
         (["--resume", "no.ckpt"], "--resume no.ckpt: not a file"),
+        (
+            ["--resume", "other.ckpt"],
+            "--resume other.ckpt: a checkpoint of another model or of a run with other options",
+        ),
+        (["--gpu-memory", "16"], "gpu_memory takes a number with a unit"),
+        (["--strategy", "ddp_cpu"], "invalid choice: 'ddp_cpu'"),
         (["--output", "rows.jsonl"], "--output rows.jsonl: expected a folder, got a file"),
     ],
     ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
@@ -236,6 +242,8 @@ def test_wrong_options_are_reported_before_any_work(
 ) -> None:
     Path("bert").mkdir()
     Path("bert/config.json").write_text('{"model_type": "bert"}')
+    state = {"state_dict": {"net.weight": torch.ones(2)}, "optimizer_states": [{"param_groups": [{"params": [0]}]}]}
+    torch.save({"epoch": 0, "global_step": 1, **state}, "other.ckpt")
     with pytest.raises(SystemExit) as stop:
         run("run", *arguments)
     assert stop.value.code == 2

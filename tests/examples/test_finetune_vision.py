@@ -140,9 +140,15 @@ def test_a_model_of_transformers_trains(more: list[str], data: Path) -> None:
 
 
 @pytest.mark.rest("a second run of the same recipe")
-def test_the_head_alone_trains(data: Path) -> None:
+def test_the_head_alone_trains(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = run(data, "run", "--model", "test_vit", "--no-pretrained", "--head-only", "--epochs", "1").model
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
+    with pytest.raises(SystemExit):  # the same weights, but more of them are trained
+        run(data, "run", "--model", "test_vit", "--no-pretrained", "--resume", "run/last.ckpt")
+    assert (
+        "run/last.ckpt: a checkpoint of another model or of a run with other options (--head-only)"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.long("a training until it has learned")
@@ -219,6 +225,12 @@ def test_the_default_data_are_digits(tmp_path: Path) -> None:
         (["--ema", "1"], "--ema 1.0: expected a decay between 0 and 1"),
         (["--mixup", "0"], "--mixup 0.0: expected a number above 0"),
         (["--resume", "no.ckpt"], "--resume no.ckpt: not a file"),
+        (
+            ["--resume", "other.ckpt"],
+            "--resume other.ckpt: a checkpoint of another model or of a run with other options",
+        ),
+        (["--gpu-memory", "16"], "gpu_memory takes a number with a unit"),
+        (["--strategy", "ddp_cpu"], "invalid choice: 'ddp_cpu'"),
         (["--output", "file"], "--output file: expected a folder, got a file"),
     ],
     ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
@@ -235,6 +247,8 @@ def test_wrong_input_is_reported_before_any_work(
     Path("hollow/grey").mkdir()
     write_images(Path("split/train"), 2)
     write_images(Path("split/val"), 2, {name: COLOURS[name] for name in ("green", "red")})
+    state = {"state_dict": {"net.weight": torch.ones(2)}, "optimizer_states": [{"param_groups": [{"params": [0]}]}]}
+    torch.save({"epoch": 0, "global_step": 1, **state}, "other.ckpt")
     with pytest.raises(SystemExit) as stop:
         recipe.main(["--data", "data", "--batch-size", "2", "--output", "run", *arguments])
     assert stop.value.code == 2

@@ -224,6 +224,12 @@ def test_the_default_data_have_both_questions() -> None:
         (["--steps", "0"], "--steps 0: expected a number above 0"),
         (["--lora", "-1"], "--lora -1: expected a number above 0"),
         (["--resume", "no.ckpt"], "--resume no.ckpt: not found"),
+        (
+            ["--resume", "other.ckpt"],
+            "--resume other.ckpt: a checkpoint of another model or of a run with other options",
+        ),
+        (["--gpu-memory", "16"], "gpu_memory takes a number with a unit"),
+        (["--strategy", "ddp_cpu"], "invalid choice: 'ddp_cpu'"),
         (["--output", "rows.jsonl"], "--output rows.jsonl: expected a folder, got a file"),
     ],
     ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
@@ -239,6 +245,8 @@ def test_errors_in_the_input_are_reported_before_any_work(
     Path("columns.jsonl").write_text('{"image": "0.png", "text": "a wall"}\n')
     Path("missing.jsonl").write_text('{"image": "no.png", "question": "What?", "answer": "Nothing."}\n')
     Path("broken.jsonl").write_text('{"image": \n')
+    state = {"state_dict": {"net.weight": torch.ones(2)}, "optimizer_states": [{"param_groups": [{"params": [0]}]}]}
+    torch.save({"epoch": 0, "global_step": 1, **state}, "other.ckpt")
     with pytest.raises(SystemExit) as stop:
         finetune_vlm.main(["--data", "rows.jsonl", "--batch-size", "2", "--output", "run", *arguments])
     assert stop.value.code == 2

@@ -152,6 +152,8 @@ def test_adapters_are_used(model: Path, prompts: Path, tmp_path: Path) -> None:
         (["--new-tokens", "0"], "--new-tokens 0: expected a number above 0"),
         (["--top-p", "2"], "--top-p 1 or less"),
         (["--resume"], "--resume: out.jsonl not found"),
+        (["--gpu-memory", "16"], "gpu_memory takes a number with a unit"),
+        (["--strategy", "ddp_cpu"], "invalid choice: 'ddp_cpu'"),
         (["--output", "."], "expected a file, got a folder"),
     ],
     ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
