@@ -282,7 +282,7 @@ def test_its_repr_shows_the_options_that_were_given() -> None:
 @pytest.mark.parametrize(
     "settings",
     [{"accelerator": "cpu"}, {}, {"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, {"devices": 2}],
-    ids=str,
+    ids=["accelerator", "nothing", "plugins", "devices"],
 )
 def test_a_strategy_in_two_trainers_is_refused(settings: dict[str, Any]) -> None:
     """Lightning said "accelerator set through both strategy class and accelerator flag", or took the first one's precision."""
