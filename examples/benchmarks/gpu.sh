@@ -5,7 +5,7 @@
 #                                                    # valuable first, in six minutes; the next call goes on
 #     bash examples/benchmarks/gpu.sh 3B             # a part alone, in at most eight minutes: first, memory, limits, 1.5B, 3B,
 #                                                    # 8B, card, foresight, h200, activations, trials (which has not run yet)
-#     bash examples/benchmarks/gpu.sh tests1         # the GPU's tests in parts, tests1 to tests7: each at most ten minutes; these
+#     bash examples/benchmarks/gpu.sh tests1         # the GPU's tests in parts, tests1 to tests8: each at most ten minutes; these
 #                                                    # need pytest and hypothesis, for which wheels/ is there
 #     bash examples/benchmarks/gpu.sh ranks          # on a machine with several GPUs: 1, 2, 4 and 8 of them; has not run yet
 #     bash examples/benchmarks/gpu.sh --pretend      # the first call on a CPU, with tiny sizes, in a folder that is removed
@@ -96,6 +96,7 @@ tests4) run_tests 560 tests4 $cuda::test_activations_are_bitwise_equal ;;
 tests5) run_tests 560 tests5 $models -k "not bf16" ;;
 tests6) run_tests 560 tests6 $models -k "bf16" ;;
 tests7) run_tests 560 tests7 tests/gpu/test_sharing.py tests/gpu/test_steps_on_device.py ;;
+tests8) run_tests 560 tests8 tests/gpu/test_plain_bits.py ;;
 ranks)
     devices=$(command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus | wc -l || echo 1)
     numbers=$(for each in 1 2 4 8; do [ "$each" -le "$devices" ] && echo "$each"; done)

@@ -35,7 +35,7 @@ def on_a_machine(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
     return run
 
 
-@pytest.mark.parametrize("part", ["tests1", "tests2", "tests3", "tests4", "tests5", "tests6", "tests7"])
+@pytest.mark.parametrize("part", ["tests1", "tests2", "tests3", "tests4", "tests5", "tests6", "tests7", "tests8"])
 def test_a_part_of_the_gpus_tests_ends_as_they_do(part: str, on_a_machine: Any, tmp_path: Path) -> None:
     status, (done,) = on_a_machine(part, failing="pytest")
     assert status == 1
@@ -230,7 +230,7 @@ def test_first_light_sees_a_difference_and_says_of_what(monkeypatch: pytest.Monk
 
 def test_every_file_of_the_gpus_tests_has_its_part(on_a_machine: Any) -> None:
     root = Path(everything.__file__).parents[2]
-    parts = ["ranks", *(f"tests{part}" for part in range(1, 8))]
+    parts = ["ranks", *(f"tests{part}" for part in range(1, 9))]
     done = [line for part in parts for line in on_a_machine(part)[1]]
     for file in (root / "tests/gpu").glob("test_*.py"):
         assert any(f"tests/gpu/{file.name}" in line for line in done), file
