@@ -337,7 +337,7 @@ def test_rates_are_measured_and_used(
     for precision, key in (("bf16-mixed", "bf16"), ("32-true", "fp32"), ("16-true", "fp16")):
         used = plan(capsys, config, "--rates", file, "--precision", precision)["assumed"]
         assert used["tflops"] == measured["tflops"][key] > 0
-    for name in ("pcie", "dram", "device_bandwidth"):
+    for name in ("pcie", "host_bandwidth", "device_bandwidth"):
         assert used[f"{name.partition('_')[0]}_gbps"] == pytest.approx(float(measured[name].removesuffix("GB/s")))
     given = plan(capsys, config, "--rates", file, "--pcie", "7GB/s", "--precision", "32-true")["assumed"]
     assert given == {**used, "pcie_gbps": 7, "tflops": measured["tflops"]["fp32"]}, "what is given comes first"

@@ -113,7 +113,7 @@ def test_a_model_of_few_positions_is_given_no_more_tokens(tmp_path: Path, capsys
     with pytest.raises(SystemExit) as ended:
         main(["plan", config, "--tokens", "2048"])
     assert ended.value.code == 2
-    assert "2048 tokens are more than the 77 positions" in capsys.readouterr().err
+    assert "has 77 positions. Use --tokens 77." in capsys.readouterr().err
 
 
 class ReadsValues(nn.Sequential):

@@ -203,7 +203,7 @@ def test_each_remedy_fits_with_its_figures(
 ) -> None:
     text = said(capsys, small_llama(tmp_path), "--tokens", "128", *options, status=bool(lacking))
     assert next(line.startswith("It does not fit: ") for line in text.splitlines()) == bool(lacking)
-    assert f" of {lacking} memory" in text.splitlines()[0] or not lacking
+    assert f" of {'GPU' if lacking == 'device' else lacking} memory" in text.splitlines()[0] or not lacking
     changes = check_remedies(capsys, text)
     assert changes[-1:] == expected[-1:]
     assert set(expected) <= set(changes)

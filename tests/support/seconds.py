@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).parents[1] / "seconds.txt"
-LATER = {"": (0.5, "rest"), "rest": (1.0, "long")}
+LATER = {"": (0.5, "rest"), "rest": (0.7, "long")}
 """By the tier of a test (its mark), from how many seconds on it runs in the next one, and that one's mark."""
 STAY = ("test_gpu_script.py::test_what_has_run", "test_gpu_script.py::test_tests_on_the_list", "test_fuzz.py::")
 """These stay in their tier: a dry run of the GPU script, and the fuzz test, which the gate runs again."""
