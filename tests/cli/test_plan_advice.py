@@ -358,7 +358,7 @@ def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.
     there, needed = found["windows"][0]["seconds"], found["windows"][0]["device_bytes"]
     assert faster() == (f"{there:.3g}", in_gib(needed), "")
     limit = host["windows"][0]["device_bytes"]  # the host's step fits, and the device's slots do not
-    lacking = f", {in_gib(needed - limit)} more than there are"
+    lacking = f", {in_gib(needed - limit)} more than available"
     assert faster("--gpu-memory", f"{limit}B") == (f"{there:.3g}", in_gib(needed), lacking)
     assert faster("--gpu-memory", f"{needed}B") == (f"{there:.3g}", in_gib(needed), "")
 
