@@ -310,7 +310,7 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 
 
 def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
-    """Whether a checkpoint is of this model, with the same weights trained."""
+    """Returns True if a checkpoint has this model's weights and trains the same ones."""
     checkpoint = torch.load(file, mmap=True)
     saved = {name: value.shape for name, value in checkpoint["state_dict"].items()}
     if strategy == "superpipeline":  # which may have left out frozen weights

@@ -271,7 +271,7 @@ def saved_by_timm(model: str) -> bool:
 
 
 def check_model(model: str | None) -> None:
-    """Raises ValueError if there is no such model. Weights are loaded after all input has been checked."""
+    """Reads the config. Weights are loaded after all input has been checked. Raises ValueError if the model does not exist."""
     if model is None or timm.is_model(model) or (Path(model) / "config.json").is_file():
         return
     if Path(model).exists() or model.startswith((".", "/")) or model.count("/") > 1:
@@ -335,7 +335,7 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
-    """Whether a checkpoint is of this model, with the same weights trained."""
+    """Returns True if a checkpoint has this model's weights and trains the same ones."""
     checkpoint = torch.load(file, mmap=True)
     saved = {name: value.shape for name, value in checkpoint["state_dict"].items()}
     if strategy == "superpipeline":  # which may have left out frozen weights

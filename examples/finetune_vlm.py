@@ -283,7 +283,7 @@ def read_config(options: argparse.Namespace) -> tuple[Any, Any]:
         )
     if processor.tokenizer.pad_token is None:
         processor.tokenizer.pad_token = processor.tokenizer.eos_token
-    with torch.device("meta"):  # without values: raises an error if there is no vision tower to freeze
+    with torch.device("meta"):  # without values: raises an error if the model lacks a vision tower to freeze
         choose_weights(AutoModelForImageTextToText.from_config(config), options)
     return config, processor
 
@@ -324,7 +324,7 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 
 
 def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
-    """Whether a checkpoint is of this model, with the same weights trained."""
+    """Returns True if a checkpoint has this model's weights and trains the same ones."""
     checkpoint = torch.load(file, mmap=True)
     saved = {name: value.shape for name, value in checkpoint["state_dict"].items()}
     if strategy == "superpipeline":  # which may have left out frozen weights

@@ -48,7 +48,7 @@ def plain_variants(device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES)
 
 
 def confirmed(device: torch.device, seconds: float) -> rows.Row:
-    """What the GPU says of each optimizer, form and dtype, until the seconds are over: how its operators round."""
+    """Compares each optimizer, form and dtype with the GPU until the time is over. Returns how the GPU's operators round."""
     found: dict[str, Counter[str]] = {}
     end = time.perf_counter() + seconds
     left = 0

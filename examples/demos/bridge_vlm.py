@@ -66,14 +66,14 @@ from examples.demos.text import train_tokenizer
 
 HEAD = 16  # numbers per attention head of the small LLaVA
 PIXELS, PATCH = 32, 8  # of its images and patches, on each side
-HELD_OUT = 10  # one image in so many is for validation
-CAPTIONED = 48  # of these, so many are captioned
-SHOWN = 6  # of these, so many on the screen
+HELD_OUT = 10  # every tenth image is for validation
+CAPTIONED = 48  # validation images that get a caption
+SHOWN = 6  # captions that are printed
 BRIDGE = "bridge.pt"  # what --trained bridge writes
 CROPS = 100  # of each photograph
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PHOTOGRAPHS = {"china.jpg": "a temple in china", "flower.jpg": "a flower in a garden"}
-# Of the small LLaVA; other models bring their own.
+# The small LLaVA's; other models have their own.
 CHAT = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
@@ -85,7 +85,7 @@ Pair = tuple[Image.Image | Path, str]  # an image or its file, and the caption
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The results of a run.
 
     Attributes:
         first_loss, last_loss: of the first training step, and the mean over the last tenth of the steps.
@@ -217,7 +217,7 @@ def optimizer_bytes(trainer: pl.Trainer) -> int:
 
 
 def say_cost(result: Result) -> None:
-    """What the trained parameters cost, and the frozen ones do not; with ``--trained all`` beside it, each line compares."""
+    """Prints memory and time of the trained parameters, in lines that compare with those of ``--trained all``."""
     say(f"Trained: {result.trained:,} of {result.parameters:,} parameters ({result.trained / result.parameters:.1%})")
     for count, what in (
         (result.fetched_bytes, "to the device: layers, in validation, too, and what is stepped there"),
@@ -301,7 +301,7 @@ class Bridge(nn.Module):
         return torch.cat([inputs["input_ids"], self.model.generate(**self._embed(**inputs), **batch)], 1)
 
     def save_pretrained(self, folder: Path) -> None:
-        """What is trained, alone."""
+        """The trained parameters alone."""
         folder.mkdir(exist_ok=True)
         torch.save({name: p.detach() for name, p in self.named_parameters() if p.requires_grad}, folder / BRIDGE)
 
@@ -363,7 +363,7 @@ class Captions:
 
 
 def read_photographs_and_digits() -> list[Pair]:
-    """What comes with scikit-learn: 1,797 digits, and crops of two photographs.
+    """scikit-learn's images: 1,797 digits, and crops of two photographs.
 
     Raises:
         ValueError: scikit-learn is missing.
@@ -399,7 +399,7 @@ def read_folder(data: Path) -> list[Pair]:
     listing = data / "metadata.jsonl"
     if not listing.is_file():
         raise ValueError(
-            f'--data {data}: there is no metadata.jsonl in it. Write a line per image: {{"file_name": "1.jpg", "text": "a cat"}}.'
+            f'--data {data}: the folder has no metadata.jsonl. Write a line per image: {{"file_name": "1.jpg", "text": "a cat"}}.'
         )
     pairs: list[Pair] = []
     for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), 1):
@@ -445,7 +445,7 @@ def share(wanted: Sequence[str], written: Sequence[str]) -> float:
 
 
 def small_processor(pairs: Sequence[Pair]) -> Any:
-    """Of the small LLaVA: its tokenizer is made from the captions."""
+    """The small LLaVA's processor. Its tokenizer is trained on the captions."""
     tokenizer = train_tokenizer("\n".join(caption for _, caption in pairs))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     size = {"height": PIXELS, "width": PIXELS}
@@ -558,7 +558,7 @@ def check(options: argparse.Namespace) -> None:
     """
     check_least(options, steps=1, batch_size=1, new_tokens=1, workers=0)
     if options.data is not None and not options.data.is_dir():
-        raise ValueError(f"--data {options.data}: there is no such folder.")
+        raise ValueError(f"--data {options.data}: the folder does not exist.")
     if options.model is not None:
         check_model(options.model)
     if options.lr is None:

@@ -1,4 +1,4 @@
-"""What demonstrations show: the loss as it goes, and at the end the memory beside plain training's."""
+"""Output of the demonstrations: the loss during training, and at the end memory use next to plain training's."""
 
 from __future__ import annotations
 

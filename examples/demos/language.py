@@ -119,7 +119,9 @@ def check_model(model: str) -> None:
         raise ValueError(f"--model {model}: the folder has no config.json. Give one that save_pretrained wrote.")
     path_like = folder.is_absolute() or model.startswith((".", "~")) or len(folder.parts) > 2
     if path_like and not folder.is_dir():
-        raise ValueError(f"--model {model}: there is no such folder. Give a folder, or a hub name such as owner/model.")
+        raise ValueError(
+            f"--model {model}: the folder does not exist. Give a folder, or a hub name such as owner/model."
+        )
 
 
 def check_length(model: str, length: int) -> None:

@@ -195,7 +195,7 @@ def read_input(options: argparse.Namespace) -> tuple[Any, Tensor, LoraConfig]:
     """The tokenizer, windows of text, int64 ``(windows, length)``, and the adapters.
 
     Raises:
-        ValueError, OSError: there is no such text, model or target.
+        ValueError, OSError: the text, the model or a target does not exist.
     """
     text = read_sources() if options.text is None else read_text(options.text)
     tokenizer = load_tokenizer(options.model)

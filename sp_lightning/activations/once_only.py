@@ -18,7 +18,7 @@ _SHOWN = 8
 
 
 def known_cause(module: nn.Module) -> str | None:
-    """Why the forward of a unit cannot run twice, if something inside it is known for that."""
+    """Returns why the forward of a unit cannot run twice; empty if nothing inside it is known for that."""
     kinds = {
         (kind.__module__.partition(".")[0], kind.__name__) for each in module.modules() for kind in type(each).__mro__
     }

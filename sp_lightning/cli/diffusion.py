@@ -44,7 +44,7 @@ class _Family:
         pack: latents on each side of a token, if the pipeline and not the model makes tokens of them.
         size: height and width in pixels, if the config has no sample_size.
         frames: of a video; 0 for images.
-        frame_scale: frames of a latent, but for the first, which is one frame.
+        frame_scale: frames of a latent. The first latent is one frame.
     """
 
     layout: Literal["image", "packed", "list", "video", "frames"]
@@ -100,12 +100,12 @@ def import_diffusers(model: str, kind: str) -> Any:
 
 
 def is_module(kind: object) -> bool:
-    """Whether a name of a library is a class of modules: not one of schedulers or tokenizers, and not missing."""
+    """Returns True if a library has a module class with this name. Schedulers and tokenizers are not modules."""
     return isinstance(kind, type) and issubclass(kind, nn.Module)
 
 
 def is_pipeline(raw: dict[str, Any]) -> bool:
-    """Whether a config is the index of a pipeline, which names its parts, each with its library and class."""
+    """Returns True if a config is a pipeline's index: it names the parts, each with its library and class."""
     return str(raw["_class_name"]).endswith("Pipeline")
 
 
@@ -336,7 +336,7 @@ class LatentInputs:
         return torch.zeros(self._batch, *between, *sides)
 
     def _more(self, size: tuple[int, int]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """What a forward is given beside latents and times, by name, as far as the config asks for it."""
+        """The other inputs of a forward, by name, if the config has them: beside latents and times."""
         batch, tokens, family = self._batch, self.tokens, self._family
         grid, positions = self._grid(size), self.positions(size)
         if family.text:

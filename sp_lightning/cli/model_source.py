@@ -123,7 +123,7 @@ def _load_named(asked: Question) -> ModelSource:
 
 
 def takes_latents(source: str) -> bool:
-    """Whether a model's name stands for a config of diffusers."""
+    """Returns True if a model's name stands for a diffusers config."""
     file = find_config(source)
     return file is not None and _OF_DIFFUSERS in _read(file)
 

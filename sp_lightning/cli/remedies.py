@@ -22,7 +22,9 @@ Changes = dict[str, Any]
 
 
 def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
-    """The answers to changed questions that fit: the three cheapest changes that do not contain each other, and more memory.
+    """Returns the answers to changed questions that fit, four at most.
+
+    These are the cheapest changes that do not contain each other, one with which plain Lightning fits, and more memory.
 
     Args:
         asked: what does not fit; of what fits with this strategy alone, only a way to do without it is tried.
@@ -44,7 +46,8 @@ def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
     planned = (_try(asked, changes, estimates, say) for changes in _for_plain(asked, [*found.values()]))
     without_us = next((each for each in planned if each is not None and each.fits_plain), None)
     more = _try(asked, _more_memory(asked), estimates, say)
-    return [*found.values(), *(each for each in (without_us, more) if each is not None and each.status == 0)]
+    others = [each for each in (without_us, more) if each is not None and each.status == 0]
+    return [*[*found.values()][: _MOST + 1 - len(others)], *others]
 
 
 def _for_plain(asked: Answer, found: list[Answer]) -> Iterator[Changes]:

@@ -1,4 +1,4 @@
-"""Plain Lightning on one device, with optimizers that step on the host where this package's steps have the host's bits."""
+"""Plain Lightning on one device. Optimizers step on the host if this package's steps have the host's bits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.fused import has_fused_step, runs_fused
 from sp_lightning.optim.like_gpu import LikeGpu
+from sp_lightning.trainer.user_hooks import scaler_of
 
 
 class StepsOnHost(SingleDeviceStrategy):
@@ -43,7 +44,9 @@ class StepsOnHost(SingleDeviceStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
-        if self._like is not None and not self._like.against(optimizer, module, scaled=self._scales):
+        if self._like is not None and not self._like.against(
+            optimizer, module, scaled=scaler_of(module.trainer) is not None
+        ):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
         def closed() -> Any:
@@ -56,10 +59,6 @@ class StepsOnHost(SingleDeviceStrategy):
             return super().optimizer_step(optimizer, closed, model, **kwargs)
         finally:
             self._leave_host(optimizer)
-
-    @property
-    def _scales(self) -> bool:
-        return getattr(self.precision_plugin, "scaler", None) is not None
 
     def _enter_host(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:

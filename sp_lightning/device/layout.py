@@ -178,3 +178,14 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1).contiguous()
     with no_inference_mode():  # One element counts as contiguous, whatever its stride is.
         return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns True if a tensor is dense: its elements fill its memory without gaps, in any order of the dimensions."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride != size:
+                return False
+            size *= length
+    return True

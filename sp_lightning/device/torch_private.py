@@ -653,4 +653,4 @@ FEATURES = {
     "part_of_file": "reading checkpoint folders (save_distributed_checkpoint=True)",
     "save_by_way_of": "checkpoints of weights and state that are on a disk (disk=)",
 }
-"""What of this package fails if a name fails, by name. ``python -m tests.device.test_torch_names`` lists it for a torch."""
+"""The feature that fails if a name fails. ``python -m tests.device.test_torch_names`` lists them for the installed torch."""

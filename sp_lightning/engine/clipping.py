@@ -11,10 +11,10 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Stream
+from sp_lightning.device.layout import is_dense
 from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.engine.updating import Updating
 from sp_lightning.kernels.gpu_norms import DTYPES
-from sp_lightning.optim.like_gpu import is_dense
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, Factor, Norms, as_it_came, change, stored
 
@@ -33,6 +33,7 @@ class Clipping:
     Attributes:
         pending: how gradients are to be clipped, if the updates do it; None if they have nothing to do.
         at_once: whether gradients change here, layer by layer, and the updates have nothing to do.
+        like: as the argument.
     """
 
     def __init__(self, optimizer: Optimizer, engine: Updating, like: torch.device | None = None) -> None:
@@ -40,7 +41,7 @@ class Clipping:
         self._on_device = engine.on_device  # norms are taken where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
-        self._like = like
+        self.like = like
         self._norms = Norms(like)  # the background's
         self.pending: Change | None = None
         self.at_once = False
@@ -53,10 +54,10 @@ class Clipping:
             measured = {}
         if self._on_device is not None:
             total = get_total_norm(self._norms_on_device(parameters))
-        elif self._like is not None and parameters and all(map(_has_gpu_norm, parameters)):
+        elif self.like is not None and parameters and all(map(_has_gpu_norm, parameters)):
             # As get_total_norm adds up the norms of tensors, on the GPU.
-            norms = self._norms_like(self._like, parameters, measured)
-            total = torch.linalg.vector_norm(torch.stack(norms).to(self._like), 2.0)
+            norms = self._norms_like(self.like, parameters, measured)
+            total = torch.linalg.vector_norm(torch.stack(norms).to(self.like), 2.0)
         else:
             of_host = Norms()
             # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
@@ -122,7 +123,7 @@ class Clipping:
         """
         parameters = [parameter for member in layer.family for parameter in member.block.parameters]
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
-        dtypes = (torch.float32, torch.bfloat16) if self._like is None else DTYPES
+        dtypes = (torch.float32, torch.bfloat16) if self.like is None else DTYPES
         if any(g.layout is not torch.strided or g.dtype not in dtypes for _, g in gradients):
             return
 
@@ -136,7 +137,7 @@ class Clipping:
                     measured[parameter] = gradient, gradient._version, norm
 
         if layer.use_gradients():
-            work(None, Norms(self._like))  # the background would come to gradients that have left memory
+            work(None, Norms(self.like))  # the background would come to gradients that have left memory
         else:
             device.later(partial(work, Stream.UPDATE, self._norms))
 
@@ -151,12 +152,12 @@ class Clipping:
 
     def end(self) -> None:
         """The step is over. Clips what it has not, and forgets all norms."""
-        self._measured, self._norms = {}, Norms(self._like)
+        self._measured, self._norms = {}, Norms(self.like)
         self.finish()
 
 
 def _has_gpu_norm(parameter: nn.Parameter) -> bool:
-    """Whether the norm of a parameter's gradient can be taken as a GPU takes it."""
+    """Returns True if a gradient's norm can have a GPU's bits: it is dense, and has a floating dtype of 16 or 32 bits."""
     gradient = as_it_came(stored(parameter))
     return gradient.layout is torch.strided and gradient.dtype in DTYPES and is_dense(gradient)
 

@@ -79,7 +79,7 @@ class LayerwiseStep:
             background has as many threads as a whole step would have.
         lands: whether an update ends only when all has left the device, because its memory may go to a disk then.
         like: the GPU whose bits updates have; None: those of torch's operators on the CPU.
-        norms_like: the GPU whose bits norms have; None: those of the CPU.
+        like_norms: whether norms have that GPU's bits, too.
 
     Attributes:
         clipping: clips the gradients.
@@ -87,7 +87,6 @@ class LayerwiseStep:
         tried: True if a step has tested which layers backward uses after their gradients are complete.
         needed: these uses, in words.
         clip_value: as the argument; None if no layer is updated in backward.
-        norms_like: as the argument.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class LayerwiseStep:
         waits: bool,
         lands: bool,
         like: LikeGpu | None = None,
-        norms_like: torch.device | None = None,
+        like_norms: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
@@ -114,7 +113,6 @@ class LayerwiseStep:
         self._waits = waits
         self._lands = lands
         self._like = like
-        self.norms_like = norms_like
         self._warned = False
         self._of_gpu: set[int] = set()  # the parameters, by their ids, whose steps may have the GPU's bits
         self._fuse = fuse and has_fused_step(optimizer)
@@ -128,7 +126,7 @@ class LayerwiseStep:
         self._declared = on_device is not None and is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
         self._narrow = narrow and not self._declared and (on_device is not None or not self._separable)
-        self.clipping = Clipping(optimizer, engine, norms_like)
+        self.clipping = Clipping(optimizer, engine, like.device if like is not None and like_norms else None)
         # What is done with a layer whose gradients are complete, and, asked before, whether all of them have to be complete.
         self._on_complete, self._wanted = self.clipping.measure if measure else None, None
         if early.in_backward:
@@ -300,7 +298,7 @@ class LayerwiseStep:
                 ) from undivided
 
     def warn_of_bits(self, why: str) -> None:
-        """Says once that a step has not the GPU's bits: torch's own operators on the CPU take it."""
+        """Logs once that a step has the CPU's last bits, because torch's own operators take it."""
         if self._like is not None and not self._warned:
             self._warned = True
             name = self._class.__name__

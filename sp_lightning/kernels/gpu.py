@@ -20,7 +20,7 @@ from torch import Tensor
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import step_as_torch
 from sp_lightning.kernels.jit import Compiled, find_kernel
-from sp_lightning.kernels.variants import GpuRecipe, Variant, gpu_recipes
+from sp_lightning.kernels.variants import GpuRecipe, Variant, float32, gpu_recipes
 
 Settings = Mapping[str, Any]
 """The keyword arguments of a fused operator."""
@@ -56,23 +56,23 @@ def numbers(variant: Variant, settings: Settings, steps: float) -> dict[str, flo
         return {"decay": decay, "step": -lr / (1 + (steps - 1) * settings["lr_decay"]), "eps": eps}
     beta1, beta2 = settings["beta1"], settings["beta2"]
     if variant.like.form == "fused":
-        bias1, bias2 = _bias(variant.like.device, beta1, beta2, int(steps))
-        lr32, decay32 = torch.tensor([lr, decay], dtype=torch.float32, device="cpu")
-        decayed = float(lr32 * decay32) if variant.kind == "adamw" else decay
+        bias1, bias2 = (_bias(variant.like.device, beta, int(steps)) for beta in (beta1, beta2))
+        # Python has double precision, from which a product, quotient or root of float32 numbers is rounded as if it were exact.
+        lr32 = float32(lr)
+        decayed = float32(lr32 * float32(decay)) if variant.kind == "adamw" else decay
         numbers = {"beta1": beta1, "beta2": beta2, "decay": decayed, "eps": eps}
-        return numbers | {"step": float(lr32 / bias1), "bias2": math.sqrt(bias2)}
+        return numbers | {"step": float32(lr32 / bias1), "bias2": math.sqrt(bias2)}
     rate = 1 - beta1
     return {
-        "rate1": rate, "beyond1": float(torch.tensor(rate, dtype=torch.float32, device="cpu")) - 1, "beta2": beta2,
+        "rate1": rate, "beyond1": float32(rate) - 1, "beta2": beta2,
         "rate2": 1 - beta2, "bias2": (1 - beta2**steps) ** 0.5, "step": (lr / (1 - beta1**steps)) * -1, "eps": eps,
         "decay": 1 - lr * decay if variant.kind == "adamw" else decay,
     }  # fmt: skip
 
 
-def _bias(device: torch.device, beta1: float, beta2: float, steps: int) -> tuple[Tensor, Tensor]:
-    """1 - beta ** steps for both betas, in float32 as the GPU computes it: its ``powf`` has bits of its own."""
-    bias1, bias2 = (_bias_table(device, beta, steps // _TABLE)[steps % _TABLE] for beta in (beta1, beta2))
-    return bias1, bias2
+def _bias(device: torch.device, beta: float, steps: int) -> float:
+    """Returns 1 - beta ** steps in float32 as the GPU computes it, whose ``powf`` differs from the CPU's."""
+    return float(_bias_table(device, beta, steps // _TABLE)[steps % _TABLE])
 
 
 @lru_cache(64)
@@ -100,7 +100,7 @@ def find_confirmed(variant: Variant, run: Run) -> tuple[Compiled, GpuRecipe] | N
         of_float32 = find_confirmed(replace(variant, weight=torch.float32).plain, run)
         recipes = [] if of_float32 is None else [of_float32[1]]
     expected = cache(partial(_expected, variant))  # the GPU computes once for all recipes
-    return find_kernel(variant, recipes, partial(_agrees, variant, expected, run), of_gpu=True)
+    return find_kernel(variant, recipes, partial(_agrees, variant, expected, run))
 
 
 Outcome = list[Tensor | None]
@@ -108,7 +108,7 @@ Outcome = list[Tensor | None]
 
 
 def _expected(variant: Variant, steps: float) -> Outcome:
-    """What torch's optimizer makes of the sample on the device."""
+    """Steps the sample with torch's optimizer on the device."""
     assert variant.like is not None
     weight, gradient, *state = [each if each is None else each.to(variant.like.device) for each in sample(variant)]
     assert weight is not None
@@ -131,7 +131,7 @@ def _agrees_at(variant: Variant, theirs: Outcome, run: Run, kernel: Compiled, st
 
 
 def same(tensor: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors have the same bits, signs of zeros included, but for those of NaN."""
+    """Returns True if two tensors have the same bits, signs of zeros included. Bits of NaN are not compared."""
     if tensor is None or other is None:
         return tensor is other
     kind = torch.int32 if tensor.dtype is torch.float32 else torch.int16
@@ -174,13 +174,14 @@ def sample(variant: Variant) -> list[Tensor | None]:
 
 
 def settings_of(variant: Variant) -> dict[str, Any]:
-    """Settings of such a variant."""
-    # In fused steps a decay is one product with the learning rate: a small one hardly shows how it was rounded.
-    fused = variant.like is not None and variant.like.form == "fused"
-    common = {"lr": 0.0173, "weight_decay": (5.1 if fused else 0.031) * variant.decays, "maximize": variant.maximize}
+    """Returns settings of such a variant, for torch's operator."""
+    # In a fused step a decay is one product with the learning rate: a small one hardly shows how it was rounded.
+    large = variant.like is not None and variant.like.form == "fused"
+    common = {"lr": 0.017, "weight_decay": (5.1 if large else 0.03) * variant.decays, "maximize": variant.maximize}
     if variant.kind in ("adam", "adamw"):
         return common | {"beta1": 0.9 if variant.near else 0.3, "beta2": 0.98, "eps": 1e-7, "amsgrad": variant.amsgrad}
     if variant.kind == "adagrad":
         return common | {"lr_decay": 0.01, "eps": 1e-7}
-    momentum = {"momentum": 0.8 * variant.momentum, "nesterov": variant.nesterov, "is_first_step": variant.first}
-    return common | momentum | {"dampening": 0.0 if variant.nesterov else 0.1}
+    own = {"momentum": 0.8 * variant.momentum, "nesterov": variant.nesterov, "is_first_step": variant.first}
+    own["lr"] = 0.7  # how a product of a small one was rounded hardly shows in the sum
+    return common | own | {"dampening": 0.0 if variant.nesterov else 0.1}

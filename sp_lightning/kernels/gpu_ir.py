@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from sp_lightning.kernels.gpu_sizes import EACH, THREADS, WARP
 from sp_lightning.kernels.ir import AHEAD, F16, F32, I32, I64, MEMORY, PLACE, Elements, Kernel, Value, update
-from sp_lightning.kernels.variants import RECIPES, GpuNormArguments, GpuNormRecipe, Variant
+from sp_lightning.kernels.variants import EACH, RECIPES, THREADS, WARP, GpuNormArguments, GpuNormRecipe, Variant
 
 
 def text(what: Any, recipe: Any) -> str:
@@ -28,7 +27,7 @@ def text(what: Any, recipe: Any) -> str:
 
 
 class _OfGpu(Elements):
-    """What both forms have in common."""
+    """The operations that both forms share."""
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a · b + c with one rounding, on any processor."""
@@ -64,7 +63,7 @@ class _ForeachStep(_OfGpu):
     """torch's default on a GPU."""
 
     def _written(self, value: Value) -> Value:
-        """What the next operator reads of a result: in 16 bits it is rounded."""
+        """Rounds a result as the next operator reads it from memory."""
         dtype, kernel = self._variant.weight, self._kernel
         if dtype is torch.float32:
             return value
@@ -186,7 +185,7 @@ def _sums(dtype: torch.dtype, recipe: GpuNormRecipe) -> str:
         kernel.store(added, place, align=4)
 
     def plus(beyond: int, thread: Value) -> None:
-        """Adds the sum of the thread that is so many beyond one to that one's."""
+        """Adds another thread's sum to a thread's: that of thread + beyond."""
         places = [kernel.at(of_threads, each, F32) for each in (thread, kernel.add(thread, I64(beyond)))]
         kernel.store(kernel.fadd(*(kernel.load(each, typ=F32) for each in places)), places[0])
 

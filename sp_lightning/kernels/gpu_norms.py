@@ -17,16 +17,15 @@ from torch import Tensor
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import foreach_norm
-from sp_lightning.kernels.gpu_sizes import CHUNK, EACH, THREADS, WARP
 from sp_lightning.kernels.jit import Compiled, find_kernel
-from sp_lightning.kernels.variants import GpuNormArguments, GpuNormRecipe
+from sp_lightning.kernels.variants import CHUNK, EACH, THREADS, WARP, GpuNormArguments, GpuNormRecipe
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RECIPES = (GpuNormRecipe(fused=True), GpuNormRecipe(fused=False))
 
 
 def has_norms_of(device: torch.device, largest: int) -> bool:
-    """Whether norms have the bits of a GPU. The first call compares.
+    """Returns True if norms on the CPU have a GPU's bits. The first call compares.
 
     Args:
         device: the GPU.
@@ -90,7 +89,7 @@ def _tree(values: Tensor) -> Tensor:
 @cache
 def _confirmed(device: torch.device, dtype: torch.dtype) -> Compiled | None:
     """The kernel whose norms equal the GPU's; None if there is none."""
-    found = find_kernel(dtype, _RECIPES, partial(_agrees, device, dtype), of_gpu=True)
+    found = find_kernel(dtype, _RECIPES, partial(_agrees, device, dtype))
     return None if found is None else found[0]
 
 
@@ -102,7 +101,7 @@ _MANY = (THREADS + 3) * CHUNK + 12
 
 @cache
 def _adds_up_many(device: torch.device) -> bool:
-    """Whether the sums of more chunks than a block has threads are added up as on the GPU, whatever the dtype is."""
+    """Returns True if sums of more chunks than a block has threads are added as on the GPU. The dtype does not matter."""
     kernel = _confirmed(device, torch.float32)
     assert kernel is not None
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sp_lightning.kernels.variants import Variant
+from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Variant
 
 R = TypeVar("R")
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
@@ -67,8 +67,6 @@ def find_kernel(
     what: Variant | torch.dtype,
     recipes: Iterable[R],
     agrees: Callable[[Compiled, R], bool],
-    *,
-    of_gpu: bool = False,
 ) -> tuple[Compiled, R] | None:
     """The first kernel that has torch's bits, with its recipe.
 
@@ -76,7 +74,6 @@ def find_kernel(
         what: an update, or the dtype of gradients whose norms are wanted.
         recipes: how torch's operators may have been made, the likeliest first.
         agrees: whether a kernel and torch's operators make the same bits.
-        of_gpu: whether torch's operators are those of a GPU.
 
     Returns:
         None if there is none, or if none can be compiled here. A line in the log at DEBUG says which it is.
@@ -84,8 +81,8 @@ def find_kernel(
     try:
         from sp_lightning.kernels import gpu_ir, ir  # which llvmlite writes
 
-        write: Callable[..., str] = gpu_ir.text if of_gpu else ir.text
         for recipe in recipes:
+            write: Callable[..., str] = gpu_ir.text if isinstance(recipe, (GpuRecipe, GpuNormRecipe)) else ir.text
             if agrees(kernel := Compiled(write(what, recipe)), recipe):
                 LOG.debug("Superpipeline: a kernel is used for %s.", what)
                 return kernel, recipe

@@ -6,7 +6,6 @@ with torch's operator when it is compiled, and is not used if it differs, or can
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from torch.autograd.graph import increment_version
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import FUSED_STEPS
 from sp_lightning.kernels import gpu
-from sp_lightning.kernels.gpu import Outcome, Settings
+from sp_lightning.kernels.gpu import Outcome, Settings, same, settings_of
 from sp_lightning.kernels.jit import Compiled, find_kernel
-from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, GpuRecipe, Like, Recipe, Variant
+from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, GpuRecipe, Like, Recipe, Variant, float32, is_near
 
 LEAST = 1 << 14
 """Elements of the smallest tensor for which a kernel is faster than torch's operators."""
@@ -136,7 +135,7 @@ def _suits(settings: Settings, operands: Operands, factors: Sequence[float], lik
 def _variant(kind: Any, settings: Settings, operands: Operands, factors: int, like: Like | None) -> Variant:
     own: dict[str, Any] = {}
     if kind in ("adam", "adamw"):
-        own = {"amsgrad": settings["amsgrad"], "near": abs(_float(1 - settings["beta1"])) < 0.5}
+        own = {"amsgrad": settings["amsgrad"], "near": is_near(settings["beta1"])}
     elif kind == "sgd":
         momentum = settings["momentum"] != 0
         own = {"momentum": momentum, "first": settings["is_first_step"], "nesterov": settings["nesterov"]}
@@ -158,7 +157,7 @@ def _numbers(
         beta1, beta2, rate = settings["beta1"], settings["beta2"], 1 - settings["beta1"]
         numbers |= {
             "step": -(lr / (1 - math.pow(beta1, steps))), "bias2": math.sqrt(1 - math.pow(beta2, steps)), "eps": settings["eps"],
-            "rate1": rate, "beyond1": _float(rate) - 1, "beta2": beta2, "rate2": 1 - beta2,
+            "rate1": rate, "beyond1": float32(rate) - 1, "beta2": beta2, "rate2": 1 - beta2,
         }  # fmt: skip
         if variant.kind == "adamw":
             numbers["decay"] = _decay(lr, decay) if recipe.fused else 1 - lr * decay
@@ -175,11 +174,6 @@ def _run(kernel: Compiled, operands: Operands, numbers: Mapping[str, float], cou
     places |= {} if operands.cast is None else {"cast": operands.cast}
     arguments = Arguments(count=count, **numbers, **{name: each.data_ptr() for name, each in places.items()})
     kernel.run(-(-count // BLOCK), 1, arguments)
-
-
-def _float(number: float) -> float:
-    """A number as float32 has it."""
-    return ctypes.c_float(number).value
 
 
 @lru_cache(1024)
@@ -200,11 +194,11 @@ def _checked(variant: Variant) -> tuple[Compiled, AnyRecipe] | None:
     plain = gpu.find_confirmed(variant.plain, _run_plain)
     if plain is None or variant == variant.plain:
         return plain
-    return find_kernel(variant, [plain[1]], partial(_agrees, variant), of_gpu=True)
+    return find_kernel(variant, [plain[1]], partial(_agrees, variant))
 
 
 def is_confirmed(variant: Variant) -> bool:
-    """Whether there is a kernel with the bits of the GPU that ``variant.like`` names. The first call compares."""
+    """Returns True if a kernel has the bits of the GPU in ``variant.like``. The first call compares."""
     return _checked(variant.plain) is not None
 
 
@@ -221,7 +215,7 @@ _COUNTS_OF_HALVES = (1 << 20,) * 4
 
 
 def _agrees(variant: Variant, kernel: Compiled, recipe: AnyRecipe) -> bool:
-    """Whether a kernel and torch's operators make the same bits of several tensors, of which most end within a vector.
+    """Returns True if a kernel and torch's operators have the same results for several tensors. Most end within a vector.
 
     For the bits of a GPU the kernel of the plain update stands for torch's operators, with which it was compared.
     """
@@ -231,7 +225,7 @@ def _agrees(variant: Variant, kernel: Compiled, recipe: AnyRecipe) -> bool:
 
 
 def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe: AnyRecipe) -> bool:
-    settings, generator = _settings(variant), torch.Generator("cpu").manual_seed(seed)
+    settings, generator = settings_of(variant), torch.Generator("cpu").manual_seed(seed)
     # Users may have set other defaults.
     drawn = (torch.randn(count, generator=generator, dtype=torch.float32, device="cpu") for _ in range(5))
     weight, gradient, *moments = (each.to(variant.weight) for each in drawn)
@@ -243,7 +237,7 @@ def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe
     theirs: list[Any]
     ours: list[Any]
     theirs, ours = ([each if each is None else each.clone() for each in (weight, *state)] for _ in range(2))
-    factors = [_float(0.7), _float(1 / 3)][: variant.factors]
+    factors = [float32(0.7), float32(1 / 3)][: variant.factors]
     wide = gradient.to(variant.weight, copy=True)  # before a kernel writes it
     operands = Operands(ours[0], gradient, cast, ours[1:])
     _run(kernel, operands, _numbers(recipe, variant, settings, operands, factors), count)
@@ -256,7 +250,7 @@ def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe
     else:
         assert update_in_one_pass(operator, settings, Operands(theirs[0], wide, None, theirs[1:]), [], variant.like)
     pairs = [*zip(theirs, ours, strict=True), *([] if cast is None else [(theirs[0].to(cast.dtype), cast)])]
-    return all(each is None or _same(each, own) for each, own in pairs)
+    return all(same(each, own) for each, own in pairs)
 
 
 def _step() -> Tensor:
@@ -266,20 +260,3 @@ def _step() -> Tensor:
 def _aligned(count: int, dtype: torch.dtype) -> Tensor:
     memory = torch.empty(count + CAST_ALIGNMENT, dtype=dtype, device="cpu")
     return memory[-memory.data_ptr() // 2 % (CAST_ALIGNMENT // 2) :][:count]
-
-
-def _same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits, but for those of NaN."""
-    return torch.equal(tensor.isnan(), other.isnan()) and torch.equal(tensor.nan_to_num(), other.nan_to_num())
-
-
-def _settings(variant: Variant) -> dict[str, Any]:
-    """Settings of such a variant, for torch's operator."""
-    common = {"lr": 0.017, "weight_decay": 0.03 * variant.decays, "maximize": variant.maximize}
-    if variant.kind in ("adam", "adamw"):
-        return common | {"beta1": 0.9 if variant.near else 0.3, "beta2": 0.98, "eps": 1e-7, "amsgrad": variant.amsgrad}
-    if variant.kind == "adagrad":
-        return common | {"lr_decay": 0.01, "eps": 1e-7}
-    own = {"momentum": 0.8 * variant.momentum, "nesterov": variant.nesterov, "is_first_step": variant.first}
-    own["lr"] = 0.7  # how a product of a small one was rounded hardly shows in the sum
-    return common | own | {"dampening": 0.0 if variant.nesterov else 0.1}

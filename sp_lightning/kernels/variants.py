@@ -17,6 +17,17 @@ import torch
 BLOCK = 32
 """Elements that a thread takes at least, a multiple of torch's 16: with any number of threads, one has the tensor's end."""
 
+
+def float32(number: float) -> float:
+    """Returns a number rounded to float32."""
+    return ctypes.c_float(number).value
+
+
+def is_near(beta1: float) -> bool:
+    """Returns True if Adam's average moves by less than half of the way to the gradient: torch has another formula then."""
+    return abs(float32(1 - beta1)) < 0.5
+
+
 Kind = Literal["adam", "adamw", "sgd", "adagrad"]
 _POINTERS = ("weight", "gradient", "cast", "s0", "s1", "s2")
 _NUMBERS = (
@@ -71,7 +82,7 @@ Form = Literal["foreach", "fused"]
 
 @dataclass(frozen=True)
 class Like:
-    """Whose bits an update has: those of torch's optimizer on a device.
+    """The reference of an update: torch's optimizer on a device.
 
     Attributes:
         device: the GPU.
@@ -109,7 +120,7 @@ OPEN: dict[tuple[Kind, Form], tuple[str, ...]] = {
 whether a root is divided by a number, which is usual, or multiplied by its reciprocal. ``decay`` is a line of the fused operator.
 
 torch 2.10 leaves ``addcmul`` and ``addcdiv`` open; later versions call ``std::fma``. The fused operators of torch 2.10 compute in
-double precision, as those of SGD and Adagrad do in all versions: none of these is written here."""
+double precision, as those of SGD and Adagrad do in all versions. These formulas are not supported."""
 
 
 def gpu_recipes(variant: Variant) -> list[GpuRecipe]:
@@ -157,7 +168,7 @@ class Variant:
 
     @property
     def writes_gradient(self) -> bool:
-        """Whether torch's step writes the gradient, too: where it needs no copy of it before Nesterov's momentum is added."""
+        """True if torch's step writes the gradient: Nesterov momentum is added in place if the gradient was not copied."""
         foreach = self.like is not None and self.like.form == "foreach"
         return foreach and self.nesterov and not (self.decays or self.maximize) and self.gradient is self.weight
 
@@ -172,8 +183,19 @@ class Variant:
         return {"adam": 2, "adamw": 2, "sgd": int(self.momentum), "adagrad": 1}[self.kind] + self.amsgrad
 
 
+# Sizes of torch's ``foreach`` operators (``MultiTensorApply.cuh``, ``block_reduce.cuh``).
+CHUNK = 65536
+"""Elements that a block of threads takes of a tensor."""
+THREADS = 512
+"""Threads of a block."""
+EACH = 4
+"""Elements that a thread takes at a time."""
+WARP = 32
+"""Threads that add up together."""
+
+
 class GpuNormArguments(ctypes.Structure):
-    """What a GPU's norms are called with: of each chunk its address, the number of its elements, how it is read, and its sum."""
+    """Arguments of a GPU's norms: arrays with each chunk's address, number of elements, order of reading, and sum."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("chunks", "counts", "in_fours", "sums")]
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import fused_sgd_step, tree_leaves
+from sp_lightning.kernels.variants import Kind
 from sp_lightning.plan.ledger import FEW_BITS
 
 
@@ -41,13 +42,19 @@ def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fu
 
 def has_fused_step(optimizer: Any) -> bool:
     """Whether an optimizer is of a class of torch's that has a fused step on the CPU. A subclass may step in its own way."""
-    return type(optimizer) in _FUSED_ON_CPU
+    return type(optimizer) in KINDS
 
 
 BARS_FUSED = ("foreach", "differentiable", "capturable")
 """Settings of a group with which torch's optimizers cannot run fused."""
 
-_FUSED_ON_CPU = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
+KINDS: dict[type, Kind] = {
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.SGD: "sgd",
+}
+"""torch's optimizers that have a fused step on the CPU."""
 
 
 def loses_updates(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Whether steps on the CPU have the bits of the steps that plain Lightning would take on the GPU, and why not.
+"""Decides which CPU optimizer steps have the bits of plain Lightning's steps on the GPU, and gives the reason for the others.
 
 Plain Lightning's optimizer steps on the GPU: with torch's ``foreach`` operators, or with ``fused=True``. Where ``kernels`` has
 its formulas, and this GPU has confirmed them, an update on the CPU has the bits of the unchanged program's. All groups of an
@@ -15,23 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.device.layout import is_dense
 from sp_lightning.device.patched import state_of
-from sp_lightning.device.torch_private import FUSED_STEPS, unscales_by_itself
+from sp_lightning.device.torch_private import unscales_by_itself
 from sp_lightning.kernels.gpu_norms import has_norms_of
 from sp_lightning.kernels.jit import is_installed
 from sp_lightning.kernels.update import HALVES, is_confirmed
-from sp_lightning.kernels.variants import OPEN, Form, Kind, Like, Variant
-from sp_lightning.optim.fused import has_fused_step, may_get_gradients
+from sp_lightning.kernels.variants import OPEN, Form, Kind, Like, Variant, is_near
+from sp_lightning.optim.fused import KINDS, has_fused_step, may_get_gradients
 from sp_lightning.weights.narrow_gradient import as_it_came, stored
 from sp_lightning.weights.roles import ParameterRole
-
-KINDS: dict[type, Kind] = {
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adamw",
-    torch.optim.SGD: "sgd",
-    torch.optim.Adagrad: "adagrad",
-}
-assert set(KINDS.values()) == set(FUSED_STEPS.values())
 
 
 @dataclass(frozen=True)
@@ -47,11 +40,11 @@ class LikeGpu:
     fuse: bool
 
     def of(self, group: Mapping[str, Any]) -> Like:
-        """Whose bits the steps of a group have."""
+        """Returns the reference of a group's steps."""
         return Like(self.device, "fused" if group.get("fused") or self.fuse else "foreach")
 
     def against(self, optimizer: torch.optim.Optimizer, module: nn.Module, *, scaled: bool) -> str:
-        """Why an optimizer's steps have other bits than on the GPU; empty if they have the same.
+        """Returns why an optimizer's steps differ from the GPU's in the last bits; empty if they do not.
 
         Args:
             optimizer: the optimizer.
@@ -74,7 +67,7 @@ class LikeGpu:
             return next((f"{name}: {reason}" for reason in reasons if reason), "")
 
     def against_group(self, group: Mapping[str, Any], known: set[int]) -> str:
-        """Why a group's next step has other bits, although :meth:`against` had no reason; empty if it has the same.
+        """Returns why a group's next step differs, although :meth:`against` found no reason at set-up; empty if it does not.
 
         Settings may have changed since, and parameters may have been added. That formulas are confirmed is not asked here.
 
@@ -93,7 +86,7 @@ class LikeGpu:
         return ""
 
     def against_norms(self, optimizer: torch.optim.Optimizer) -> str:
-        """Why norms of an optimizer's gradients have other bits than on the GPU; empty if they have the same."""
+        """Returns why norms of an optimizer's gradients differ from the GPU's in the last bits; empty if they do not."""
         with torch.DisableTorchFunctionSubclass():
             trained = [p for group in optimizer.param_groups for p in group["params"] if may_get_gradients(p)]
             if len({p.dtype for p in trained}) > 1:
@@ -156,31 +149,20 @@ def _against_state(state: Mapping[Any, Any], parameters: Iterable[nn.Parameter])
 
 
 def _is_laid_out_otherwise(parameter: nn.Parameter) -> bool:
-    """Whether a gradient has other strides than its weight. Then torch steps the group by operators that were not compared."""
+    """Returns True if a gradient has other strides than its weight. torch steps such a group with other operators."""
     gradient = as_it_came(stored(parameter))
     return gradient is not None and gradient.layout is torch.strided and gradient.stride() != parameter.stride()
 
 
 def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch's ``foreach`` step leaves other gradients than it was given: SGD's, with Nesterov momentum alone."""
+    """Returns True if torch's ``foreach`` step writes gradients: SGD's with Nesterov momentum, without decay and maximize."""
     return type(optimizer) is torch.optim.SGD and any(
         group["nesterov"] and not group["weight_decay"] and not group["maximize"] for group in optimizer.param_groups
     )
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether elements lie side by side, in any order of the dimensions."""
-    size = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length > 1:
-            if stride != size:
-                return False
-            size *= length
-    return True
-
-
 def _variants(kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype], like: Like) -> Iterator[Variant]:
-    """What steps of a group may be, with a weight decay and without: a scheduler may change that."""
+    """The variants of a group's steps, with weight decay and without: a scheduler may change that."""
     own: list[dict[str, Any]] = [{}]
     if kind in ("adam", "adamw"):
         own = [{"amsgrad": group["amsgrad"], "near": is_near(group["betas"][0])}]
@@ -191,6 +173,85 @@ def _variants(kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype
         yield Variant(kind, dtype, None, 0, maximize=group["maximize"], decays=decays, weight=dtype, like=like, **more)
 
 
-def is_near(beta1: float) -> bool:
-    """Whether Adam's average moves by less than half of the way to the gradient, which torch writes otherwise."""
-    return bool(abs(torch.tensor(1 - beta1, dtype=torch.float32, device="cpu")) < 0.5)
+class GpuBits:
+    """The optimizers of a run whose CPU steps have a GPU's bits, and the reasons for the others.
+
+    Args:
+        device: the GPU on which plain Lightning steps; None if it steps on the CPU.
+
+    Attributes:
+        stepping: the optimizers whose steps have the GPU's bits.
+        clipping: those of them whose norms have them.
+        like: whose bits they have.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._why = self._why_norms = ""
+        self.stepping: set[torch.optim.Optimizer] = set()
+        self.clipping: set[torch.optim.Optimizer] = set()
+        self.like: LikeGpu | None = None
+
+    def decide(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        module: nn.Module,
+        against: str,
+        *,
+        fuse: bool,
+        scaled: bool,
+        clips: bool,
+    ) -> None:
+        """Decides, from the optimizers' present settings.
+
+        Args:
+            optimizers: the trainer's.
+            module: the module that they train.
+            against: a reason that holds for all of them; empty if there is none.
+            fuse: whether groups step fused for which their user has left that open.
+            scaled: whether gradients are scaled (``16-mixed``).
+            clips: whether norms may be needed.
+        """
+        self._why, self._why_norms, self.like = against, "", None
+        self.stepping, self.clipping = set(), set()
+        if self._device is None or against:
+            return
+        self.like = LikeGpu(self._device, fuse)
+        for optimizer in optimizers:
+            if why := self.like.against(optimizer, module, scaled=scaled):
+                self._why = self._why or why
+                continue
+            self.stepping.add(optimizer)
+            if not clips:
+                continue
+            if why := self.like.against_norms(optimizer):
+                self._why_norms = self._why_norms or why
+            else:
+                self.clipping.add(optimizer)
+
+    def sentences(self, *, automatic: bool) -> list[str]:
+        """Returns what a user should know of this; nothing without a GPU.
+
+        Args:
+            automatic: whether Lightning clips (automatic optimization).
+        """
+        if self._device is None:
+            return []
+        alike, why = set[str](), self._why
+        for optimizer, group in [(each, group) for each in self.stepping for group in each.param_groups]:
+            assert self.like is not None
+            name = type(optimizer).__name__
+            if against := self.like.against_group(group, set()):  # settings that have changed since
+                why = why or f"{name}: {against}"
+            else:
+                alike.add(f"{name} ({self.like.of(group).form})")
+        said = []
+        if alike:
+            said.append(f"{' and '.join(sorted(alike))} steps on the CPU with the bits of its steps on this GPU.")
+        if alike and not automatic:
+            said.append("Norms that you take yourself, as in clip_gradients, have the CPU's last bits.")
+        if self._why_norms:
+            said.append(f"Norms for clipping differ from the GPU's in the last bits: {self._why_norms}.")
+        if why:
+            said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {why}.")
+        return said

@@ -131,7 +131,7 @@ def _step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, 
     """Steps one weight with the bits of a GPU, by a kernel, whatever its size and strides.
 
     Raises:
-        RuntimeError: settings have changed since the run began, and there is no such kernel for the new ones.
+        RuntimeError: settings have changed since the run began, and the GPU has not confirmed a formula for the new ones.
     """
     if update.weight.numel() == 0:
         return

@@ -16,7 +16,7 @@ from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.engine.layerwise import EarlyUpdates, LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
-from sp_lightning.optim.like_gpu import LikeGpu, writes_gradients
+from sp_lightning.optim.like_gpu import GpuBits, writes_gradients
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
@@ -68,10 +68,7 @@ class OptimizerSteps:
         self._logged: str | None = None  # None until :meth:`arrange`: there are no optimizers yet
         self.overlap: Overlap = "off"
         self._why = ""  # what prevents a faster mode
-        self._likes: dict[Optimizer, LikeGpu] = {}
-        self._norms_like: dict[Optimizer, torch.device] = {}
-        self._other_bits = ""  # why some steps have other bits than on the GPU
-        self._other_norms = ""  # why some norms have
+        self._bits = GpuBits(None)
         self._early = EarlyUpdates.NO
         self._place = StepPlace(run, options, self._count_as)
         self._step_hooks = StepHooks(run, self._fuses_whole)
@@ -117,7 +114,7 @@ class OptimizerSteps:
         return self._fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
 
     def _fuses_whole(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's step that is not taken apart is to run fused. Its bits are the CPU's."""
+        """Returns True if a step that is not split by layers runs fused. Logs once that it has the CPU's last bits."""
         if (layerwise := self._layerwise.get(optimizer)) is not None:
             layerwise.warn_of_bits("user code has called torch's optimizer, not the one that self.optimizers() returns")
         return self._is_fused(optimizer)
@@ -150,8 +147,19 @@ class OptimizerSteps:
         # All ranks step in one way, although only the primary's optimizers have state that is on the disk or not.
         ranks_with_disk = self._ranks is not None and self._options.disk is not None
         by_layers = not waits or state is not None or on_disk.any or ranks_with_disk or self._run.steps_on_device
-        likes = self._likes = self._like_gpu(by_layers)
-        if waits and (by_layers or likes):  # the bits of a step that is not fused depend on the number of threads
+        bits = self._bits = GpuBits(None if self._run.steps_on_device else streamer.device.plain_steps_on)
+        bits.decide(
+            self._real_optimizers,
+            self._run.module,
+            self._against_gpu_bits(by_layers),
+            fuse=self._options.fused_optimizer is True,
+            scaled=scaler_of(trainer) is not None,
+            # A module that clips in its own way may name a norm that the trainer does not know.
+            clips=self._clips() == "norm" or is_overridden("configure_gradient_clipping", self._run.module),
+        )
+        if waits and (
+            by_layers or bits.stepping
+        ):  # the bits of a step that is not fused depend on the number of threads
             streamer.device.background_threads = torch.get_num_threads()
         optimizers = self._real_optimizers
         self._layerwise = {
@@ -162,15 +170,15 @@ class OptimizerSteps:
                 early=self._early,
                 clip_value=self._clip_value,
                 measure=measure and (bool(on_disk.gradients) or not waits) and not self._run.steps_on_device,
-                narrow=self._narrow() and not (optimizer in likes and writes_gradients(optimizer)),
+                narrow=self._narrow() and not (optimizer in bits.stepping and writes_gradients(optimizer)),
                 state=state,
                 waits=waits,
                 lands=self._run.steps_on_device and self._options.disk is not None,
-                like=likes.get(optimizer),
-                norms_like=self._norms_like.get(optimizer),
+                like=bits.like if optimizer in bits.stepping else None,
+                like_norms=optimizer in bits.clipping,
             )
             for optimizer in optimizers
-            if by_layers or optimizer in likes
+            if by_layers or optimizer in bits.stepping
         }
         if self._ranks is not None:
             self._ranks.attach([each for each in optimizers if each not in self._layerwise], scaler_of(trainer))
@@ -182,37 +190,17 @@ class OptimizerSteps:
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
 
-    def _like_gpu(self, by_layers: bool) -> dict[Optimizer, LikeGpu]:
-        """The optimizers whose steps have the bits of the GPU, on which plain Lightning's step. Notes why others have not.
+    def _against_gpu_bits(self, by_layers: bool) -> str:
+        """Returns why all CPU steps differ from the GPU's in the last bits; empty if some may have the same.
 
         Args:
             by_layers: whether steps are taken apart by layers in any case.
         """
-        device = self._run.engine.device.plain_steps_on
-        self._other_bits = self._other_norms = ""
-        self._norms_like = dict[Optimizer, torch.device]()
-        if device is None or self._run.steps_on_device:
-            return {}
         if self._options.fused_optimizer is False:
-            self._other_bits = "fused_optimizer=False"
-            return {}
+            return "fused_optimizer=False"
         if self._ranks is not None and not by_layers:
-            self._other_bits = 'with several devices and optimizer_overlap="off", the primary steps all layers at once'
-            return {}
-        like, likes = LikeGpu(device, fuse=self._options.fused_optimizer is True), dict[Optimizer, LikeGpu]()
-        scaled = scaler_of(self._trainer) is not None
-        for optimizer in self._real_optimizers:
-            if against := like.against(optimizer, self._run.module, scaled=scaled):
-                self._other_bits = self._other_bits or against
-                continue
-            likes[optimizer] = like
-            # A module that clips in its own way may name a norm that the trainer does not know.
-            if self._clips() == "norm" or is_overridden("configure_gradient_clipping", self._run.module):
-                if against := like.against_norms(optimizer):
-                    self._other_norms = self._other_norms or against
-                else:
-                    self._norms_like[optimizer] = device
-        return likes
+            return 'with several devices and optimizer_overlap="off", the primary steps all layers at once'
+        return ""
 
     def look_again(self) -> None:
         """A batch begins: since the mode was chosen, user code may have added hooks, or changed how gradients are clipped.
@@ -404,7 +392,7 @@ class OptimizerSteps:
         names = {
             type(optimizer).__name__
             for optimizer in stepping
-            if optimizer not in self._likes and self._is_fused(optimizer) and self._fuses_a_group(optimizer)
+            if optimizer not in self._bits.stepping and self._is_fused(optimizer) and self._fuses_a_group(optimizer)
         }
         if names:
             overlap = self._options.optimizer_overlap
@@ -419,30 +407,14 @@ class OptimizerSteps:
         return remarks
 
     def _fuses_a_group(self, optimizer: Optimizer) -> bool:
-        """Whether a group steps fused for which its user has left that open."""
+        """Returns True if a group runs fused although its user has set neither ``fused`` nor ``foreach``."""
         return any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
 
     def bits(self) -> list[str]:
-        """Whether steps on the CPU have the bits of the GPU, on which plain Lightning steps, in sentences. None without a GPU."""
+        """Returns whose bits steps on the CPU have, in sentences; nothing without a GPU, or if the GPU steps."""
         if self._logged is None:
             return []
-        likes, other = set[str](), self._other_bits
-        for optimizer, group, like in [(o, g, like) for o, like in self._likes.items() for g in o.param_groups]:
-            name = type(optimizer).__name__
-            if against := like.against_group(group, set()):  # settings that have changed since
-                other = other or f"{name}: {against}"
-            else:
-                likes.add(f"{name} ({like.of(group).form})")
-        said = []
-        if likes:
-            said.append(f"{' and '.join(sorted(likes))} steps on the CPU with the bits of its steps on this GPU.")
-        if likes and not self._run.module.automatic_optimization:
-            said.append("Norms that you take yourself, as in clip_gradients, have the CPU's last bits.")
-        if self._other_norms:
-            said.append(f"Norms for clipping differ from the GPU's in the last bits: {self._other_norms}.")
-        if other:
-            said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {other}.")
-        return said
+        return self._bits.sentences(automatic=self._run.module.automatic_optimization)
 
     # ------------------------------------------------------------------ a step
 
@@ -526,7 +498,7 @@ class OptimizerSteps:
         """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._run.hooks.may_write_weights("gradients")
         by_layers = on_disk or self._run.steps_on_device or (self.overlap != "off" and not seen)
-        by_layers = by_layers or layerwise.norms_like is not None
+        by_layers = by_layers or layerwise.clipping.like is not None
         if not (by_layers and clips_as_lightning(plugin)):
             return {}
         clipping = layerwise.clipping

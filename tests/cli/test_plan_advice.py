@@ -348,7 +348,7 @@ def test_a_step_that_is_heavy_on_the_host_is_tried_on_the_device(capsys: pytest.
     def faster(*more: str) -> tuple[str, str, str]:
         main(["plan", "vit_b_16", "--optimizer", "muon", "--k", "1", "--k-prime", "1", *more])
         (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
-        found = re.findall(r"--optimizer-on gpu takes (\S+) s,? and (\S+ GiB) of GPU memory(.*)\.$", line)
+        found = re.findall(r"--optimizer-on gpu takes (\S+) s and (\S+ GiB) of GPU memory(.*)\.$", line)
         return found[0]  # type: ignore[no-any-return]
 
     host, found = (

@@ -84,7 +84,7 @@ def _run(node: ast.stmt, namespace: dict[str, Any]) -> Iterator[str]:
 
 
 def _resolve(node: ast.stmt, namespace: dict[str, Any]) -> Iterator[str]:
-    """What functions name of torch, which is looked for only when they run; and places in the form of an object and a name."""
+    """Names of torch that functions look up when they run, and places given as an object and a name."""
     for each in ast.walk(node):
         if isinstance(each, ast.ImportFrom):
             yield from _import(each, namespace).values()

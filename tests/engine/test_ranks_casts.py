@@ -35,6 +35,5 @@ def test_every_rank_fetches_what_one_device_fetches(overlap: str) -> None:
     assert nbytes == casts
     for counts, nbytes, casts in in_ranks(2, fetched, 2, overlap):
         assert nbytes == casts, "masters have twice the bytes"
-        # A run's end finds layers on their way, k + k' at most, of each rank others. On a busy machine one more is fetched again,
-        # because its update had not landed.
-        assert sum(abs(counts[name] - one[name]) for name in one) <= 3
+        # A run's end finds layers on their way, k + k' at most, of each rank others.
+        assert sum(abs(counts[name] - one[name]) for name in one) <= 2

@@ -106,7 +106,7 @@ def test_an_interrupted_run_resumes(
 
 
 def test_a_completion_ends_at_the_end_token(model: Path, tmp_path: Path) -> None:
-    """What generate adds behind it, while others of the batch continue, is padding."""
+    """While other rows of the batch continue, generate adds padding."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     end = tokenizer.eos_token_id
     module = generate_llm.Generate(AutoModelForCausalLM.from_pretrained(model), tokenizer, tmp_path / "out.jsonl", {})

@@ -125,7 +125,7 @@ def with_cap(cap: int | float, monkeypatch: pytest.MonkeyPatch, taken: int = GIB
 
 
 def test_host_memory_without_a_disk_is_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was an error without disk=, and nobody could try whether a model trains on a smaller machine."""
+    """Without disk= it was an error, so one could not test a smaller machine."""
     with pytest.raises(MemoryError) as caught:
         with_cap(GIB + 96 * 2**20, monkeypatch)
     message = str(caught.value)

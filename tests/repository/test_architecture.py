@@ -366,7 +366,7 @@ def test_the_options_are_frozen() -> None:
 
 
 def test_the_public_names_are_frozen() -> None:
-    """What users import, and what they read of a strategy beside Lightning's own names. The CHANGELOG says what changes."""
+    """Public names: imports, and attributes of a strategy beside Lightning's own. The CHANGELOG lists changes."""
     assert sp_lightning.__all__ == [
         "Plan",
         "PlannedLayer",

@@ -83,8 +83,10 @@ def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pyte
         "t/b.py::y": "rest",
         "t/c.py::x": "long",
     }
-    found = seconds.read([log], tiers)
+    found = seconds.read([log], tiers, {})
     assert found == {"t/a.py::x[1, 2]": 1.0, "t/a.py::y": pytest.approx(0.9), "t/b.py::y": 2.0}
+    before = {"t/a.py::y": 5.0, "t/d.py::x": 3.0, "t/d.py::gone": 3.0}  # of which the log has the first one
+    assert seconds.read([log], {**tiers, "t/d.py::x": "rest"}, before) == {**found, "t/d.py::x": 3.0}
     monkeypatch.setattr(seconds, "FILE", tmp_path / "seconds.txt")
     seconds.FILE.write_text("# Seconds\n1.00 t/a.py::x[1, 2]\n2.00 t/b.py::y\n")
     quick, slow, other = Item("t/a.py::z"), Item("t/a.py::x[1, 2]"), Item("t/b.py::y", "rest")

@@ -34,7 +34,7 @@ REFUSED = {("parameter-hooks", "backward"): "post-accumulate hooks"}
 
 
 def plain_or_reference(make: Make, batches: Batches, precision: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """What the strategy's default has: plain Lightning's losses and parameters, or those of fused steps on the CPU."""
+    """Losses and parameters of plain Lightning if this GPU confirms the formulas, else those of fused steps on the CPU."""
     like, module = LikeGpu(torch.device("cuda", torch.cuda.current_device()), fuse=False), make()
     found: Any = module.configure_optimizers()
     optimizers = [each for each in (found if isinstance(found, (list, tuple)) else [found]) if hasattr(each, "step")]

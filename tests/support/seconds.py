@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).parents[1] / "seconds.txt"
-LATER = {"": (0.5, "rest"), "rest": (0.7, "long")}
+LATER = {"": (0.5, "rest"), "rest": (1.1, "long")}
 """By the tier of a test (its mark), from how many seconds on it runs in the next one, and that one's mark."""
 STAY = ("test_gpu_script.py::test_what_has_run", "test_gpu_script.py::test_tests_on_the_list", "test_fuzz.py::")
 """These stay in their tier: a dry run of the GPU script, and the fuzz test, which the gate runs again."""
@@ -50,17 +50,20 @@ def move_down(items: Sequence[pytest.Item], *, whole: bool) -> None:
     gone[:] = sorted(name for name in seconds.keys() - seen if whole and name.split("::")[0] in files)
 
 
-def read(logs: Iterable[str], tiers: Mapping[str, str]) -> dict[str, float]:
+def read(logs: Iterable[str], tiers: Mapping[str, str], before: Mapping[str, float]) -> dict[str, float]:
     """The tests in the logs of runs that take so long that they move, with their seconds.
 
     Args:
         logs: what pytest has printed with ``--durations=0``.
         tiers: the tests' tiers by their own marks.
+        before: the file so far. It keeps its seconds of tests that no log has: those of a later tier did not run.
     """
     found = defaultdict[str, float](float)
     for log in logs:
         for seconds, name in re.findall(r"^([\d.]+)s (?:call|setup|teardown) +(\S.*)$", log, re.MULTILINE):
             found[name] += float(seconds)
+    for name in tiers.keys() & before.keys() - found.keys():
+        found[name] = before[name]
 
     def moves(name: str) -> bool:
         least, _ = LATER.get(tiers.get(name, "long"), (float("inf"), ""))
@@ -84,7 +87,7 @@ def main(logs: Sequence[str]) -> None:
                 tiers[item.nodeid] = "long" if "long" in kept else "rest" if "rest" in kept else ""
 
     pytest.main(["--collect-only", "-q", "-q", "-n", "0", "-m", ""], plugins=[Collected()])
-    found = read([Path(log).read_text(encoding="utf-8") for log in logs], tiers)
+    found = read([Path(log).read_text(encoding="utf-8") for log in logs], tiers, measured())
     FILE.write_text(_HEAD + "".join(f"{seconds:.2f} {name}\n" for name, seconds in found.items()), encoding="utf-8")
 
 
