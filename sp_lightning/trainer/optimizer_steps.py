@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from sp_lightning.device.host_memory import free_garbage
@@ -34,6 +33,7 @@ from sp_lightning.trainer.user_hooks import (
     are_gradients_unread_before_step,
     choose_overlap,
     clips_as_lightning,
+    clips_in_its_own_way,
     may_look_after_step,
     scaler_of,
 )
@@ -154,12 +154,10 @@ class OptimizerSteps:
             self._against_gpu_bits(by_layers),
             fuse=self._options.fused_optimizer is True,
             scaled=scaler_of(trainer) is not None,
-            # A module that clips in its own way may name a norm that the trainer does not know.
-            clips=self._clips() == "norm" or is_overridden("configure_gradient_clipping", self._run.module),
+            clips=self._clips() == "norm" or clips_in_its_own_way(self._run.module),
         )
-        if waits and (
-            by_layers or bits.stepping
-        ):  # the bits of a step that is not fused depend on the number of threads
+        if waits and (by_layers or bits.stepping):
+            # The bits of a step that is not fused depend on the number of threads.
             streamer.device.background_threads = torch.get_num_threads()
         optimizers = self._real_optimizers
         self._layerwise = {

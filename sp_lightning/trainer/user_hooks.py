@@ -176,6 +176,11 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
     return found
 
 
+def clips_in_its_own_way(module: pl.LightningModule) -> bool:
+    """Returns True if a module overrides Lightning's clipping. It may then name a norm that the trainer does not know."""
+    return is_overridden("configure_gradient_clipping", module, base_of(module, pl.LightningModule))
+
+
 # ---------------------------------------------------------------------- whether updates may run in the background
 
 
