@@ -38,7 +38,7 @@ class Clipping:
 
     def __init__(self, optimizer: Optimizer, engine: Updating, like: torch.device | None = None) -> None:
         self._optimizer = optimizer
-        self._on_device = engine.on_device  # norms are taken where layers are stepped
+        self._on_device = engine.on_device if engine.all_on_device else None  # norms are taken where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
         self.like = like
@@ -57,7 +57,7 @@ class Clipping:
         elif self.like is not None and parameters and all(map(_has_gpu_norm, parameters)):
             # As get_total_norm adds up the norms of tensors, on the GPU.
             norms = self._norms_like(self.like, parameters, measured)
-            total = torch.linalg.vector_norm(torch.stack(norms).to(self.like), 2.0)
+            total = torch.linalg.vector_norm(torch.stack([norm.to(self.like) for norm in norms]), 2.0)
         else:
             of_host = Norms()
             # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
@@ -91,6 +91,9 @@ class Clipping:
         for parameter in parameters:
             gradient = stored(parameter)
             assert gradient is not None
+            if (norm_there := self._norm_there(gradient)) is not None:
+                norms[parameter] = norm_there
+                continue
             known, version, norm = measured.get(parameter, (None, None, gradient))
             if known is gradient and version == gradient._version:
                 norms[parameter] = norm
@@ -101,10 +104,19 @@ class Clipping:
         norms |= zip(unknown, found.of([*unknown.values()]), strict=True)
         return [norms[parameter] for parameter in parameters]
 
+    def _norm_there(self, gradient: Tensor) -> Tensor | None:
+        """The norm of a gradient that waits on the device for a layer's step; None if it is on the host."""
+        on_device = self._engine.on_device
+        if on_device is None or getattr(gradient, "computed", None) is None:
+            return None
+        return on_device.norms([gradient])[0]
+
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
         """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
         gradient = stored(parameter)
         assert gradient is not None
+        if (norm_there := self._norm_there(gradient)) is not None:
+            return norm_there.cpu()
         known, version, norm = measured.get(parameter, (None, None, gradient))
         if known is gradient and version == gradient._version:
             return norm
@@ -121,6 +133,8 @@ class Clipping:
 
         Gradients in float16 are left out where the CPU's bits are wanted, which depend on the number of threads.
         """
+        if layer.own_slot is not None:
+            return
         parameters = [parameter for member in layer.family for parameter in member.block.parameters]
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
         dtypes = (torch.float32, torch.bfloat16) if self.like is None else DTYPES

@@ -119,16 +119,18 @@ class HostSource(BlockSource):
         for layer in self._layers:
             if layer.kind is Kind.RESIDENTS:
                 self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-            if layer.owner.update is None:  # an optimizer, a hook or a callback may write it now
+            if (
+                layer.owner.update is None and not layer.owner.kept
+            ):  # an optimizer, a hook or a callback may write it now
                 self._device.access(layer.block.weights, None, write=True)
 
     def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
         """Marks the copies of these layers as out of date, because their weights may have been written on the host."""
         for layer in layers:
             layer.invalidate()
-            # User code that writes weights waits for their updates first. A layer whose update is under way was therefore
-            # not written.
-            if layer.owner.update is None:
+            # User code that writes weights waits for their updates first, and for what is on the device to come. A layer whose
+            # update is under way, or that the device has, was therefore not written.
+            if layer.owner.update is None and not layer.owner.kept:
                 layer.casts.invalidate()
 
     def adopt(self) -> None:

@@ -109,7 +109,8 @@ class LayerwiseStep:
         self._engine = engine
         self._updates = engine.updates
         self._state = state
-        self._on_device = on_device = engine.on_device  # where the optimizer's form is its user's
+        # Where all layers step there, the optimizer's form is its user's. Those that stay there are stepped there in any case.
+        self._on_device = on_device = engine.on_device if engine.all_on_device else None
         self._waits = waits
         self._lands = lands
         self._like = like
@@ -120,8 +121,8 @@ class LayerwiseStep:
         self.clip_value = clip_value if early.in_backward else None
         self._separable = (waits and like is None) or on_device is not None or is_separable(optimizer)
         self._closure: Callable[[], Any] | None = None
-        if on_device is not None:
-            on_device.arrange(loose=state is not None, ahead=not (early.in_backward or waits))
+        if engine.on_device is not None:
+            engine.on_device.arrange(loose=state is not None, ahead=not (early.in_backward or waits))
         self._constants = constants_of(optimizer)
         self._declared = on_device is not None and is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
@@ -174,7 +175,7 @@ class LayerwiseStep:
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed."""
         armed = self._early_groups()
-        if layer not in armed:
+        if layer not in armed or layer.own_slot is not None:  # its step writes what backward may still read
             return
         held = self._is_held(layer, _parameters(armed[layer]))
         if held and self._early is EarlyUpdates.KEEPS:
@@ -196,6 +197,8 @@ class LayerwiseStep:
     def _do_without(self, layer: StreamedLayer) -> None:
         """Tests, after a layer's gradients are complete, if backward still uses the layer."""
         self.tried = True
+        if layer.own_slot is not None:
+            return
         self._engine.notice_uses(layer)
         self._updates.do_without(layer, self.needed.append)
 
@@ -259,7 +262,7 @@ class LayerwiseStep:
             self._drop_places()
         self._updates.torn = None
         if self._waits:
-            self._updates.finish()
+            self._updates.settle()
         return self._optimizer.param_groups is self._none
 
     def refuse_other_clipping(self, clip_value: float | None) -> None:
@@ -306,7 +309,18 @@ class LayerwiseStep:
 
     def _cuts(self, group: dict[str, Any]) -> bool:
         """Whether the step of a group can be taken apart."""
-        return self._separable or runs_fused(self._optimizer, group, fuse=self._fuse)
+        return self._separable or runs_fused(self._optimizer, self._on_host(group), fuse=self._fuse)
+
+    def _steps_there(self, layer: StreamedLayer) -> bool:
+        """Whether a layer is stepped on the device."""
+        return self._on_device is not None or layer.own_slot is not None
+
+    def _on_host(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group with those of its parameters that the host steps."""
+        if self._engine.on_device is None:
+            return group
+        layers = ((p, self._engine.layer_of(p)) for p in group["params"])
+        return {**group, "params": [p for p, layer in layers if layer is None or not self._steps_there(layer)]}
 
     @property
     def submitted(self) -> bool:
@@ -335,14 +349,17 @@ class LayerwiseStep:
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
             name_of = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
-            if self._like is not None:
-                if why := self._like.against_group(group, self._of_gpu):
-                    self.warn_of_bits(why)
-                else:
-                    settings[_LIKE] = self._like.of(group)
-            if self._on_device is None and (self.begun or runs_fused(self._optimizer, group, fuse=self._fuse)):
-                settings["fused"] = True
-            trained = [p for p in group["params"] if p.requires_grad]
+            there, of_host = settings, self._on_host(group)
+            if self._on_device is None:
+                settings = {**settings}
+                if self._like is not None:
+                    if why := self._like.against_group(of_host, self._of_gpu):
+                        self.warn_of_bits(why)
+                    else:
+                        settings[_LIKE] = self._like.of(group)
+                if self.begun or runs_fused(self._optimizer, of_host, fuse=self._fuse):
+                    settings["fused"] = True
+            trained = [p for p in of_host["params"] if p.requires_grad]
             if (
                 self._early.in_backward
                 and not self.begun
@@ -363,7 +380,8 @@ class LayerwiseStep:
                     parts[layer].append(parameter)
             for layer, parameters in parts.items():
                 named = {"param_names": [name_of[id(p)] for p in parameters]} if name_of else {}
-                by_layer[layer].append({**settings, **named, "params": parameters})
+                chosen = there if self._steps_there(layer) else settings
+                by_layer[layer].append({**chosen, **named, "params": parameters})
         return by_layer
 
     def _submit(self, layer: StreamedLayer, groups: Groups, *, held: bool) -> None:
@@ -372,8 +390,11 @@ class LayerwiseStep:
         if not self._ordered:
             self._ordered, state = True, state_of(self._optimizer)
             everything = [p for group in self._optimizer.param_groups for p in group["params"]]
-            if not all(dict.get(state, parameter) for parameter in everything):
-                self._updates.finish()  # those of the step before, whose new state comes first
+            if not all(dict.get(state, parameter) or self._has_state_there(parameter) for parameter in everything):
+                self._updates.settle()  # those of the step before, whose new state comes first
+                for parameter in everything:
+                    if not (dict.get(state, parameter) or self._has_state_there(parameter)):
+                        dict.pop(state, parameter, None)
                 for parameter in everything:
                     dict.setdefault(state, parameter, {})
         if type(self._optimizer) is self._class:
@@ -388,6 +409,8 @@ class LayerwiseStep:
         # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
+        stays = self._engine.staying(layer)
+
         def update() -> None:
             if self._state is None:
                 # What an earlier run with ``disk=`` has left away comes.
@@ -398,15 +421,16 @@ class LayerwiseStep:
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             # torch makes the state of a parameter without a gradient in a later step, behind that of others.
             for parameter in parameters:
-                if parameter.grad is None and not self._declared and dict.get(state_of(part), parameter) == {}:
+                empty = dict.get(state_of(part), parameter) == {} and not self._has_state_there(parameter)
+                if parameter.grad is None and not self._declared and empty:
                     dict.pop(state_of(part), parameter)
-            self._step_layer(layer, part, trained, clips, context)
+            self._step_layer(layer, part, trained, clips, context, stays=stays)
             if self._lands:
                 engine.device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             if self._state is not None:
                 self._state.store((layer, self._optimizer), part)
 
-        at_once = self._compiles or self._makes_state(parameters) or held
+        at_once = self._compiles or self._makes_state(layer, parameters) or held
         release = partial(engine.release_gradients, layer, parameters) if self._early is EarlyUpdates.FREES else None
         self._updates.submit(layer, update, release)
         if at_once and not self._waits:
@@ -419,17 +443,26 @@ class LayerwiseStep:
         """
         if self._engine.is_viewed(layer):
             return True
-        if self._on_device is not None:  # which holds the state itself
+        if self._steps_there(layer):  # which holds the state itself
             return False
         state = state_of(self._optimizer)
         return held_elsewhere(dict.get(state, parameter, {}) for parameter in parameters)
 
-    def _makes_state(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def _has_state_there(self, parameter: nn.Parameter) -> bool:
+        layer, on_device = self._engine.layer_of(parameter), self._engine.on_device
+        return (
+            on_device is not None
+            and layer is not None
+            and layer.kept
+            and on_device.staying.has_state(layer, self._optimizer, parameter)
+        )
+
+    def _makes_state(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether an update may make state of these parameters on the device, in the default dtype of the process.
 
         On the host torch's fused steps name the dtype of their state.
         """
-        if self._on_device is None:
+        if not self._steps_there(layer):
             return False
         new = {id(p) for p in parameters if stored(p) is not None} - self._stepped
         self._stepped |= new
@@ -442,13 +475,21 @@ class LayerwiseStep:
         trained: Sequence[nn.Parameter],
         clips: Mapping[int, Change],
         context: StepContext,
+        *,
+        stays: bool,
     ) -> None:
-        """Runs the step of one layer, and casts its new weights."""
+        """Runs the step of one layer, and casts its new weights. ``stays``: it may be stepped in its own slot."""
         # A class of a user's may look at its closure's loss.
         closures = [self._closure] * (self._declared and self._closure is not None)
         step = partial(context.run, partial(_own_step(self._class), part, *closures))
-        if self._on_device is not None:
-            self._on_device.step((layer, self._optimizer), part, step, declared=self._declared)
+        if self._steps_there(layer):
+            on_device = self._engine.on_device
+            assert on_device is not None
+            for parameter in trained:
+                if id(parameter) in clips and parameter.grad is not None:
+                    clips[id(parameter)](parameter.grad)
+            steps = on_device.staying if stays else on_device
+            steps.step((layer, self._optimizer), part, step, declared=self._declared)
             return
         for parameter in trained:
             self._engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)

@@ -118,7 +118,8 @@ class Streamer:
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(self._resident_layer, self._source, self._lent)
         steps = plan.steps_on_device
-        self._on_device = StepsOnDevice(device, pin=pin, slots=plan.step_slots) if steps else None
+        self._on_device = StepsOnDevice(device, pin=pin, slots=plan.step_slots) if steps or plan.stay else None
+        self.updates.staying = None if self._on_device is None else self._on_device.staying
         self._gradients.stay = steps
         self._peak = Peak(self.found, self._slots, self._residents, self._gradients, self._on_device)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
@@ -184,7 +185,9 @@ class Streamer:
         self._step = Step(below, self._watch)
         self._backward = Backward(below, self._step)
         self.turns = placement.turns(self._lock, layers, self._source, self._step)
-        self.updating = Updating(below, self._step, self._backward, self.turns, self._on_device)
+        self.updating = Updating(
+            below, self._step, self._backward, self.turns, self._on_device, all_on_device=self.plan.steps_on_device
+        )
 
     def _build_access(
         self, around_rerun: Callable[[], AbstractContextManager[None]]
@@ -306,6 +309,9 @@ class Streamer:
         with self._lock:
             self._step.take_back_writes()
             self._step.expected = None  # for this window
+            self.updates.join()  # what has stayed lies in the slots that go
+            if self.updates.staying is not None:
+                self.updates.staying.forget(self._moving)
             self.plan = plan
             self._gradients.in_flight = plan.k_prime + 1
             self._residency.resize(plan)

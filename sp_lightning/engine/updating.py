@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Wait
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.modes import held
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
@@ -28,16 +28,25 @@ class Updating(Part):
     Attributes:
         backward: its ``on_complete`` is called in the backward that was announced, for each layer whose gradients are all in
             ``param.grad``. Its ``wanted`` says whether that would begin a layer's update: several devices agree on it before.
-        on_device: steps layers on the device; None where the host steps them.
+        on_device: steps layers on the device; None where the host steps all of them.
+        all_on_device: whether it steps all layers, and not only those that stay there.
         several: whether there are several devices.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
 
     def __init__(
-        self, below: Part, step: Step, backward: Backward, turns: RankTurns | None, on_device: StepsOnDevice | None
+        self,
+        below: Part,
+        step: Step,
+        backward: Backward,
+        turns: RankTurns | None,
+        on_device: StepsOnDevice | None,
+        *,
+        all_on_device: bool,
     ) -> None:
         super().__init__(**vars(below))
         self.on_device = on_device
+        self.all_on_device = all_on_device
         self._step = step
         self.backward = backward
         self.step_seconds = 0.0
@@ -48,8 +57,23 @@ class Updating(Part):
         }
 
     def step_on_host(self) -> None:
-        """Has the host step layers, which the device could; no step was made."""
-        self.on_device, self.gradients.stay = None, False
+        """Has the host step layers, which the device could, but for those that stay there; no step was made."""
+        self.all_on_device = self.gradients.stay = False
+
+    def staying(self, layer: StreamedLayer) -> bool:
+        """Whether the next step of a layer may write its slot on the device, where it stays; if so, nothing else uses the slot.
+
+        If not, because user code holds a view of the slot, say, the host has the layer from now on.
+        """
+        if layer.own_slot is None or self.on_device is None:
+            return False
+        with held(self.lock):
+            if not layer.can_stay:
+                self.updates.land(layer)
+                return False
+            layer.invalidate()
+            layer.unused = self.device.record(Stream.COMPUTE)
+        return True
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer that a host parameter is updated with; None if the parameter is not one of the module's."""
@@ -70,7 +94,7 @@ class Updating(Part):
             parameters: the host parameters that it steps. A fused step writes them without a change of their versions.
         """
         if not deferred:
-            self.updates.finish()
+            self.updates.settle()
         with self.lock:
             self._step.take_back_writes()
             self._step.compare_writes()

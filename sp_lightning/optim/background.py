@@ -2,6 +2,9 @@
 
 User code sees no difference. Until a layer's update is done, its parameters have a class that waits before anything
 reads or writes them, and a fetch of the layer waits as well.
+
+An update of a layer that stays on the device leaves the host behind. Such a layer is *updated* once that is done, and its
+parameters have a class then that brings its weights and state to the host before anything reads or writes them.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import publish
 from sp_lightning.device.torch_private import tree_leaves
+from sp_lightning.optim.staying import StayingLayers
 from sp_lightning.optim.step_context import awaiting_steps
 from sp_lightning.store.block_memory import merge
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
-from sp_lightning.weights.roles import ParameterRole, leave, take, writes_in_place
+from sp_lightning.weights.roles import ParameterRole, leave, leave_all, take, take_all, writes_in_place
 
 
 class BackgroundUpdates:
@@ -44,6 +48,7 @@ class BackgroundUpdates:
         torn: the reason if only some layers have the weights of the last step; None if all have them.
         urgency: of layers whose updates need not be in the order in which they were submitted: the lower, the sooner.
         threads: the threads that belong to the run. Others may wait for an update's work, and do not what follows it.
+        staying: brings layers that stay on the device to the host; None if none does.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
@@ -56,6 +61,8 @@ class BackgroundUpdates:
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._role = type("BeingUpdated", (_PendingUpdate,), {"_updates": self})
+        self._away = type("OnDevice", (_StaysOnDevice,), {"_updates": self})
+        self.staying: StayingLayers | None = None
         self.torn: str | None = None
         self.urgency: Mapping[StreamedLayer, int] = {}
         self._updated: list[str] = []  # the layers that the present step has updated, by name
@@ -140,7 +147,7 @@ class BackgroundUpdates:
             self._raise()
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
-        """Waits for the update of one layer.
+        """Waits for the update of one layer, and has the host have it, unless it is for a fetch.
 
         Args:
             layer: a layer, or the masters of one, which are updated with it.
@@ -152,6 +159,8 @@ class BackgroundUpdates:
         if layer.owner.update is not None:
             with self._lock:
                 self._finish(layer.owner, why)
+        if layer.owner.kept and (why is not Wait.FETCH_AFTER_UPDATE or layer is not layer.owner):
+            self.land(layer.owner)
         if self._failure is not None:
             self._raise()
 
@@ -186,9 +195,45 @@ class BackgroundUpdates:
             if (update := layer.update) is not None:
                 futures.wait([update])
             self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+        used = None if values is None else {self._layer_of.get(id(value)) for value in values}
+        with self._lock:
+            for layer in self._layers:
+                if layer.ahead and self.staying is not None and (used is None or layer in used):
+                    self.staying.land(layer)  # its parameters keep their class, which the run takes from them
+
+    def land(self, layer: StreamedLayer) -> None:
+        """Has the host have a layer that stays. The host's values count from now on: user code may write them."""
+        with self._lock:
+            if layer in self._under_way:
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
+            if layer.kept and self.staying is not None:
+                self.staying.land(layer)
+                self.staying.leave(layer)
+                for member in layer.family:
+                    leave_all(member.block.parameters, _StaysOnDevice)
+
+    def land_those(self, values: Iterable[Any]) -> None:
+        """Has the host have the layers that stay of which a parameter is among these values."""
+        for layer in dict.fromkeys(self._layer_of.get(id(value)) for value in values):
+            if layer is not None and layer.kept:
+                self.land(layer)
+
+    def settle(self) -> None:
+        """Waits for all updates. Layers that stay on the device stay there.
+
+        Raises:
+            BaseException: what an update raised, with its traceback.
+        """
+        with self._lock:
+            for layer in list(self._under_way):
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
+            self._call_afterwards()
+        self._raise()
 
     def finish(self) -> None:
-        """Waits for all updates. In a thread that is not the run's it does what :meth:`await_work` does.
+        """Waits for all updates, and has the host have what they made.
+
+        In a thread that is not the run's it does what :meth:`await_work` does.
 
         Raises:
             BaseException: what an update raised, with its traceback.
@@ -234,8 +279,14 @@ class BackgroundUpdates:
         with self._lock:
             for layer in list(self._under_way):
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
-            while self._afterwards:
-                self._afterwards.pop()()
+            for layer in [layer for layer in self._layers if layer.kept]:
+                self.land(layer)
+            self._call_afterwards()
+
+    def _call_afterwards(self) -> None:
+        """Does what follows all updates, unless some of what they made is on the device alone."""
+        while self._afterwards and not any(layer.kept for layer in self._layers):
+            self._afterwards.pop()()
 
     def refuse_updated(self, values: Iterable[Any]) -> None:
         """Refuses values among which is a parameter that the running backward has updated: a RuntimeError."""
@@ -291,6 +342,9 @@ class BackgroundUpdates:
             layer.update = layer.landed = None
             if why is not Wait.FETCH_AFTER_UPDATE:
                 layer.made = ()  # what waits may write the host's weights
+            if layer.kept:
+                for member in layer.family:
+                    take_all(member.block.parameters, self._away)
             if not layer.updated_early:
                 _restore_classes(layer.family)
 
@@ -382,6 +436,54 @@ class _PendingUpdate(ParameterRole):
         updates.finish()
         updates.refuse_updated([self])
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
+
+
+_OF_DEVICE_ALONE = UNCHANGED_BY_UPDATES | {
+    Tensor._version.__get__,  # type: ignore[attr-defined]
+    Tensor.stride,
+    *(getattr(getattr(Tensor, name), how) for name in ("grad", "requires_grad") for how in ("__get__", "__set__")),
+    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.is_contiguous,
+    Tensor.is_shared,
+}
+"""What does not ask for a parameter's values: its attributes, its gradient and its hooks."""
+
+
+class _StaysOnDevice(ParameterRole):
+    """A host parameter whose values are on the device. Code that reads or writes them brings them first."""
+
+    rank = 1
+    _updates: BackgroundUpdates
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_DEVICE_ALONE:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        values = tree_leaves((args, kwargs))
+        if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
+            cls._updates.await_work(values)
+            return super().__torch_function__(func, types, args, kwargs or {})
+        for kind in types:
+            if issubclass(kind, _StaysOnDevice):
+                kind._updates.land_those(values)  # after this the arguments have their ordinary classes again
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def is_foreign(cls) -> bool:
+        return not cls._updates.threads.own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        updates = self._updates  # its ordinary class has none
+        if self.is_foreign():
+            updates.await_work([self])
+            return ParameterRole.__deepcopy__(self, memo)
+        updates.land_those([self])
+        return copy.deepcopy(self, memo)
 
 
 class SharedUpdates(BackgroundUpdates):

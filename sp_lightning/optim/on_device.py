@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,10 +28,11 @@ from sp_lightning.device.timeline import Kind
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass, tree_map
 from sp_lightning.optim.alone import DeclaredStep, constants_of
 from sp_lightning.optim.host_state import HostState, SeparateState, ids_of, is_plain, of_device, unshare
+from sp_lightning.optim.staying import StayingLayers
 from sp_lightning.optim.step_slots import StepSlot, StepSlots
 from sp_lightning.optim.twins import for_fetch, made_on, to_host, twin_of, written_by
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import made_of
+from sp_lightning.weights.narrow_gradient import Change, made_of
 
 FRESH = 2
 """Layers whose casts are there until the second one after them is stepped: then the host has them, too."""
@@ -63,6 +63,7 @@ class StepsOnDevice:
         # The layers that were stepped last, whose next fetch may need nothing of the host.
         self._fresh = deque[StreamedLayer]()
         self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
+        self.staying = StayingLayers(device, self)
 
     def arrange(self, *, loose: bool, ahead: bool) -> None:
         """Says how the steps of a run go.
@@ -75,8 +76,8 @@ class StepsOnDevice:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that the slots take."""
-        return self._slots.nbytes
+        """Bytes of device memory that the slots take, and layers that stay beside theirs."""
+        return self._slots.nbytes + self.staying.nbytes
 
     def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
         """Runs the step of a layer. An error of the optimizer's leaves its weights and its state as they were.
@@ -98,7 +99,7 @@ class StepsOnDevice:
         stepped = [p for group in going for p in group["params"]]
         if not stepped:
             return
-        held = self._bring_together(key, going, state)
+        held = self.bring_together(key, going, state)
         with self._device.on(Stream.STEP):
             try:
                 slot, twins, there = self._bring(key[0].index, stepped, held)
@@ -138,7 +139,7 @@ class StepsOnDevice:
         """Bytes of weights, gradients and state that came to the device, and that left it."""
         return self._moved[Stream.UPLOAD], self._moved[Stream.DOWNLOAD]
 
-    def _note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
+    def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
         nbytes = sum(each.nbytes for each in copied)
         self._moved[stream] += nbytes
         self._device.note(kind, layer, begun, stream, nbytes)
@@ -169,7 +170,7 @@ class StepsOnDevice:
             sources += here
         begun = device.mark(Stream.UPLOAD)
         device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
-        self._note("bring", layer, begun, Stream.UPLOAD, sources)
+        self.note("bring", layer, begun, Stream.UPLOAD, sources)
         device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
         device.access(memory[:nbytes], Stream.STEP, write=True)
         for event in {id(each): each for each in computed if each is not None}.values():
@@ -204,6 +205,27 @@ class StepsOnDevice:
         Returns:
             The tensors of the state that stay on the host, with what is stepped in their place: it counts if there is no error.
         """
+        part_of.state, stay = self.state_there(
+            [p for group in going for p in group["params"]], twins, state_of(part_of), there
+        )
+        part_of.param_groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in going]
+        return stay
+
+    def state_there(
+        self,
+        parameters: Iterable[nn.Parameter],
+        twins: dict[int, nn.Parameter],
+        state: dict[Any, Any],
+        there: dict[int, Tensor],
+    ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
+        """Returns the state of parameters on the device, and the tensors of it that :meth:`_exchange` returns.
+
+        Args:
+            parameters: the host's parameters.
+            twins: the device's, by the ``id`` of the host's.
+            state: the user's state.
+            there: the tensors of it on the device, by the ``id`` of the host's.
+        """
         stay = list[tuple[Tensor, Tensor]]()
 
         def to_device(leaf: Any) -> Any:
@@ -214,17 +236,25 @@ class StepsOnDevice:
                 return stay[-1][1]
             return there.get(id(leaf), leaf)
 
-        state = state_of(part_of)
-        part_of.state = defaultdict(dict)
-        part_of.param_groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in going]
-        for p in chain.from_iterable(group["params"] for group in going):
+        found = defaultdict[Any, dict[Any, Any]](dict)
+        for p in parameters:
             if values := dict.get(state, p):
-                part_of.state[twins[id(p)]] = tree_map(to_device, dict(values))
-        return stay
+                found[twins[id(p)]] = tree_map(to_device, dict(values))
+        return found, stay
 
-    def _bring_together(
-        self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]
-    ) -> SeparateState | None:
+    def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
+        """Returns what of a layer's state is on the device on plain Lightning, each tensor in its own memory; None if nothing is.
+
+        The layer is kept on the device, so what was noted of its state on the host is forgotten.
+        """
+        held = self._states.pop(key, None)
+        known = set() if held is None else set(map(id, held.tensors))
+        if constants := constants_of(key[1]):
+            unshare(groups, state, constants)
+        tensors = list(of_device(groups, state, known))
+        return SeparateState(tensors) if tensors else None
+
+    def bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
         """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
         held = self._states.get(key)
         known = set() if held is None else set(map(id, held.tensors))
@@ -274,7 +304,7 @@ class StepsOnDevice:
         current, places = layer.casts.current, layer.casts.places(Stream.STEP)
         casts = {id(p): twin.detach().to(places[id(p)].dtype) for p, twin in pairs if id(p) in places}
         copies += [(places[index], cast) for index, cast in casts.items()]
-        copies += self._give_state(key, pairs, *states)
+        copies += self.give_state(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
         made = for_fetch(layer, casts, pairs) if self._ahead else []
         constants = ids_of(states[0], constants_of(key[1]))  # which no step writes, and the layer before may still send
@@ -282,7 +312,7 @@ class StepsOnDevice:
         device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
-        self._note("take", layer.index, begun, Stream.DOWNLOAD, sources)
+        self.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
         slot.left = layer.landed = device.record(Stream.DOWNLOAD)
         slot.alive, layer.made, layer.stepped = sources, made, device.record(Stream.STEP)
         self._fresh.append(layer)
@@ -298,7 +328,7 @@ class StepsOnDevice:
             device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             layer.casts.refresh(by=Stream.UPDATE)
 
-    def _give_state(
+    def give_state(
         self,
         key: Key,
         pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
@@ -337,6 +367,8 @@ class StepsOnDevice:
         of norms. A gradient that is larger than a half uses the whole buffer.
         """
         device, made = self._device, list(map(made_of, gradients))
+        if all(getattr(gradient, "computed", None) is not None for gradient in gradients):  # they are there
+            return [_norm_of(came, each.dtype, changes) for each, (came, changes) in zip(gradients, made, strict=True)]
         sizes = [aligned(came.nbytes) for came, _ in made]
         largest = max(sizes, default=0)
         half = min(sum(sizes), _HALF)
@@ -357,10 +389,7 @@ class StepsOnDevice:
             device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
             device.access(there[:used], Stream.COMPUTE, write=True)  # changes are made there
             for target, gradient, (_, changes) in zip(targets, gradients[at:end], made[at:end], strict=True):
-                wide = target.to(gradient.dtype)
-                for change in changes:
-                    change(wide)
-                found.append(get_total_norm([wide]))
+                found.append(_norm_of(target, gradient.dtype, changes))
             computed = device.record(Stream.COMPUTE)
             if used > half:
                 halves = deque((each, computed) for each, _ in halves)
@@ -373,3 +402,11 @@ class StepsOnDevice:
     def read(self) -> None:
         """Waits until the device has read the gradients whose norms it computes: what comes next may write them."""
         self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.CLIP_AFTER_NORM)
+
+
+def _norm_of(came: Tensor, dtype: torch.dtype, changes: Sequence[Change]) -> Tensor:
+    """The norm of a gradient on the device as it would be in its own dtype, with its changes."""
+    wide = came.to(dtype, copy=bool(changes))
+    for change in changes:
+        change(wide)
+    return get_total_norm([wide])

@@ -19,7 +19,7 @@ from torch import nn
 
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.plan.activation_policy import Activations
-from sp_lightning.plan.choices import HABITS, Count, Fused, Mode
+from sp_lightning.plan.choices import HABITS, Count, Fused, Mode, Share
 from sp_lightning.plan.units import parse_bytes
 
 P = ParamSpec("P")
@@ -68,6 +68,18 @@ def checked_count(option: str, value: Any) -> Count:
     if value < 1:
         raise ValueError(f"{option} must be at least 1, found {value}. For example {option}=1.")
     return int(value)
+
+
+def checked_share(option: str, value: Any) -> Share:
+    """A number of layers (an integer of at least 0), a share of them (a float of at most 1), or ``"auto"``."""
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    wanted = f'{option} must be a number of layers (8), a share of them (0.5) or "auto", found {value!r}.'
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{wanted} For example {option}=8.")
+    if value < 0 or (isinstance(value, float) and value > 1):
+        raise ValueError(f"{wanted} For example {option}=0.5.")
+    return value
 
 
 def checked_budget(option: str, value: Any) -> int | float | None:

@@ -89,6 +89,7 @@ class Plan:
         staying: bytes of modules that are moved whole and of buffers, and bytes of those modules' gradients.
         nothing: why nothing is streamed; empty if something is.
         steps_on_device: whether layers are stepped on the device.
+        stay: the indices of the layers that stay on the device, with their gradients and their optimizer state.
     """
 
     k: int
@@ -108,6 +109,7 @@ class Plan:
     staying: tuple[int, int] = (0, 0)
     nothing: str = ""
     steps_on_device: bool = False
+    stay: frozenset[int] = frozenset()
 
     @property
     def alone(self) -> bool:
@@ -191,7 +193,16 @@ class Plan:
         largest, narrow = (
             max(each) for each in zip(*((e.gradient_bytes, e.narrow_bytes) for e in self.trained), strict=True)
         )
-        return self.steps_on_device * (self.step_slots * 4 * largest + 3 * narrow)
+        return self.steps_on_device * (self.step_slots * 4 * largest + 3 * narrow) + self.staying_bytes
+
+    @property
+    def staying_bytes(self) -> int:
+        """Device memory of layers that stay beside their slots: gradients, a state as Adam's, and the masters of casts."""
+        total = 0
+        for layer in (self.layers[index] for index in self.stay):
+            masters = 0 if layer.masters is None else self.moving[layer.masters].nbytes
+            total += 3 * layer.gradient_bytes - layer.narrow_bytes + masters
+        return total
 
     @property
     def peak_device_bytes(self) -> int:
@@ -291,7 +302,9 @@ class Plan:
         return "" if state is None else f"{in_gib(weights + gradients + state)} with optimizer state"
 
 
-def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True) -> Plan:
+def make_plan(
+    found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True, stay: int = 0
+) -> Plan:
     """Gives every layer its place in memory and its ring.
 
     Args:
@@ -301,6 +314,8 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int 
         ranks, nodes: how many devices of a node sum their gradients, and how many nodes add up their sums.
         training: whether batches are trained. Otherwise nearly nothing of stacked experts travels, and k and k' count the
             other layers.
+        stay: how many layers stay on the device with their optimizer state, in the order in which a forward uses them: the
+            first ones, whose updates are awaited first.
     """
     masters, tables = ([_planned(layer, ring=-1) for layer in each] for each in (found.masters, found.tables))
     with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
@@ -312,7 +327,10 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int 
     sizes = [layer.nbytes for layer in layers]
     together = {used for used in found.visits.values() if len(used) > 1}
     on_demand = [index for index, layer in enumerate(layers) if layer.rows and not training]
-    rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, on_demand)
+    order = _order(found)
+    may_stay = [index for index in dict.fromkeys(order) if not layers[index].rows and index not in found.experts]
+    staying = frozenset(may_stay[:stay])
+    rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, on_demand, staying)
     # What comes on demand has rings without slots, which say how large an extra slot has to be.
     without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
     plan = Plan(
@@ -321,7 +339,7 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int 
         layers=tuple(replace(layer, ring=ring) for layer, ring in zip(layers, ring_of, strict=True)),
         rings=(*rings, *without_slots),
         residents=_planned(found.residents, ring=-1),
-        order=_order(found),
+        order=order,
         notes=(*found.notes, *_table_notes(tables), *_stack_notes(layers), *_wire_notes(found)),
         masters=tuple(replace(each, ring=len(rings)) for each in masters),
         tables=tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
@@ -331,6 +349,7 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int 
         nodes=nodes,
         staying=found.staying,
         nothing=found.nothing,
+        stay=staying,
     )
     if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
         remedy = "nothing is streamed." if plan.nothing else "lower k, or choose smaller layers."

@@ -51,13 +51,32 @@ def choose_rings(
 
 
 def choose_rings_apart(
-    sizes: Sequence[int], window: int, together: Collection[Sequence[int]], on_demand: Collection[int]
+    sizes: Sequence[int],
+    window: int,
+    together: Collection[Sequence[int]],
+    on_demand: Collection[int],
+    staying: Collection[int] = (),
 ) -> tuple[tuple[Ring, ...], list[int]]:
     """As :func:`choose_rings`, but layers that come on demand have two slots of their own: one in use, and one that fills.
 
     The window is one of the other layers then: as many of them are on the device, however large those on demand are. Where
     common slots take a tenth less, as with the smallest window, all share them. A window of all layers has a slot for each.
+
+    Layers that stay have a slot each in rings of their own; the window is one of the others then, too.
     """
+    if staying:
+        moving = [layer for layer in range(len(sizes)) if layer not in staying]
+        number = {layer: at for at, layer in enumerate(moving)}
+        others = choose_rings_apart(
+            [sizes[layer] for layer in moving],
+            window,
+            [[number[layer] for layer in each if layer in number] for each in together],
+            [number[layer] for layer in on_demand],
+        )
+        own, place_of = choose_rings([sizes[layer] for layer in sorted(staying)], len(staying))
+        places = dict(zip(moving, others[1], strict=True))
+        places |= {layer: len(others[0]) + at for layer, at in zip(sorted(staying), place_of, strict=True)}
+        return (*others[0], *own), [places[layer] for layer in range(len(sizes))]
     common = choose_rings(sizes, window, together)
     if not on_demand or window > len(sizes):
         return common

@@ -146,7 +146,13 @@ class OptimizerSteps:
         waits, on_disk = self.overlap == "off", self._run.placement.on_disk
         # All ranks step in one way, although only the primary's optimizers have state that is on the disk or not.
         ranks_with_disk = self._ranks is not None and self._options.disk is not None
-        by_layers = not waits or state is not None or on_disk.any or ranks_with_disk or self._run.steps_on_device
+        stay = bool(streamer.plan.stay)
+        by_layers = (
+            not waits or state is not None or on_disk.any or ranks_with_disk or self._run.steps_on_device or stay
+        )
+        streamer.updating.gradients.keep_there = (
+            stay and scaler_of(trainer) is None and self._run.module.automatic_optimization
+        )
         bits = self._bits = GpuBits(None if self._run.steps_on_device else streamer.device.plain_steps_on)
         bits.decide(
             self._real_optimizers,

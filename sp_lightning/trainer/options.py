@@ -23,7 +23,7 @@ from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.plan import options as checks
 from sp_lightning.plan.activation_policy import Activations
-from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Transfer
+from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Share, Transfer
 from sp_lightning.trainer.compat import is_a
 
 
@@ -49,6 +49,7 @@ class Options:
     fused_optimizer: Fused = field(metadata=_by(checks.checked_fused))
     optimizer_overlap: Overlap = field(metadata=_by(checks.checked_choice, "optimizer_overlap", get_args(Overlap)))
     optimizer_on: OptimizerOn = field(metadata=_by(checks.checked_choice, "optimizer_on", get_args(OptimizerOn)))
+    gpu_layers: Share = field(metadata=_by(checks.checked_share, "gpu_layers"))
     transfer: Transfer = field(metadata=_by(checks.checked_choice, "transfer", get_args(Transfer)))
     save_frozen: bool = field(metadata=_by(checks.checked_switch, "save_frozen"))
     save_distributed_checkpoint: bool = field(metadata=_by(checks.checked_switch, "save_distributed_checkpoint"))
@@ -82,6 +83,11 @@ class Options:
             raise ValueError(
                 "disk= does not work with save_distributed_checkpoint=True: rank 0 writes checkpoints as a file. Leave "
                 "save_distributed_checkpoint out."
+            )
+        if options.gpu_layers not in (0, "auto") and options.disk is not None:
+            raise ValueError(
+                f"gpu_layers={options.gpu_layers} keeps optimizer state in GPU memory, and disk= keeps it on a disk. "
+                "Use one of them."
             )
         if options.optimizer_on == "gpu" and options.fused_optimizer is True:
             raise ValueError(
@@ -129,6 +135,8 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
     """
     if options.debug_writes:
         raise ValueError(f"debug_writes=True looks at the weights of one process. {_ONE} while you look.")
+    if options.gpu_layers not in (0, "auto"):
+        raise ValueError(f"gpu_layers={options.gpu_layers} keeps layers on one device. {_ONE}, or leave it out.")
     if options.optimizer_on == "gpu":
         raise ValueError(f'optimizer_on="gpu" steps layers of one device. {_ONE}, or leave it out.')
     if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):

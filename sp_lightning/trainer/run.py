@@ -131,7 +131,9 @@ class Run:
             budget = self._trial.begin(self, options.gpu_memory, device, on_disk=options.disk is not None)
             look_at_loaders(module.trainer, self._trial.take_loaders)
         there = options.optimizer_on
-        self._window = Window(*k, budget, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there)
+        self._window = Window(
+            *k, budget, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there, stay=options.gpu_layers
+        )
         self._threads = OwnThreads()
         self._parted: list[OverlappingPair] = []
         self._host_room: int | None = None

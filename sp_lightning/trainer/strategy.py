@@ -20,7 +20,7 @@ from sp_lightning.device.closing import close_all
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.activation_policy import Activations
-from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Transfer
+from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Share, Transfer
 from sp_lightning.plan.options import by_name
 from sp_lightning.sharing.shared_base import current, refuse_from_elsewhere, take
 from sp_lightning.trainer.callback import SuperpipelineCallback
@@ -97,6 +97,9 @@ class StreamingStrategy(LoopStrategy):
               update reads and writes only one parameter, its gradient and its ``state[p]``.
             - ``"auto"``: the faster place by a short measurement. The log names it, because the last bits differ.
 
+        gpu_layers: layers that stay in GPU memory with their weights, gradients and optimizer state, and are stepped there: a
+            number (``8``), or a share of all layers (``0.5``). Nothing of them crosses PCIe in a step. Checkpoints and user code
+            find their values as before. The first layers stay. One device.
         transfer: how several devices of a node upload a layer. It does not change results.
 
             - ``"full"``: each device uploads all of it.
@@ -147,6 +150,7 @@ class StreamingStrategy(LoopStrategy):
         fused_optimizer: Fused = "auto",
         optimizer_overlap: Overlap = "auto",
         optimizer_on: OptimizerOn = "cpu",
+        gpu_layers: Share = 0,
         transfer: Transfer = "full",
         save_frozen: bool = True,
         save_distributed_checkpoint: bool = False,
@@ -163,7 +167,8 @@ class StreamingStrategy(LoopStrategy):
         options = Options.checked(
             k=k, k_prime=k_prime, gpu_memory=gpu_memory, activations=activations, layers=layers,
             keep_on_gpu=keep_on_gpu, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
-            optimizer_overlap=optimizer_overlap, optimizer_on=optimizer_on, transfer=transfer, save_frozen=save_frozen,
+            optimizer_overlap=optimizer_overlap, optimizer_on=optimizer_on, gpu_layers=gpu_layers,
+            transfer=transfer, save_frozen=save_frozen,
             save_distributed_checkpoint=save_distributed_checkpoint, load_weights_from=load_weights_from,
             disk=disk, host_memory=host_memory, callback=callback, debug_writes=debug_writes,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import EXEMPT, FREEING, Call, Mode, Modes, least_bytes, peak_bytes
-from sp_lightning.plan.choices import Count, OptimizerOn
+from sp_lightning.plan.choices import Count, OptimizerOn, Share
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.visits import Rates, Visit
@@ -48,6 +48,8 @@ class Window:
         training: whether batches are trained.
         optimizer_on: where layers are stepped then. With ``"auto"`` there is room for steps on the device, if the budget has it.
 
+        stay: layers that stay on the device with their optimizer state: how many, or which share of them.
+
     Attributes:
         steps_on_device: whether plans have that room.
     """
@@ -62,6 +64,7 @@ class Window:
         nodes: int = 1,
         training: bool = True,
         optimizer_on: OptimizerOn = "cpu",
+        stay: Share = 0,
     ) -> None:
         self._k = k
         self._k_prime = k_prime
@@ -71,6 +74,7 @@ class Window:
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
         self.steps_on_device = optimizer_on != "cpu" and training and ranks * nodes == 1
         self._open = optimizer_on == "auto"
+        self._stay = 0 if stay == "auto" or not training or ranks * nodes > 1 else stay
         self._found: Found
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
@@ -198,7 +202,8 @@ class Window:
         return self._plan(max(1, fitting), k_prime)
 
     def _make(self, found: Found, *, k: int, k_prime: int) -> Plan:
-        plan = make_plan(found, k=k, k_prime=k_prime, **self._options)
+        stay = self._stay if isinstance(self._stay, int) else round(self._stay * len(found.layers))
+        plan = make_plan(found, k=k, k_prime=k_prime, stay=stay, **self._options)
         return replace(plan, steps_on_device=self.steps_on_device)
 
     def _plan(self, k: int, k_prime: int) -> Plan:
@@ -233,6 +238,11 @@ class Window:
             remedy = (
                 f"The two slots in which layers are stepped take {_bytes(plan.update_bytes)} of that: leave "
                 'optimizer_on="gpu" out, or give it as much memory.'
+            )
+        elif plan.stay and self._least(plan) - plan.staying_bytes <= room:
+            remedy = (
+                f"The {len(plan.stay)} layers that stay, with their gradients and optimizer state, take "
+                f"{_bytes(plan.staying_bytes)} of that: lower gpu_layers, or give it as much memory."
             )
         elif self._least(smallest) <= room:
             remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."

@@ -26,7 +26,7 @@ _SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_g
 class _HasFreedGradient(ParameterRole):
     """A host parameter whose gradient was freed after its update."""
 
-    rank = 3
+    rank = 4
 
     @property
     def grad(self) -> Tensor | None:
@@ -51,6 +51,11 @@ class _HasFreedGradient(ParameterRole):
     @grad.deleter
     def grad(self) -> None:
         leave(self, _HasFreedGradient)
+
+
+def resets_gradients(frame: FrameType) -> bool:
+    """Returns True if torch's ``zero_grad`` reads a gradient only to set it to None."""
+    return frame.f_code in _SET_TO_NONE and bool(frame.f_locals.get("set_to_none", False))
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -35,6 +35,7 @@ class GradientSink(Generic[W]):
         keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until user code reads them.
         checked: called before what came is applied. It raises an error if gradients are known to be wrong.
         stay: whether those of a layer that a step waits for stay on the device, where the layer is stepped.
+        keep_there: whether gradients of layers that stay on the device wait there, whenever their step comes.
         arriving: the layers, or families of them, of which gradients have arrived that :meth:`make_room` would send off.
         device_bytes: bytes of gradients that are on the device now.
         drained_bytes: bytes that have left for the host.
@@ -45,7 +46,7 @@ class GradientSink(Generic[W]):
         self.device = device
         self.in_flight = in_flight
         self._apply_one = apply
-        self.keep_narrow = self.stay = False
+        self.keep_narrow = self.stay = self.keep_there = False
         self.checked: Callable[[], None] = _nothing
         self.arriving: dict[Any, None] = {}
         self.device_bytes = self.drained_bytes = self.host_waits = 0

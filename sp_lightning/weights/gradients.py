@@ -25,7 +25,7 @@ from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted, bytes_of_dense
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.narrow_gradient import keep_narrow
+from sp_lightning.weights.narrow_gradient import add_on_device, drop, keep_narrow, stored, waits_on_device
 
 _Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 """One gradient's memory on the host; a plain tuple, because there is one for each gradient, and each costs the host time.
@@ -120,6 +120,8 @@ class Gradients(GradientSink[_Drain]):
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> bool:
         """Whether a step on the device waits for these gradients, which are all that its layer gets."""
+        if owner.own_slot is not None:
+            return self.keep_there and self._may_stay_there(owner, received, gradients)
         if not self.stay or self._wanted is None or len(gradients) != received.expected:
             return False
         parameters = [layer.block.parameters[index] for layer, index in gradients]
@@ -127,16 +129,33 @@ class Gradients(GradientSink[_Drain]):
         alone = all(p.grad is None and not accumulation_hooks(p) for p in parameters)
         return dense and alone and owner.kind is not Kind.RESIDENTS and self._wanted(owner)
 
+    def _may_stay_there(
+        self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
+    ) -> bool:
+        """Whether gradients of a layer that stays may wait there for its step, or are added to those that wait."""
+        parameters = [layer.block.parameters[index] for layer, index in gradients]
+        return (
+            len(gradients) == received.expected
+            and all(gradient.layout is torch.strided for gradient in gradients.values())
+            and not any(map(accumulation_hooks, parameters))
+            and all(stored(p) is None or waits_on_device(p) for p in parameters)
+        )
+
     def _keep(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> None:
         """Leaves gradients on the device. They come to the host if user code looks at them."""
+        hosts = [layer.block.parameters[index] for layer, index in gradients]
+        kept = [add_on_device(p, gradient) for p, gradient in zip(hosts, gradients.values(), strict=True)]
         computed = self.device.record(Stream.COMPUTE)
-        for (layer, index), gradient in gradients.items():
-            parameter = layer.block.parameters[index]
+        for parameter, gradient in zip(hosts, kept, strict=True):
+            drop(parameter)
             keep_narrow(parameter, gradient, self._look, computed=computed)
             received.applied.add(id(parameter))
-        self._kept[owner] = sum(map(bytes_of_dense, gradients.values()))
+        nbytes = sum(map(bytes_of_dense, kept))
+        # Those of the step before are gone, or are among these.
+        self.device_bytes += nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept.get(owner, 0)
+        self._kept[owner] = nbytes
         self._landed.append(((owner, deque(), None), None))
 
     def _place(

@@ -40,6 +40,11 @@ class Casts(NoCasts):
         """Whether the casts agree with the masters, as far as versions and :meth:`invalidate` show it."""
         return self._made_of is not None and self._made_of == self._state()
 
+    @property
+    def saved(self) -> bool:  # type: ignore[override]
+        """Whether a graph has saved views of the casts."""
+        return are_saved(self._present, 0)
+
     def invalidate(self) -> None:
         """Notes that masters may have been written in a way that no version shows."""
         self._made_of = None

@@ -110,6 +110,8 @@ class NoCasts:
     """The casts of a layer whose weights travel as they are: there are none, and none is ever out of date."""
 
     current = True
+    saved = False
+    """Whether a graph has saved views of them."""
 
     def invalidate(self) -> None:
         """Nothing depends on masters."""
@@ -250,6 +252,12 @@ class StreamedLayer:
         stepped: of such an update: the event after its kernels.
         made: all that the layer's next fetch brings, if such an update has left it on the device: each tensor, with its place
             in a slot. Empty if not.
+        own_slot: the slot that is this layer's alone, because the layer stays on the device; None of others.
+        kept: whether the device's copy in that slot counts: the device has stepped the layer, or brought it for that, and user
+            code has not come to the host's weights since.
+        ahead: whether that copy is newer than the host's weights.
+        unused: the event after the last kernel that read that slot before the step that is under way.
+        spent: gradients on the device that this step reads. They are there until compute has waited for it.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
@@ -289,6 +297,10 @@ class StreamedLayer:
         self.landed: Any = None
         self.stepped: Any = None
         self.made: Sequence[tuple[Span, Tensor]] = ()
+        self.own_slot: Slot | None = None
+        self.kept = self.ahead = False
+        self.unused: Any = None
+        self.spent: Sequence[Tensor] = ()
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0
@@ -307,6 +319,19 @@ class StreamedLayer:
         """Has the gradients of the layer and of its masters in memory. Returns whether any of them were on a disk."""
         found = [member.block.gradients.use() for member in self.family]
         return any(found)
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether its next step may write its slot: nothing else holds that memory, and the host's weights lie where they did."""
+        slot = self.own_slot
+        return (
+            slot is not None
+            and slot.overwritable
+            and slot.digests is None
+            and not self.casts.saved
+            and not any(member.block.displaced or member.block.retyped for member in self.family)
+            and all(type(p) is not Tensor for member in self.family for p in member.block.parameters)
+        )
 
     @property
     def outdated(self) -> bool:

@@ -362,6 +362,7 @@ class BoundWeights(SlotUsers):
             return set()
         if (
             layer.owner.update is not None
+            or layer.owner.kept
             or slot.stale
             or slot.digests is not None
             or slot.coming is not None
@@ -393,7 +394,7 @@ class BoundWeights(SlotUsers):
 
     def _settle_update(self, layer: StreamedLayer) -> None:
         """Called before the host's weights are read or written: a fetch does not wait until they are updated there."""
-        if layer.owner.update is not None:
+        if layer.owner.update is not None or layer.owner.kept:
             self.await_update(layer)
 
     def take_digests(self, slot: Slot) -> None:

@@ -11,6 +11,7 @@ would not do: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a t
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import no_torch_functions, subclasses_are_asked, tree_leaves
 from sp_lightning.kernels.gpu_norms import norms_like
 from sp_lightning.kernels.norms import norms_of
+from sp_lightning.weights.freed_gradient import resets_gradients
 from sp_lightning.weights.roles import ParameterRole, leave, take
 
 _tensor_data: Any = Tensor.data
@@ -86,13 +88,13 @@ class NarrowGradient(Tensor):
 class _HasNarrowGradient(ParameterRole):
     """A host parameter whose gradient is narrow. It has the class of the user's again once user code asks for ``grad``."""
 
-    rank = 2
+    rank = 3
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient, widened. Code that runs where subclasses are not asked, as updates do, gets the narrow one."""
         found: Tensor | None = _tensor_grad.__get__(self)  # this waits for an update that is under way
-        if subclasses_are_asked():
+        if subclasses_are_asked() and not resets_gradients(sys._getframe(1)):
             _widen(found)
             leave(self, _HasNarrowGradient)
         return found
@@ -123,6 +125,24 @@ def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], N
     gradient.made_of, gradient.looked_at, gradient.computed = (came, ()), looked_at, computed
     parameter.grad = gradient
     take(parameter, _HasNarrowGradient)
+
+
+def waits_on_device(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's gradient is on the device as it came: nothing has unscaled or clipped it."""
+    gradient: Any = stored(parameter)
+    return type(gradient) is NarrowGradient and gradient.computed is not None and not gradient.made_of[1]
+
+
+def add_on_device(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Returns what is to be a parameter's gradient on the device: its present one there, if it has one, and this one.
+
+    The sum has the parameter's dtype, as that of autograd has on plain Lightning.
+    """
+    if not waits_on_device(parameter):
+        return gradient
+    came, _ = made_of(stored(parameter))
+    with torch.no_grad():
+        return came.to(parameter.dtype).add_(gradient.to(parameter.dtype))
 
 
 def stored(parameter: nn.Parameter) -> Tensor | None:

@@ -188,6 +188,12 @@ class Prefetch:
             self._leave_one(ring, slots, before=coming[0][1])
         more = False
         for layer, needed in coming:
+            if (own := layer.own_slot) is not None:  # which nobody else uses
+                if not own.overwritable or not self._ready(layer):
+                    return [], False
+                pairs.append((layer, own))
+                more = True
+                continue
             best, may_go, more = self._choose(slots, float(needed))
             while best is not None and best.held:  # asked last: to ask that takes the host longer than to choose a slot
                 slots.remove(best)

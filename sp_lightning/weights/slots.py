@@ -106,6 +106,9 @@ class Slots:
         rings = enumerate(self._plan.rings)
         self.planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
         """By ring, the slots that layers may be fetched into ahead of time. Extra ones, which go after a batch, are left out."""
+        free = [list(slots) for slots in self.planned]
+        for layer in self._layers:
+            layer.own_slot = free[layer.planned.ring].pop() if layer.index in self._plan.stay else None
         settled = self._plan.settled
         self.settled = {layer for layer in self._layers if layer.index in settled}
         """The layers of which none has to make room for another."""
@@ -134,7 +137,9 @@ class Slots:
 
         This is a free slot, or else the one whose layer is used again last, or else an extra one.
         """
-        ring = layer.planned.ring
+        ring, own = layer.planned.ring, layer.own_slot
+        if own is not None and own.overwritable:
+            return own
         candidates = [slot for slot in self.all if slot.ring == ring and slot.overwritable]
         if candidates:
             return max(
@@ -178,10 +183,12 @@ class Slots:
             self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
             if made and type(layer.rows) is AllRows:  # copied on the device, so the download is not waited for
                 staged = layer.owner.stepped
+            if layer.kept:
+                staged = layer.stepped
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            nbytes = layer.rows.send(slot, source)
+            nbytes = self._copy_kept(layer, slot) if layer.kept else layer.rows.send(slot, source)
             if nbytes is None and made:
                 nbytes, slot.alive = 0, [each for _, each in made]
                 self._device.copy([part(slot.memory, span) for span, _ in made], slot.alive, Stream.UPLOAD)
@@ -196,6 +203,16 @@ class Slots:
                 self.forget_dropped(slot)
             layer.fetches += 1
             self.fetched_bytes += nbytes
+
+    def _copy_kept(self, layer: StreamedLayer, slot: Slot) -> int:
+        """Brings a layer that stays to a slot, from its own unless that is this one. Returns the bytes that left the host: 0."""
+        own = layer.own_slot
+        if own is not None and own is not slot:  # a tensor still views its own slot as it is in use
+            slot.alive = [own.memory]
+            self._device.copy(
+                [slot.memory[: layer.planned.nbytes]], [own.memory[: layer.planned.nbytes]], Stream.UPLOAD
+            )
+        return 0
 
     def _wait_for_readers(self, slot: Slot) -> None:
         """Releases the tensors that the transfer into a slot has read. Steps, which may reuse that memory, wait for the transfer.
@@ -252,6 +269,8 @@ class Slots:
             self._wait_for_readers(slot)
         if slot.layer is not None:
             slot.layer.rows.arrived(slot.memory)
+            if slot.layer.spent:  # compute has waited for the step that read them
+                slot.layer.spent = ()
 
     def resume(self) -> None:
         """Ends the interval between layers, if one is noted: compute has come to a layer, and may have to wait for it."""
@@ -268,7 +287,7 @@ class Slots:
         slot.lent = False
         self.forget_dropped(slot)
         if not slot.escaped:
-            if self.poisons:
+            if self.poisons and not (slot.layer is not None and slot.layer.kept):
                 self._poison(slot)
             slot.idle = self._device.record(Stream.COMPUTE)
 

@@ -248,7 +248,7 @@ class ByThread(dict[str, Any]):
 class _HostParameterInStep(ParameterRole):
     """A host parameter while a step runs."""
 
-    rank = 1
+    rank = 2
     device_of: dict[int, DeviceParameter]
     swap: ParameterSwap
     used = False

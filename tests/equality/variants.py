@@ -61,7 +61,7 @@ class Variant:
     @property
     def background(self) -> bool:
         """Whether updates run in the host's background, where optimizers run fused."""
-        return "optimizer_overlap" in self.strategy and "optimizer_on" not in self.strategy
+        return self.strategy.get("optimizer_overlap", "off") != "off" and "optimizer_on" not in self.strategy
 
 
 def windows() -> Iterator[Variant]:
@@ -371,6 +371,37 @@ def on_device() -> Iterator[Variant]:
         )  # fmt: skip
 
 
+def staying() -> Iterator[Variant]:
+    """Layers that stay on the device with their optimizer state: some, half, or all that may."""
+    clipped: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    whole: dict[str, Any] = {"optimizer_on": "gpu"}
+    mixed: dict[str, Any] = {"optimizer_overlap": "off"}  # steps on the CPU are as users made them, too
+    memories: dict[str, Memory] = {"plain": "poisoned", "simulated": "simulated"}
+    for share, place, mode, trainer, memory in (
+        (0.5, whole, "off", {**clipped, "precision": "bf16-mixed"}, "simulated"),
+        (0.5, whole, "forward", clipped, "simulated"),
+        (0.3, whole, "forward", {"max_epochs": 2, "precision": "16-mixed"}, "simulated"),
+        (0.5, whole, "backward", {"max_epochs": 2, "precision": "bf16-mixed"}, "simulated"),
+        (1.0, whole, "forward", {"max_epochs": 2, "precision": "bf16-mixed"}, "simulated"),
+        (1.0, whole, "off", {**clipped, "precision": "bf16-true"}, "plain"),
+        (0.5, mixed, "off", {**clipped, "precision": "bf16-mixed"}, "simulated"),
+        (0.5, mixed, "off", {"max_epochs": 2}, "simulated"),
+        (0.3, mixed, "off", {"max_epochs": 2, "precision": "16-mixed"}, "plain"),
+        (1.0, mixed, "off", {**clipped, "gradient_clip_algorithm": "value"}, "simulated"),
+    ):
+        where = "all" if place is whole else "these"
+        precision = trainer.get("precision", "32-true")
+        yield Variant(
+            f"{share:.0%} stay, {where} stepped on the device, {mode}, {precision}"
+            f"{', clipped' if 'gradient_clip_val' in trainer else ''}, {memory}",
+            "what never leaves the device is the whole step's to the bit, and comes to the host when somebody asks",
+            {"k": 1, "gpu_layers": share, **place, "optimizer_overlap": mode}, trainer, memories[memory], "losses",
+            BASIC | {"rows/looked-up", "rows/padding", "rows/frozen", "experts/mixture", "quantised/int8"},
+            frozenset({"stack", "frozen"}) if precision == "bf16-mixed" else frozenset({"stack"}),
+            refused=(EARLY | ON_DEVICE if mode == "backward" else ON_DEVICE) if place is whole else {},
+        )  # fmt: skip
+
+
 def elsewhere() -> Iterator[Variant]:
     """Backward in a thread of its own, as on an accelerator."""
     few = frozenset({"llama-dropout", "own-function", "stack"})
@@ -401,7 +432,7 @@ VARIANTS: dict[str, Variant] = {
     for family in (
         windows(), precisions(), accumulation(), asynchronous(), activations(), automatic(), updates(), early_updates(),
         updates_by_default(), updates_in_every_precision(), one_pass(), below_memory(), on_device(),
-        elsewhere(),
+        staying(), elsewhere(),
     )
     for variant in family
 }  # fmt: skip

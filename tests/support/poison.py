@@ -14,8 +14,10 @@ from torch import Tensor
 from sp_lightning.activations.offload import Offload, OffloadedStorage
 from sp_lightning.device.layout import part
 from sp_lightning.device.modes import no_dispatch_modes
+from sp_lightning.optim.staying import StayingLayers
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights import slots, writes
+from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.swap import ParameterSwap
 from sp_lightning.weights.writes import digest
 from tests.support.simdevice import poison
@@ -29,7 +31,7 @@ def poisoned() -> Iterator[None]:
     given, compares them) finds them as if they were not hidden. Otherwise the poison, and not the engine, changes numbers.
     """
     to_device, to_host = ParameterSwap.to_device, ParameterSwap.to_host
-    write, adopt = HostBlock.write, HostBlock.adopt
+    write, adopt, land = HostBlock.write, HostBlock.adopt, StayingLayers.land
     hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
 
     def hide_one(block: HostBlock) -> None:
@@ -69,6 +71,14 @@ def poisoned() -> Iterator[None]:
         adopt(self)
         return hide_one(self)
 
+    def hidden_land(self: StayingLayers, layer: StreamedLayer) -> None:
+        blocks = [member.block for member in layer.family if member.block in hidden]
+        for block in blocks:
+            show_one(block)
+        land(self, layer)
+        for block in blocks:
+            hide_one(block)
+
     def hidden_digest(tensor: Tensor) -> str:
         for block, memory in hidden.items():
             offset = tensor.data_ptr() - memory.data_ptr()
@@ -83,6 +93,7 @@ def poisoned() -> Iterator[None]:
         mock.patch.object(ParameterSwap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
         mock.patch.object(HostBlock, "adopt", hidden_adopt),
+        mock.patch.object(StayingLayers, "land", hidden_land),
         mock.patch.object(writes, "digest", hidden_digest),
     ):
         yield
