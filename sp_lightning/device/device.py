@@ -78,7 +78,6 @@ class Wait(enum.Enum):
     CLIP_AFTER_NORM = "gradients are clipped on the host after the device has read them for their norms"
     BRING_AFTER_TAKE = "a slot of steps is filled again after all has left that the step before made there"
     STEP_AFTER_BRING = "a layer is stepped on the device after its weights, gradients and state have come"
-    STEP_AFTER_USE = "a layer that stays is stepped in its slot after the last kernel that read it there"
     REUSE_AFTER_BRING = "the host's memory of what a step has brought is used again after the transfer"
     TAKE_AFTER_STEP = "what a step on the device has made leaves after its kernels"
     TAKE_AFTER_USE = "a layer that stays comes to the host after the kernels of user code that wrote it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import mmap
 import os
 import weakref
 from bisect import bisect_left, insort
@@ -151,6 +152,14 @@ def return_large_blocks() -> None:
     """
     with suppress(*_ANOTHER_LIBRARY):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
+
+
+def return_pages(memory: Tensor) -> None:
+    """Returns whole pages of memory that is not page-locked to the system. They are zeros if they are read again."""
+    with suppress(*_ANOTHER_LIBRARY):
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), mmap.MADV_DONTNEED
+        )
 
 
 def free_garbage() -> None:

@@ -255,6 +255,7 @@ class LayerwiseStep:
                 if layer in by_layer:
                     held = not self._waits and self._is_held(layer, _parameters(by_layer[layer]))
                     self._submit(layer, by_layer[layer], held=held)
+            self._keep_frozen()
             self.clipping.pending = None
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self.begun.clear()
@@ -264,6 +265,14 @@ class LayerwiseStep:
         if self._waits:
             self._updates.settle()
         return self._optimizer.param_groups is self._none
+
+    def _keep_frozen(self) -> None:
+        """Brings layers that stay and have nothing to step: from now on they need not come in each step."""
+        on_device = self._engine.on_device
+        for layer in self._engine.layers if on_device is not None else ():
+            frozen = layer.own_slot is not None and not layer.kept and layer.frozen
+            if frozen and on_device is not None and self._engine.staying(layer):
+                self._updates.submit(layer, partial(on_device.staying.bring, layer))
 
     def refuse_other_clipping(self, clip_value: float | None) -> None:
         """Refuses clipping that the updates in this step's backward did not know of.
@@ -409,7 +418,7 @@ class LayerwiseStep:
         # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
-        stays = self._engine.staying(layer)
+        stays = not (layer.own_slot is not None and self._is_held(layer, parameters)) and self._engine.staying(layer)
 
         def update() -> None:
             if self._state is None:
@@ -443,7 +452,7 @@ class LayerwiseStep:
         """
         if self._engine.is_viewed(layer):
             return True
-        if self._steps_there(layer):  # which holds the state itself
+        if self._steps_there(layer) and layer.own_slot is None:  # which holds the state itself
             return False
         state = state_of(self._optimizer)
         return held_elsewhere(dict.get(state, parameter, {}) for parameter in parameters)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Stream, Wait
+from sp_lightning.device.device import Wait
 from sp_lightning.device.modes import held
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
@@ -59,6 +59,8 @@ class Updating(Part):
     def step_on_host(self) -> None:
         """Has the host step layers, which the device could, but for those that stay there; no step was made."""
         self.all_on_device = self.gradients.stay = False
+        if all(layer.own_slot is None for layer in self.layers):
+            self.on_device = None
 
     def staying(self, layer: StreamedLayer) -> bool:
         """Whether the next step of a layer may write its slot on the device, where it stays; if so, nothing else uses the slot.
@@ -68,11 +70,10 @@ class Updating(Part):
         if layer.own_slot is None or self.on_device is None:
             return False
         with held(self.lock):
-            if not layer.can_stay:
+            if not layer.can_stay or self.is_viewed(layer):
                 self.updates.land(layer)
                 return False
             layer.invalidate()
-            layer.unused = self.device.record(Stream.COMPUTE)
         return True
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:

@@ -242,6 +242,10 @@ class StepsOnDevice:
                 found[twins[id(p)]] = tree_map(to_device, dict(values))
         return found, stay
 
+    def forget(self, key: Key) -> None:
+        """The user's optimizer alone holds a layer's state on the host."""
+        self._states.pop(key, None)
+
     def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
         """Returns what of a layer's state is on the device on plain Lightning, each tensor in its own memory; None if nothing is.
 

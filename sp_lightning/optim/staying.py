@@ -4,6 +4,9 @@ Such a layer has a slot of its own. The first step brings its weights and its op
 copy *counts* (``layer.kept``): the host's parameters have a class that brings the layer to the host when user code asks for
 one of them (:class:`~sp_lightning.optim.background.BackgroundUpdates`). Once it has, user code may have written anything, so
 the next step begins from the host's values again.
+
+Steps are issued to a stream that waits for what compute had to do when the background was given the step (:meth:`Device.later`).
+So a step writes the slot after the last kernel that read it.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ class _Weights:
         targets: where each is, by the ``id`` of the host's parameter: in the layer's slot, or, of masters, beside it.
         casts: the masters' casts in the slot, by the same.
         memory: of the masters.
-        stepped: the host's parameters, by ``id``, that steps may have written since the layer came.
+        parameters: the host's parameters, in the order of ``targets``.
     """
 
     targets: dict[int, Tensor]
     casts: dict[int, Tensor]
     memory: Tensor | None
-    stepped: dict[int, nn.Parameter]
+    parameters: list[nn.Parameter]
 
 
 @dataclass(eq=False)
@@ -127,7 +130,6 @@ class StayingLayers:
             part_of.state = kept.state
             part_of.param_groups = [{**g, "params": [kept.twins[id(p)] for p in g["params"]]} for g in going]
             layer.ahead = True
-            weights.stepped.update((id(p), p) for p in stepped)
             try:
                 contract = DeclaredStep(part_of, twins, device) if declared else None
                 step()
@@ -144,6 +146,11 @@ class StayingLayers:
             kept.nbytes = sum(
                 each.nbytes for each in tree_leaves(dict(kept.state)) if isinstance(each, Tensor) and device.has(each)
             )
+
+    def bring(self, layer: StreamedLayer) -> None:
+        """Brings a layer that is not stepped."""
+        with self._device.on(Stream.STEP):
+            self.keep(layer)
 
     def keep(self, layer: StreamedLayer) -> None:
         """Has the device's copy of a layer count, which is brought there first unless it does already."""
@@ -162,28 +169,29 @@ class StayingLayers:
             if memory is not None:
                 targets |= {id(p): part(memory, span) for p, span in zip(masters, spans, strict=True)}
             casts = dict(zip(map(id, masters), places[len(owned) :], strict=True))
-            found = self._weights[layer] = _Weights(targets, casts, memory, {})
-        found.stepped.clear()
+            found = self._weights[layer] = _Weights(targets, casts, memory, [*owned, *masters])
         self._parts[layer] = {}
         sources = [p.detach() for p in (*owned, *masters)]
-        device.wait(Stream.STEP, layer.unused, Wait.STEP_AFTER_USE)
         device.wait(Stream.UPLOAD, device.record(Stream.STEP), Wait.FETCH_AFTER_USE)
         begun = device.mark(Stream.UPLOAD)
         device.copy(list(found.targets.values()), sources, Stream.UPLOAD)
         self._steps.note("bring", layer.index, begun, Stream.UPLOAD, sources)
-        self._arrive(found.memory, slot.memory)
+        self._arrive(sources, found.memory, slot.memory)
         for p in masters:
             found.casts[id(p)].copy_(found.targets[id(p)])
         layer.casts.mark_current()
         layer.stepped = device.record(Stream.STEP)
-        layer.kept, layer.ahead = True, False
+        layer.kept = layer.ahead = True
+        for member in layer.family:
+            member.block.memory.empty()
 
-    def _arrive(self, *memory: Tensor | None) -> None:
-        """Has steps wait for what was sent to this memory, and the host, whose memory may be used otherwise."""
+    def _arrive(self, sources: Iterable[Tensor], *memory: Tensor | None) -> None:
+        """Has steps wait for what was sent to this memory, and the host, where user code may write the sources from now on."""
         device, sent = self._device, self._device.record(Stream.UPLOAD)
         device.wait(Stream.STEP, sent, Wait.STEP_AFTER_BRING)
         device.access([each for each in memory if each is not None], Stream.STEP, write=True)
         device.synchronize(sent, Wait.REUSE_AFTER_BRING)
+        device.access(sources, Stream.UPDATE, write=True)
 
     def _bring_state(self, key: Key, groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> _Part:
         """Brings the state of a layer in one optimizer, which leaves the host."""
@@ -195,7 +203,7 @@ class StayingLayers:
             begun = device.mark(Stream.UPLOAD)
             device.copy(targets, sources, Stream.UPLOAD)
             self._steps.note("bring", layer.index, begun, Stream.UPLOAD, sources)
-            self._arrive(memory)
+            self._arrive(sources, memory)
             there = {id(each): part(memory, span).data for each, span in zip(held.tensors, held.spans, strict=True)}
         parameters = [p for group in groups for p in group["params"]]
         twins = {id(p): twin_of(p, weights.targets[id(p)]) for p in parameters}
@@ -235,7 +243,7 @@ class StayingLayers:
         memory = device.upload_target(total_bytes(spans), Stream.STEP)
         targets = [part(memory, span) for span in spans]
         device.copy(targets, list(gradients), Stream.UPLOAD)
-        self._arrive(memory)
+        self._arrive(gradients, memory)
         return targets
 
     def _take_over(
@@ -274,7 +282,7 @@ class StayingLayers:
 
     def _land(self, layer: StreamedLayer) -> None:
         device, weights = self._device, self._weights[layer]
-        copies = [(p.data, weights.targets[key]) for key, p in weights.stepped.items()]
+        copies = [(p.data, weights.targets[id(p)]) for p in weights.parameters]
         places = layer.casts.places(Stream.DOWNLOAD)
         copies += [(places[key], cast) for key, cast in weights.casts.items() if key in places]
         for optimizer, kept in self._parts[layer].items():
@@ -282,6 +290,7 @@ class StayingLayers:
             pairs = [(known[key], twin) for key, twin in kept.twins.items() if key in known]
             state = state_of(optimizer)
             copies += self._steps.give_state((layer, optimizer), pairs, kept.state, state, kept.of_host)
+            self._steps.forget((layer, optimizer))
         targets, sources = map(list, zip(*copies, strict=True))
         device.wait(Stream.DOWNLOAD, layer.stepped, Wait.TAKE_AFTER_STEP)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_USE)
@@ -297,8 +306,6 @@ class StayingLayers:
         self._device.synchronize(layer.stepped, Wait.READ_AFTER_TAKE)
         layer.kept = False
         self._parts.pop(layer, None)
-        if (weights := self._weights.get(layer)) is not None:
-            weights.stepped.clear()
 
     def forget(self, layers: Iterable[StreamedLayer]) -> None:
         """The slots of these layers are freed, in which nothing counts."""

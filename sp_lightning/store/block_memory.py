@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.device.host_memory import PinnedMemory, return_pages
 from sp_lightning.device.layout import Span, bytes_of, lay_out, total_bytes, whole_pages
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.ranks import Ranks
@@ -69,6 +69,12 @@ class BlockMemory:
 
     def renew(self) -> None:
         """Called before all of it is written, whatever it had."""
+
+    def empty(self) -> None:
+        """Returns the pages to the system. What they had is elsewhere, and is written here before anybody reads it again."""
+        if self._memory is not None:
+            self.unpin()
+            return_pages(self._memory.bytes)
 
     def unpin(self) -> None:
         """Releases the page lock, if there is one. The memory and its contents stay."""

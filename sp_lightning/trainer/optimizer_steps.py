@@ -29,6 +29,7 @@ from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.trainer.user_hooks import (
     CLIPPING,
     against_early_updates,
+    against_steps_on_device,
     are_gradients_unread,
     are_gradients_unread_before_step,
     choose_overlap,
@@ -132,6 +133,11 @@ class OptimizerSteps:
         """
         streamer, trainer = self._run.engine, self._trainer
         asked = self._options.optimizer_overlap
+        if streamer.plan.stay and (why := against_steps_on_device(trainer, self._real_optimizers)):
+            raise ValueError(
+                f"gpu_layers={self._options.gpu_layers} steps layers on the GPU, which cannot be done here: {why}. Leave it out: "
+                "then the CPU steps all layers."
+            )
         self._place.decide(self._real_optimizers, fuse=self._fuse_on_host)
         self.overlap, why = choose_overlap(
             asked, trainer, trainer.optimizers, fuse=self._fuse, on_device=self._run.steps_on_device

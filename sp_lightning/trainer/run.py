@@ -130,6 +130,11 @@ class Run:
         if self._trial is not None:
             budget = self._trial.begin(self, options.gpu_memory, device, on_disk=options.disk is not None)
             look_at_loaders(module.trainer, self._trial.take_loaders)
+            if options.gpu_layers not in (0, "auto"):
+                raise ValueError(
+                    f"gpu_layers={options.gpu_layers} keeps layers of one run in GPU memory. Trials of a SharedBase share them: "
+                    "leave it out."
+                )
         there = options.optimizer_on
         self._window = Window(
             *k, budget, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there, stay=options.gpu_layers

@@ -86,7 +86,7 @@ class StepHooks:
 
     def steps_on_device(self, optimizer: Optimizer) -> bool:
         """Whether the running step is an optimizer's of this run, whose layers the device steps."""
-        return self._layerwise(optimizer) is not None and self._run.engine.updating.on_device is not None
+        return self._layerwise(optimizer) is not None and self._run.engine.updating.all_on_device
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
@@ -94,7 +94,7 @@ class StepHooks:
         """Runs before all other hooks. Returns what the step is called with."""
         if updates_here() or self._is_elsewhere(optimizer):
             return None
-        if self._run.engine.updating.on_device is not None:
+        if self._run.engine.updating.all_on_device:
             self._refuse_beside_device(optimizer, args, kwargs)
         self._stepping.append(optimizer)
         self._prepare(optimizer)

@@ -19,6 +19,7 @@ from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import Lease
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
+from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.weights.casts import SavedValues
 from sp_lightning.weights.freed_gradient import forget
 from sp_lightning.weights.narrow_gradient import widen
@@ -255,8 +256,7 @@ class StreamedLayer:
         own_slot: the slot that is this layer's alone, because the layer stays on the device; None of others.
         kept: whether the device's copy in that slot counts: the device has stepped the layer, or brought it for that, and user
             code has not come to the host's weights since.
-        ahead: whether that copy is newer than the host's weights.
-        unused: the event after the last kernel that read that slot before the step that is under way.
+        ahead: whether the host has not what that copy has.
         spent: gradients on the device that this step reads. They are there until compute has waited for it.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
@@ -299,7 +299,6 @@ class StreamedLayer:
         self.made: Sequence[tuple[Span, Tensor]] = ()
         self.own_slot: Slot | None = None
         self.kept = self.ahead = False
-        self.unused: Any = None
         self.spent: Sequence[Tensor] = ()
         self.slot: Slot | None = None
         self.transfer: Any = None
@@ -330,8 +329,14 @@ class StreamedLayer:
             and slot.digests is None
             and not self.casts.saved
             and not any(member.block.displaced or member.block.retyped for member in self.family)
+            and all(type(member.block.memory) is BlockMemory for member in self.family)
             and all(type(p) is not Tensor for member in self.family for p in member.block.parameters)
         )
+
+    @property
+    def frozen(self) -> bool:
+        """Whether none of its parameters is trained."""
+        return not any(p.requires_grad for member in self.family for p in member.block.parameters)
 
     @property
     def outdated(self) -> bool:

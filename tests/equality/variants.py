@@ -341,6 +341,10 @@ ON_DEVICE = {
 """What is not stepped on the device, with what is said."""
 
 
+BY_LAYERS = {name: said for name, said in ON_DEVICE.items() if name in ("gan", "lbfgs")}
+"""What has no step that layers could take apart, with what is said."""
+
+
 def on_device() -> Iterator[Variant]:
     """Steps on the device, in the form that the optimizer's user chose."""
     once: dict[str, Any] = {"max_epochs": 2}
@@ -398,7 +402,7 @@ def staying() -> Iterator[Variant]:
             {"k": 1, "gpu_layers": share, **place, "optimizer_overlap": mode}, trainer, memories[memory], "losses",
             BASIC | {"rows/looked-up", "rows/padding", "rows/frozen", "experts/mixture", "quantised/int8"},
             frozenset({"stack", "frozen"}) if precision == "bf16-mixed" else frozenset({"stack"}),
-            refused=(EARLY | ON_DEVICE if mode == "backward" else ON_DEVICE) if place is whole else {},
+            refused=EARLY | ON_DEVICE if mode == "backward" else ON_DEVICE if place is whole else BY_LAYERS,
         )  # fmt: skip
 
 
