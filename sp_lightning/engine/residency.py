@@ -255,6 +255,7 @@ class Peak:
 
     Attributes:
         most: that sum in bytes.
+        on_device: what steps layers on the device; None if nothing does.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class Peak:
         on_device: StepsOnDevice | None,
     ) -> None:
         self.most = 0
-        self._on_device = on_device
+        self.on_device = on_device
         self._staying = found.staying[0]
         self._aside = [parameter for _, module in found.aside for parameter in module.parameters()]
         self._slots = slots
@@ -276,14 +277,14 @@ class Peak:
     @property
     def weight_bytes(self) -> int:
         """Bytes of device memory that weights and buffers take now."""
-        steps = 0 if self._on_device is None else self._on_device.nbytes
+        steps = 0 if self.on_device is None else self.on_device.nbytes
         return self._slots.device_bytes + self._residents.nbytes + self._staying + steps
 
     def note(self) -> None:
         """Measures; called whenever more memory may be in use than ever before."""
         now = self._slots.device_bytes + self._residents.nbytes + self._staying + self._gradients.device_bytes
-        if self._on_device is not None:
-            now += self._on_device.nbytes
+        if self.on_device is not None:
+            now += self.on_device.nbytes
         if self._aside:  # nearly always nothing, and this is called several times for each layer
             now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
         if now > self.most:

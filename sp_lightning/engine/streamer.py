@@ -117,13 +117,20 @@ class Streamer:
         self._lent.await_update = partial(self.updates.wait, why=Wait.READ_AFTER_UPDATE)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(self._resident_layer, self._source, self._lent)
-        steps = plan.steps_on_device
-        self._on_device = StepsOnDevice(device, pin=pin, slots=plan.step_slots) if steps or plan.stay else None
-        self.updates.staying = None if self._on_device is None else self._on_device.staying
-        self._gradients.stay = steps
+        self._pin = pin
+        self._on_device: StepsOnDevice | None = None
+        if plan.steps_on_device or plan.stay:
+            self._make_steps()
+        self._gradients.stay = plan.steps_on_device
         self._peak = Peak(self.found, self._slots, self._residents, self._gradients, self._on_device)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
+
+    def _make_steps(self) -> StepsOnDevice:
+        """Makes what steps layers on the device."""
+        self._on_device = StepsOnDevice(self.device, pin=self._pin, slots=self.plan.step_slots)
+        self.updates.staying = self._on_device.staying
+        return self._on_device
 
     def _build_activations(self, modes: Mapping[str, Mode] | None, ring: HostRing, log: logging.Logger | None) -> None:
         rows = {layer.name: layer.index for layer in self._layers if layer.kind is Kind.BLOCK}
@@ -315,6 +322,8 @@ class Streamer:
             self.plan = plan
             self._gradients.in_flight = plan.k_prime + 1
             self._residency.resize(plan)
+            if plan.stay and self._on_device is None:
+                self._peak.on_device = self.updating.on_device = self._make_steps()
             self._peak.note()
 
     def recount(self, plan: Plan) -> None:

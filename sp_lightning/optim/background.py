@@ -49,6 +49,7 @@ class BackgroundUpdates:
         urgency: of layers whose updates need not be in the order in which they were submitted: the lower, the sooner.
         threads: the threads that belong to the run. Others may wait for an update's work, and do not what follows it.
         staying: brings layers that stay on the device to the host; None if none does.
+        landed_in_a_row: in how many steps in a row up to now a layer that stays had to come to the host.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
@@ -63,6 +64,8 @@ class BackgroundUpdates:
         self._role = type("BeingUpdated", (_PendingUpdate,), {"_updates": self})
         self._away = type("OnDevice", (_StaysOnDevice,), {"_updates": self})
         self.staying: StayingLayers | None = None
+        self.landed_in_a_row = 0
+        self._has_landed = False  # since the present step began
         self.torn: str | None = None
         self.urgency: Mapping[StreamedLayer, int] = {}
         self._updated: list[str] = []  # the layers that the present step has updated, by name
@@ -80,6 +83,8 @@ class BackgroundUpdates:
     def begin(self) -> None:
         """A step begins: layers that are updated from now on are updated by it."""
         self._updated = []
+        self.landed_in_a_row = self.landed_in_a_row + 1 if self._has_landed else 0
+        self._has_landed = False
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Gives the update of a layer to the background thread.
@@ -207,6 +212,7 @@ class BackgroundUpdates:
             if layer in self._under_way:
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
             if layer.kept and self.staying is not None:
+                self._has_landed = True
                 self.staying.land(layer)
                 self.staying.leave(layer)
                 for member in layer.family:
@@ -441,8 +447,8 @@ class _PendingUpdate(ParameterRole):
 _OF_DEVICE_ALONE = UNCHANGED_BY_UPDATES | {
     Tensor._version.__get__,  # type: ignore[attr-defined]
     Tensor.stride,
-    *(getattr(getattr(Tensor, name), how) for name in ("grad", "requires_grad") for how in ("__get__", "__set__")),
-    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    *(getattr(Tensor.grad, how) for how in ("__get__", "__set__", "__delete__")),
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     Tensor.requires_grad_,
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,

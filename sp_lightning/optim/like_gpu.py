@@ -229,11 +229,17 @@ class GpuBits:
             else:
                 self.clipping.add(optimizer)
 
-    def sentences(self, *, automatic: bool) -> list[str]:
+    @property
+    def whole(self) -> bool:
+        """Whether all steps have the GPU's bits, and all norms that may be needed."""
+        return self._device is not None and not (self._why or self._why_norms)
+
+    def sentences(self, *, automatic: bool, mixed: bool = False) -> list[str]:
         """Returns what a user should know of this; nothing without a GPU.
 
         Args:
             automatic: whether Lightning clips (automatic optimization).
+            mixed: whether some layers stay on the GPU and are stepped there.
         """
         if self._device is None:
             return []
@@ -254,4 +260,6 @@ class GpuBits:
             said.append(f"Norms for clipping differ from the GPU's in the last bits: {self._why_norms}.")
         if why:
             said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {why}.")
+            if mixed:
+                said.append("Layers that stay on the GPU step there: weights are those of neither place.")
         return said

@@ -245,13 +245,16 @@ class Plan:
         what = "weights and gradients" if training else "weights"
         plain, stay, kept = self._plain(training, state), self.staying[0], self.cache_bytes
         moved_whole = f"of them {in_gib(stay)} of buffers and modules that are moved whole" if stay else ""
+        steps = self.update_bytes - self.staying_bytes
+        stays = f"{len(self.stay)} of {len(self.layers)}: gradients, optimizer state and float32 weights, beside their slots"
         of_stacks = f"{kept / self.stack_bytes:.0%} of {in_gib(self.stack_bytes)}" if kept else ""
         totals = {
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, moved_whole),
             **({"experts kept": (kept, of_stacks)} if kept else {}),
             **({"gradients in flight": (self.gradient_bytes, "")} if training else {}),
-            **({"steps on the device": (self.update_bytes, "")} if training and self.steps_on_device else {}),
+            **({"steps on the device": (steps, "")} if training and self.steps_on_device else {}),
+            **({"layers that stay": (self.staying_bytes, stays)} if training and self.stay else {}),
             "peak on the device": (peak, f"{what}; plain {plain}" if plain else what),
             "host": (host, what),
         }

@@ -65,18 +65,7 @@ def choose_rings_apart(
     Layers that stay have a slot each in rings of their own; the window is one of the others then, too.
     """
     if staying:
-        moving = [layer for layer in range(len(sizes)) if layer not in staying]
-        number = {layer: at for at, layer in enumerate(moving)}
-        others = choose_rings_apart(
-            [sizes[layer] for layer in moving],
-            window,
-            [[number[layer] for layer in each if layer in number] for each in together],
-            [number[layer] for layer in on_demand],
-        )
-        own, place_of = choose_rings([sizes[layer] for layer in sorted(staying)], len(staying))
-        places = dict(zip(moving, others[1], strict=True))
-        places |= {layer: len(others[0]) + at for layer, at in zip(sorted(staying), place_of, strict=True)}
-        return (*others[0], *own), [places[layer] for layer in range(len(sizes))]
+        return _choose_with_staying(sizes, window, together, on_demand, sorted(staying))
     common = choose_rings(sizes, window, together)
     if not on_demand or window > len(sizes):
         return common
@@ -91,6 +80,25 @@ def choose_rings_apart(
             ring_of[layer] = len(rings) + place
         rings += chosen
     return common if _bytes(common[0]) < _WORTH * _bytes(rings) else (tuple(rings), ring_of)
+
+
+def _choose_with_staying(
+    sizes: Sequence[int],
+    window: int,
+    together: Collection[Sequence[int]],
+    on_demand: Collection[int],
+    staying: Sequence[int],
+) -> tuple[tuple[Ring, ...], list[int]]:
+    moving = [layer for layer in range(len(sizes)) if layer not in staying]
+    number = {layer: at for at, layer in enumerate(moving)}
+    at_once = [[number[layer] for layer in used if layer in number] for used in together]
+    rings, places = choose_rings_apart(
+        [sizes[layer] for layer in moving], window, at_once, [number[layer] for layer in on_demand]
+    )
+    own, own_places = choose_rings([sizes[layer] for layer in staying], len(staying))
+    ring_of = dict(zip(moving, places, strict=True))
+    ring_of |= {layer: len(rings) + place for layer, place in zip(staying, own_places, strict=True)}
+    return (*rings, *own), [ring_of[layer] for layer in range(len(sizes))]
 
 
 def _bytes(rings: Iterable[Ring]) -> int:

@@ -335,7 +335,10 @@ class LoopStrategy(ReadableStrategy):
         if phase == "train" and run.hooks.may_write_weights("train"):
             run.engine.invalidate()
         if run.tuner is not None and (phase == "train") == run.trains:  # validation within training chooses nothing
+            stay = run.engine.plan.stay
             run.tuner.batch_starts(batch, run.steps.overlap)
+            if run.engine.plan.stay != stay:
+                run.steps.arrange()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)

@@ -168,6 +168,8 @@ class OptimizerSteps:
             scaled=scaler_of(trainer) is not None,
             clips=self._clips() == "norm" or clips_in_its_own_way(self._run.module),
         )
+        whole = self._run.steps_on_device or (bool(bits.stepping) and bits.whole)
+        self._run.let_layers_stay(whole and not against_steps_on_device(trainer, self._real_optimizers))
         if waits and (by_layers or bits.stepping):
             # The bits of a step that is not fused depend on the number of threads.
             streamer.device.background_threads = torch.get_num_threads()
@@ -424,7 +426,8 @@ class OptimizerSteps:
         """Returns whose bits steps on the CPU have, in sentences; nothing without a GPU, or if the GPU steps."""
         if self._logged is None:
             return []
-        return self._bits.sentences(automatic=self._run.module.automatic_optimization)
+        mixed = bool(self._run.engine.plan.stay)
+        return self._bits.sentences(automatic=self._run.module.automatic_optimization, mixed=mixed)
 
     # ------------------------------------------------------------------ a step
 

@@ -197,6 +197,10 @@ class Run:
         """Whether layers are stepped on the device, as far as is decided."""
         return self._window.steps_on_device
 
+    def let_layers_stay(self, may: bool) -> None:
+        """Says whether results would be the same if layers stayed on the device, so that ``gpu_layers="auto"`` may choose it."""
+        self._window.may_stay = may and self._trial is None and self._options.disk is None
+
     def step_on_host(self) -> None:
         """Leaves the device's memory for steps to other things: ``optimizer_on="auto"`` has chosen the host."""
         self._window.steps_on_device = False
@@ -358,7 +362,10 @@ class Run:
         """Shrinks the window after an error that ended a step, and has the error say what to do."""
         plan, modes = self.engine.plan, self.results.activations
         if self.tuner is not None:
+            stay = self.engine.plan.stay
             self.tuner.shrink()
+            if self.engine.plan.stay != stay:
+                self.steps.arrange()
         now = self.results.activations
         freed = {} if now == modes else now
         balanced = self._options.activations == "auto"

@@ -48,10 +48,12 @@ class Window:
         training: whether batches are trained.
         optimizer_on: where layers are stepped then. With ``"auto"`` there is room for steps on the device, if the budget has it.
 
-        stay: layers that stay on the device with their optimizer state: how many, or which share of them.
+        stay: layers that stay on the device with their optimizer state: how many, or which share of them. With ``"auto"`` as many
+            as the budget has room for beside everything else, once that was measured.
 
     Attributes:
         steps_on_device: whether plans have that room.
+        may_stay: whether results do not depend on how many layers stay, so that ``"auto"`` may choose that.
     """
 
     def __init__(
@@ -74,7 +76,10 @@ class Window:
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
         self.steps_on_device = optimizer_on != "cpu" and training and ranks * nodes == 1
         self._open = optimizer_on == "auto"
-        self._stay = 0 if stay == "auto" or not training or ranks * nodes > 1 else stay
+        self._stay: int | float = 0 if stay == "auto" or not training or ranks * nodes > 1 else stay
+        self._chooses_stay = stay == "auto" and training and ranks * nodes == 1
+        self._most_stay: int | None = None  # after the device had too little memory for more
+        self.may_stay = False
         self._found: Found
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
@@ -87,8 +92,12 @@ class Window:
 
     @property
     def auto(self) -> bool:
-        """Whether k or k' is to be chosen, and a budget to choose them for is known."""
-        return "auto" in (self._k, self._k_prime) and self.room is not None and not self._found.nothing
+        """Whether k, k' or how many layers stay is to be chosen, and a budget to choose them for is known."""
+        return (
+            ("auto" in (self._k, self._k_prime) or self._chooses_stay)
+            and self.room is not None
+            and not self._found.nothing
+        )
 
     def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
         """Returns the plan for the first batches: the smallest window.
@@ -183,9 +192,30 @@ class Window:
         most = max(0, min(self.room - self.needs(replace(plan, cache_bytes=0)), plan.stack_bytes))
         return replace(plan, cache_bytes=most)
 
+    def with_staying(self, plan: Plan) -> Plan:
+        """The plan, with as many layers on the device for good as the budget leaves room for, if that is left open."""
+        if not (self._chooses_stay and self.may_stay):
+            return plan
+        most = self._count if self._most_stay is None else min(self._count, self._most_stay)
+        plans = (self._make(self._found, k=plan.k, k_prime=plan.k_prime, stay=count) for count in range(1, most + 1))
+        for larger in (replace(each, cache_bytes=plan.cache_bytes) for each in plans):
+            if not self.fits(larger):
+                break
+            plan = larger
+        return plan
+
+    def let_fewer_stay(self, plan: Plan) -> None:
+        """From now on at most half as many layers stay as with a plan, for which the device had too little memory."""
+        self._most_stay = len(plan.stay) // 2
+
+    def let_none_stay(self) -> None:
+        """From now on no layer stays by choice."""
+        self._most_stay = 0
+
     def again(self, plan: Plan, found: Found) -> Plan:
         """The same plan for layers of which others are trained now."""
-        return replace(self._make(found, k=plan.k, k_prime=plan.k_prime), cache_bytes=plan.cache_bytes)
+        again = self._make(found, k=plan.k, k_prime=plan.k_prime, stay=len(plan.stay))
+        return replace(again, cache_bytes=plan.cache_bytes)
 
     def smallest(self) -> Plan:
         """The smallest plan, for when the device has run out of memory."""
@@ -201,8 +231,10 @@ class Window:
         fitting = bisect_left(ks, True, key=lambda k: not self.fits(self._plan(k, k_prime))) if self._k == "auto" else 0
         return self._plan(max(1, fitting), k_prime)
 
-    def _make(self, found: Found, *, k: int, k_prime: int) -> Plan:
-        stay = self._stay if isinstance(self._stay, int) else round(self._stay * len(found.layers))
+    def _make(self, found: Found, *, k: int, k_prime: int, stay: int | None = None) -> Plan:
+        if stay is None:
+            stay = self._stay if isinstance(self._stay, int) else round(self._stay * len(found.layers))
+            stay = stay if self._most_stay is None else min(stay, self._most_stay)
         plan = make_plan(found, k=k, k_prime=k_prime, stay=stay, **self._options)
         return replace(plan, steps_on_device=self.steps_on_device)
 

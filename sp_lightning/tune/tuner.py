@@ -35,6 +35,9 @@ from sp_lightning.tune.visits import Prediction, measured
 # The index of the batch that is timed. The first one compiles kernels and fills caches and workspaces.
 _TIMED = 1
 
+_READ_OFTEN = 3
+"""After so many steps in a row in which layers that stay had to come to the host, none stays."""
+
 
 class Tuner:
     """Chooses a streamer's window, and what becomes of activations.
@@ -98,6 +101,13 @@ class Tuner:
         """
         if self._timeline is not None:
             self._read_timeline(self._timeline)
+        if self._window.may_stay and self._streamer.plan.stay and self._streamer.updates.landed_in_a_row >= _READ_OFTEN:
+            self._log.info(
+                "Superpipeline: user code reads or writes weights in each step (a callback, say), so layers do not stay on the "
+                "GPU. gpu_layers=%d has them stay nevertheless.", len(self._streamer.plan.stay)
+            )  # fmt: skip
+            self._window.let_none_stay()
+            self._again = True
         self._overlap = "off" if overlap == "auto" else overlap
         self._observe()
         if self._batches == 1 and (free := self._device.free_bytes()) is not None:
@@ -179,6 +189,7 @@ class Tuner:
         The window alone is made smaller first, if all activations were kept and it is not the smallest.
         """
         self._observe()
+        self._window.let_fewer_stay(self._streamer.plan)
         activations, plan, smallest = self._streamer.activations, self._streamer.plan, self._window.smallest()
         before, smaller = activations.modes, smallest.slot_bytes < plan.slot_bytes
         if smaller:
@@ -264,13 +275,15 @@ class Tuner:
         window, before = self._window, self._streamer.plan
         plan = window.choose(self._seconds)
         if not self._balanced:  # otherwise activations are given what weights leave
-            plan = window.with_experts(plan)
+            plan = window.with_staying(window.with_experts(plan))
         # A larger cache has to be worth the loss of what is in it.
         same_cache = before.cache_bytes <= plan.cache_bytes <= before.cache_bytes + before.cache_bytes // 8
-        if (plan.k, plan.k_prime) != (before.k, before.k_prime) or not same_cache:
+        if (plan.k, plan.k_prime, plan.stay) != (before.k, before.k_prime, before.stay) or not same_cache:
             self._resize(plan)
         plan, activations = self._streamer.plan, self._streamer.activations
         said = f"k = {plan.k}, k' = {plan.k_prime}"
+        if plan.stay:
+            said += f"; {len(plan.stay)} of {len(plan.layers)} layers stay on the device with their optimizer state"
         if self._balanced:
             self._carry_out(self._modes_for(plan))
             said += f"; activations: {summary(activations.modes)}"

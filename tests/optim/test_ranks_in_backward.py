@@ -102,9 +102,9 @@ def gradient_bytes(k_prime: int) -> tuple[int, int]:
         look()
         exchange(self, received, sent, what)
 
-    def slow(self: Any, *args: Any) -> None:
+    def slow(self: Any, *args: Any, **options: Any) -> None:
         sleep(0.02)
-        step(self, *args)
+        step(self, *args, **options)
 
     strategy = SuperpipelineStrategy(k=1, k_prime=k_prime, optimizer_overlap="backward")
     with (

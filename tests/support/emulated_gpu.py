@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from sp_lightning.kernels import gpu, gpu_norms, update
 from sp_lightning.kernels.gpu import find_confirmed
+from sp_lightning.optim.on_device import StepsOnDevice
+from sp_lightning.optim.staying import StayingLayers
 from tests.support.simdevice import SimDevice, simulated
 
 Floats = NDArray[np.float32]
@@ -219,10 +221,30 @@ def gpu_device(usual: frozenset[str] = ALL, **options: Any) -> Iterator[list[Sim
         # In any thread, and not for what else computes on the host.
         steps = mock.patch.object(gpu, "step_as_torch", on_gpu_only(gpu.step_as_torch))
         norms = mock.patch.object(gpu_norms, "foreach_norm", on_gpu_only(gpu_norms.foreach_norm))
-        with on_gpu, steps, norms, simulated(**options) as devices:
+        with on_gpu, steps, norms, _steps_on_gpu(usual), simulated(**options) as devices:
             yield devices
     finally:
         forget()
+
+
+@contextmanager
+def _steps_on_gpu(usual: frozenset[str]) -> Iterator[None]:
+    """Layers that are stepped on the simulated device are stepped as on such a GPU, and norms are taken so there."""
+    step, norms = StayingLayers.step, StepsOnDevice.norms
+
+    def stepped(self: StayingLayers, key: Any, part_of: Any, run: Callable[[], Any], **options: Any) -> None:
+        def emulated() -> Any:
+            with plain_gpu(usual):
+                return run()
+
+        step(self, key, part_of, emulated, **options)
+
+    def taken(self: StepsOnDevice, gradients: Sequence[Tensor]) -> list[Tensor]:
+        with EmulatedGpu(usual):
+            return norms(self, gradients)
+
+    with mock.patch.object(StayingLayers, "step", stepped), mock.patch.object(StepsOnDevice, "norms", taken):
+        yield
 
 
 def forget() -> None:
