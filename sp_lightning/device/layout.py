@@ -98,9 +98,27 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """Where the first element of each tensor lies."""
+    """Where the first element of each tensor lies; of one whose memory is hidden, where it lay."""
     with torch.DisableTorchFunctionSubclass():  # a stand-in itself is asked
-        return list(map(_data_ptr, tensors))
+        if not _hidden:
+            return list(map(_data_ptr, tensors))
+        return [_hidden[id(each)] if id(each) in _hidden else _data_ptr(each) for each in tensors]
+
+
+_hidden: dict[int, int] = {}
+"""By the ``id`` of a tensor whose memory is hidden: where it lay."""
+
+
+def hide(tensor: Tensor, span: Span, why: str) -> None:
+    """Takes the memory from a host tensor. Reading it raises a RuntimeError, ``why``, until :func:`shown` was called."""
+    with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+        _hidden[id(tensor)] = tensor.data_ptr()
+        tensor.data = absent(span, tensor.device, why)
+
+
+def shown(tensor: Tensor) -> None:
+    """Notes that a tensor has memory again."""
+    _hidden.pop(id(tensor), None)
 
 
 _version: Callable[[Tensor], int] = attrgetter("_version")

@@ -28,6 +28,11 @@ HIDDEN_READ = (
     "the weight on the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
 )
 
+HIDDEN_ON_GPU = (
+    "The memory of the weight {name!r} was read while the weight stays on the GPU (gpu_layers). torch.tensor(weight), "
+    "x.set_(weight), a TorchScript function or a C++ extension does not ask for it. Pass weight.detach().clone() instead."
+)
+
 BEING_UPDATED = (
     "A checkpoint was saved in another thread than that of trainer.fit while a step changes weights: some would be those of the "
     "next step. Save it in a callback, or try again."

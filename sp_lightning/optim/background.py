@@ -348,9 +348,10 @@ class BackgroundUpdates:
             layer.update = layer.landed = None
             if why is not Wait.FETCH_AFTER_UPDATE:
                 layer.made = ()  # what waits may write the host's weights
-            if layer.kept:
+            if layer.kept and self.staying is not None:
                 for member in layer.family:
                     take_all(member.block.parameters, self._away)
+                self.staying.hide(layer)
             if not layer.updated_early:
                 _restore_classes(layer.family)
 

@@ -182,8 +182,12 @@ class StayingLayers:
         layer.casts.mark_current()
         layer.stepped = device.record(Stream.STEP)
         layer.kept = layer.ahead = True
+
+    def hide(self, layer: StreamedLayer) -> None:
+        """Takes the host's memory from a layer that is kept. Its parameters have the class that brings it."""
         for member in layer.family:
-            member.block.memory.empty()
+            if not member.block.hidden:
+                member.block.hide()
 
     def _arrive(self, sources: Iterable[Tensor], *memory: Tensor | None) -> None:
         """Has steps wait for what was sent to this memory, and the host, where user code may write the sources from now on."""
@@ -282,6 +286,8 @@ class StayingLayers:
 
     def _land(self, layer: StreamedLayer) -> None:
         device, weights = self._device, self._weights[layer]
+        for member in layer.family:
+            member.block.show()
         copies = [(p.data, weights.targets[id(p)]) for p in weights.parameters]
         places = layer.casts.places(Stream.DOWNLOAD)
         copies += [(places[key], cast) for key, cast in weights.casts.items() if key in places]

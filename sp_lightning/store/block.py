@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import addresses, bytes_of, part, view
+from sp_lightning.device.layout import addresses, bytes_of, hide, part, shown, view
 from sp_lightning.device.lease import lend, shared
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import move_storage, storage_of
 from sp_lightning.model.found import Layer
+from sp_lightning.observe.messages import HIDDEN_ON_GPU
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block_memory import Allocate, GradientMemory, Staging
 
@@ -37,6 +38,7 @@ class HostBlock:
             have memory of their own until the engine is built anew, before the next batch.
         gradients: the memory in which the parameters' gradients arrive.
         addresses: where each parameter's data was when the block last absorbed parameters.
+        hidden: whether the parameters have no memory, because the device alone has their values.
 
     Args:
         layer: the parameters that are absorbed.
@@ -72,6 +74,7 @@ class HostBlock:
         for index in range(len(self.parameters)):
             self._take(index, self.memory.first)
         self.addresses = addresses(self.parameters)
+        self.hidden = False
 
     @property
     def weights(self) -> Tensor:
@@ -86,6 +89,24 @@ class HostBlock:
             return []
         pairs = enumerate(zip(now, self.addresses, strict=True))
         return [index for index, (at, before) in pairs if at != before and index not in self.retyped]
+
+    def hide(self) -> None:
+        """Takes the memory from the parameters, whose values are on the device, and returns its pages to the system.
+
+        Code that torch does not let ask for the values gets an error then, not what was there.
+        """
+        for parameter, span in zip(self.parameters, self.planned.spans, strict=True):
+            hide(parameter, span, HIDDEN_ON_GPU.format(name=span.name))
+        self.hidden = True
+        self.memory.empty()
+
+    def show(self) -> None:
+        """Gives the parameters their memory back. Whoever calls this writes it, with no other code in between."""
+        if self.hidden:
+            self.hidden = False
+            for index, parameter in enumerate(self.parameters):
+                self._lend(index)
+                shown(parameter)
 
     def present(self, index: int) -> Tensor:
         """Returns a weight's present bytes, flat ``uint8``."""
