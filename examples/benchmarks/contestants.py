@@ -134,6 +134,13 @@ class Ordinary(Contestant):
         return {"strategy": "superpipeline"}
 
 
+class Staying(Ordinary):
+    """The same with as many layers on the device, with their optimizer state, as fit."""
+
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        return {"strategy": SuperpipelineStrategy(gpu_layers="auto")}
+
+
 class Fsdp(Contestant):
     """Lightning's FSDPStrategy, each block a unit."""
 
@@ -280,6 +287,8 @@ ORDINARY: tuple[Contestant, ...] = (
     Contestant("plain-compiled", "plain Lightning, compiled blocks", {"train": 1.0}, compiled=True),
     Ordinary("default", "superpipeline, README's snippet", _OURS, updates_on_host=True),
     Ordinary("default-clipped", "superpipeline, README's snippet, clipped", _OURS, updates_on_host=True, clips=1.0),
+    Staying("stay", 'superpipeline, gpu_layers="auto"', _OURS, updates_on_host=True),
+    Staying("stay-clipped", 'superpipeline, gpu_layers="auto", clipped', _OURS, updates_on_host=True, clips=1.0),
     Ordinary(
         "default-compiled",
         "superpipeline, README's snippet, compiled blocks",

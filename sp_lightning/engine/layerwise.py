@@ -78,6 +78,8 @@ class LayerwiseStep:
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
         lands: whether an update ends only when all has left the device, because its memory may go to a disk then.
+        waits_there: whether a step of a layer that stays on the device ends before the next forward begins, which may change
+            what tensors the optimizer's own code makes.
         like: the GPU whose bits updates have; None: those of torch's operators on the CPU.
         like_norms: whether norms have that GPU's bits, too.
 
@@ -102,6 +104,7 @@ class LayerwiseStep:
         state: StateOnDisk | None,
         waits: bool,
         lands: bool,
+        waits_there: bool = False,
         like: LikeGpu | None = None,
         like_norms: bool = False,
     ) -> None:
@@ -113,6 +116,7 @@ class LayerwiseStep:
         self._on_device = on_device = engine.on_device if engine.all_on_device else None
         self._waits = waits
         self._lands = lands
+        self._waits_there = waits_there
         self._like = like
         self._warned = False
         self._of_gpu: set[int] = set()  # the parameters, by their ids, whose steps may have the GPU's bits
@@ -439,7 +443,8 @@ class LayerwiseStep:
             if self._state is not None:
                 self._state.store((layer, self._optimizer), part)
 
-        at_once = self._compiles or self._makes_state(layer, parameters) or held
+        ends = self._waits_there and layer.own_slot is not None
+        at_once = self._compiles or self._makes_state(layer, parameters) or held or ends
         release = partial(engine.release_gradients, layer, parameters) if self._early is EarlyUpdates.FREES else None
         self._updates.submit(layer, update, release)
         if at_once and not self._waits:

@@ -28,6 +28,7 @@ from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.trainer.user_hooks import (
     CLIPPING,
+    against_background_on_device,
     against_early_updates,
     against_steps_on_device,
     are_gradients_unread,
@@ -186,6 +187,7 @@ class OptimizerSteps:
                 state=state,
                 waits=waits,
                 lands=self._run.steps_on_device and self._options.disk is not None,
+                waits_there=not has_fused_step(optimizer) and bool(against_background_on_device(trainer, [optimizer])),
                 like=bits.like if optimizer in bits.stepping else None,
                 like_norms=optimizer in bits.clipping,
             )

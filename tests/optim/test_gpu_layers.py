@@ -1,0 +1,257 @@
+"""Layers that stay on the device: what they move, whose bits they have, who is told, and what is refused.
+
+The models are in ``tests/equality`` (``staying``), what is waited for in ``tests/device/test_waits.py``, user code that reads and
+writes in ``test_layers_that_stay.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.observe.stats import Stats
+from tests.optim.test_like_gpu import BATCHES, ON_GPU, OPTIMIZERS, plain, said
+from tests.optim.test_like_gpu import Stepped as OfKind
+from tests.support.emulated_gpu import gpu_device
+from tests.support.models import Module, Stack, vectors
+from tests.support.on_device import Stepped, on_device
+from tests.support.runs import Outcome, assert_same, fit, superpipeline
+from tests.support.simdevice import simulated
+from tests.support.tiers import first
+
+ALL = 99
+
+
+class Counts(Callback):
+    """Notes the counters after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[Stats] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.found.append(trainer.strategy.stats())
+
+    def per_step(self, name: str) -> list[int]:
+        """By how much a counter has risen in each step but the first."""
+        values = [getattr(each, name) for each in self.found]
+        return [after - before for before, after in zip(values, values[1:], strict=False)]
+
+
+MOVED = ("fetched_bytes", "drained_bytes", "brought_bytes", "taken_bytes")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_layer_that_stays_moves_nothing(options: dict[str, Any], precision: Any) -> None:
+    counts = Counts()
+    with simulated():
+        strategy = on_device(gpu_layers=ALL, optimizer_overlap="forward")
+        ours = fit(Stepped, vectors(8), strategy, recorded="losses", precision=precision, callbacks=[counts], **options)
+    for name in MOVED:  # the second step finds the layers there
+        assert not any(counts.per_step(name)[3:]), name
+    assert_same(ours, fit(Stepped, vectors(8), recorded="losses", precision=precision, **options))
+
+
+def test_what_moves_falls_with_each_layer_that_stays() -> None:
+    moved = []
+    for share in (0, 2, 4, ALL):
+        counts = Counts()
+        with simulated():
+            fit(Stepped, vectors(6), on_device(gpu_layers=share), recorded="losses", callbacks=[counts])
+        moved.append(sum(counts.per_step(name)[-1] for name in MOVED))
+    assert moved == sorted(moved, reverse=True)
+    assert len(set(moved)) == 4
+    assert moved[-1] == 0
+
+
+class PartlyFrozen(Module):
+    """Three blocks are frozen, and one weight of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        net: Any = self.net
+        for block in net.blocks[:3]:
+            block.requires_grad_(False)
+        net.stem.bias.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def test_frozen_layers_stay_too() -> None:
+    counts = Counts()
+    with simulated():
+        ours = fit(PartlyFrozen, vectors(6), on_device(gpu_layers=ALL), recorded="losses", callbacks=[counts])
+    assert not any(counts.per_step("fetched_bytes")[1:])
+    assert_same(ours, fit(PartlyFrozen, vectors(6), recorded="losses"))
+
+
+def test_steps_of_layers_that_stay_write_their_slots() -> None:
+    """Neither memory for steps nor slots beyond the plan are taken."""
+    with simulated():
+        strategy = on_device(gpu_layers=ALL)
+        fit(Stepped, vectors(4), strategy, recorded="losses")
+    stats, plan = strategy.stats(), strategy.plan
+    assert stats.extra_slots == 0
+    assert stats.peak_device_bytes <= plan.peak_device_bytes - (plan.update_bytes - plan.staying_bytes)
+
+
+# ---------------------------------------------------------------------- whose bits
+
+MIXED: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("AdamW", "bf16-mixed", "forward", {"gradient_clip_val": 0.1}),
+    ("AdamW, fused", "32-true", "auto", {}),
+    ("SGD", "32-true", "off", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    ("Adam", "bf16-true", "forward", {"gradient_clip_val": 0.1}),
+    ("Adagrad", "bf16-mixed", "forward", {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "overlap", "options"), first(MIXED, *MIXED[:2], why="a second of NumPy each")
+)
+def test_some_layers_step_on_the_gpu_and_the_others_on_the_cpu(
+    name: str, precision: str, overlap: Any, options: dict[str, Any]
+) -> None:
+    """Weights are those of the unchanged program on the GPU, bit by bit."""
+    pytest.importorskip("llvmlite")
+    make, options = partial(OfKind, OPTIMIZERS[name]), {"precision": precision, **options}
+    with gpu_device():
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap, gpu_layers=3)
+        ours = fit(make, BATCHES, strategy, recorded="losses", **options)
+    assert ON_GPU in said(ours)
+    assert "neither place" not in said(ours)
+    assert strategy.stats().brought_bytes > 0
+    assert_same(ours, plain(make, **options))
+
+
+def test_bits_of_neither_place_are_said() -> None:
+    pytest.importorskip("llvmlite")
+    with gpu_device():
+        strategy = SuperpipelineStrategy(k=1, gpu_layers=3, fused_optimizer=False)
+        ours = fit(partial(OfKind, OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses")
+    assert "Layers that stay on the GPU step there: weights are those of neither place." in said(ours)
+
+
+# ---------------------------------------------------------------------- as many as fit
+
+
+def chosen(capacity: int, **options: Any) -> tuple[Outcome, SuperpipelineStrategy]:
+    batches = [each * (1 + at / 10) for at, each in enumerate((*BATCHES, *BATCHES))]
+    with gpu_device(capacity=capacity):
+        strategy = SuperpipelineStrategy(gpu_layers="auto", **options)
+        return fit(partial(OfKind, OPTIMIZERS["AdamW"]), batches, strategy, recorded="losses"), strategy
+
+
+def test_as_many_layers_stay_as_fit() -> None:
+    pytest.importorskip("llvmlite")
+    counts = []
+    for capacity in (70_000, 100_000, 2**20):
+        ours, strategy = chosen(capacity)
+        assert ON_GPU in said(ours)
+        assert strategy.plan.peak_device_bytes <= capacity
+        counts.append(len(strategy.plan.stay))
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == len(strategy.plan.layers)
+
+
+def test_none_stays_by_choice_where_bits_would_depend_on_it() -> None:
+    pytest.importorskip("llvmlite")
+    _, strategy = chosen(2**20, fused_optimizer=False)
+    assert not strategy.plan.stay
+
+
+class ReadsWeights(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.net.stem.weight.sum()
+
+
+def test_none_stays_by_choice_where_user_code_reads_weights_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("llvmlite")
+    make, batches = partial(OfKind, OPTIMIZERS["AdamW"]), [*BATCHES, *BATCHES, *BATCHES]
+    with gpu_device(capacity=2**20), caplog.at_level(logging.INFO, "lightning.pytorch.superpipeline"):
+        strategy = SuperpipelineStrategy(gpu_layers="auto")
+        fit(make, batches, strategy, recorded="losses", callbacks=[ReadsWeights()])
+    assert "user code reads or writes weights in each step" in caplog.text
+    assert not strategy.plan.stay
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+class ReadsMemory(Callback):
+    """Reads a weight as a C++ extension does, which does not ask for it."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.DisableTorchFunctionSubclass():
+            pl_module.net.head.weight.data_ptr()
+
+
+def test_a_read_that_does_not_ask_is_an_error() -> None:
+    with (
+        simulated(),
+        pytest.raises(RuntimeError, match=r"'net.head.weight' was read while the weight stays on the GPU"),
+    ):
+        fit(Stepped, vectors(4), on_device(gpu_layers=ALL), recorded="losses", callbacks=[ReadsMemory()])
+
+
+class ByHand(Stepped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        raise AssertionError("it is refused before")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (ByHand, "gpu_layers=2 steps layers on the GPU, which cannot be done here: optimization is manual"),
+        (
+            partial(Stepped, lambda parameters: torch.optim.LBFGS(parameters)),
+            "gpu_layers=2 steps layers on the GPU, which cannot be done here: LBFGS steps all parameters together",
+        ),
+    ],
+)
+def test_what_cannot_step_there(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(make, vectors(2), superpipeline(k=1, gpu_layers=2), recorded="losses")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (-1, ValueError, 'a number of layers (8), a share of them (0.5) or "auto", found -1'),
+        (1.5, ValueError, "found 1.5. For example gpu_layers=0.5"),
+        (True, TypeError, "found True"),
+        ("all", TypeError, "found 'all'"),
+    ],
+)
+def test_wrong_values(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        SuperpipelineStrategy(gpu_layers=given)
+    assert message in str(raised.value)
+
+
+def test_state_is_in_one_place(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"gpu_layers=0\.5 keeps optimizer state in GPU memory, and disk= keeps it on a disk"
+    ):
+        SuperpipelineStrategy(gpu_layers=0.5, disk=tmp_path)
+
+
+def test_too_many_layers_are_refused_with_what_they_take() -> None:
+    with (
+        pytest.raises(ValueError, match=r"The 7 layers that stay take .*: lower gpu_layers"),
+        simulated(capacity=60_000),
+    ):
+        fit(Stepped, vectors(2), on_device(gpu_layers=ALL, gpu_memory=60_000), recorded="losses")
