@@ -268,12 +268,12 @@ class Window:
             )
         elif plan.stay and self._least(self._make(self._found, k=1, k_prime=1, stay=0)) <= room:
             remedy = (
-                f"The {len(plan.stay)} layers that stay take {_bytes(plan.staying_bytes)} of that beside their slots, for gradients "
-                "and optimizer state: lower gpu_layers, or give it as much memory."
+                f"The {len(plan.stay)} layers that stay take {_bytes(plan.staying_bytes)} of that beside their slots, for "
+                "gradients and optimizer state: lower gpu_layers, or give it as much memory."
             )
         elif plan.steps_on_device and self._least(plan) - plan.update_bytes <= room:
             remedy = (
-                f"The two slots in which layers are stepped take {_bytes(plan.update_bytes)} of that: leave "
+                f"The two slots in which layers are stepped take {_bytes(plan.update_bytes - plan.staying_bytes)} of that: leave "
                 'optimizer_on="gpu" out, or give it as much memory.'
             )
         elif self._least(smallest) <= room:

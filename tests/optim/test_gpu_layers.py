@@ -252,6 +252,6 @@ def test_state_is_in_one_place(tmp_path: Path) -> None:
 def test_too_many_layers_are_refused_with_what_they_take() -> None:
     with (
         pytest.raises(ValueError, match=r"The 7 layers that stay take .*: lower gpu_layers"),
-        simulated(capacity=60_000),
+        simulated(capacity=70_000),
     ):
-        fit(Stepped, vectors(2), on_device(gpu_layers=ALL, gpu_memory=60_000), recorded="losses")
+        fit(Stepped, vectors(2), on_device(gpu_layers=ALL, gpu_memory=70_000), recorded="losses")
