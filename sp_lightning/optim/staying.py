@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,47 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import lay_out, part, total_bytes
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
+from sp_lightning.device.timeline import Kind
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.alone import DeclaredStep
+from sp_lightning.optim.host_state import SeparateState
 from sp_lightning.optim.twins import twin_of, written_by
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import NarrowGradient, made_of
 
-if TYPE_CHECKING:
-    from sp_lightning.optim.on_device import StepsOnDevice
-
 Key = tuple[StreamedLayer, Optimizer]
+
+
+class Exchange(Protocol):
+    """What exchanges an optimizer's state between host and device: :class:`~sp_lightning.optim.on_device.StepsOnDevice`."""
+
+    def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
+        """Notes copies in the counters and in the timeline."""
+
+    def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
+        """Returns what of a layer's state is on the device on plain Lightning; None if nothing is."""
+
+    def state_there(
+        self,
+        parameters: Iterable[nn.Parameter],
+        twins: dict[int, nn.Parameter],
+        state: dict[Any, Any],
+        there: dict[int, Tensor],
+    ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
+        """Returns the state by the device's parameters, and the tensors of it that stay on the host."""
+
+    def give_state(
+        self,
+        key: Key,
+        pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
+        new: dict[Any, Any],
+        state: dict[Any, Any],
+        stay: Iterable[tuple[Tensor, Tensor]],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Gives the user's optimizer its state on the host. Returns the tensors there and on the device, to be copied."""
+
+    def forget(self, key: Key) -> None:
+        """The user's optimizer alone holds a layer's state on the host."""
 
 
 @dataclass(eq=False)
@@ -78,7 +109,7 @@ class StayingLayers:
         steps: what steps other layers on the device; both exchange an optimizer's parameters and state in the same way.
     """
 
-    def __init__(self, device: Device, steps: StepsOnDevice) -> None:
+    def __init__(self, device: Device, steps: Exchange) -> None:
         self._device = device
         self._steps = steps
         self._weights: dict[StreamedLayer, _Weights] = {}

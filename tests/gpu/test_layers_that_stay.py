@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
-from tests.gpu.test_plain_bits import BATCHES, GPU, OPTIMIZERS, Stepped
+from tests.support.plain_bits import BATCHES, GPU, OPTIMIZERS, Stepped
 from tests.support.runs import Outcome, assert_equal, fit
 
 pytestmark = [

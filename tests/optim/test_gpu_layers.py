@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.observe.stats import Stats
-from tests.optim.test_like_gpu import BATCHES, ON_GPU, OPTIMIZERS, plain, said
-from tests.optim.test_like_gpu import Stepped as OfKind
 from tests.support.emulated_gpu import gpu_device
+from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, plain, said
+from tests.support.like_gpu import Stepped as OfKind
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_same, fit, superpipeline

@@ -19,7 +19,8 @@ from sp_lightning.kernels import gpu, jit
 from sp_lightning.optim import like_gpu
 from sp_lightning.optim.like_gpu import LikeGpu
 from sp_lightning.weights import narrow_gradient
-from tests.support.emulated_gpu import ALL, forget, gpu_device, plain_gpu
+from tests.support.emulated_gpu import ALL, forget, gpu_device
+from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, Stepped, plain, said
 from tests.support.mixed import scaled
 from tests.support.models import Module, Stack
 from tests.support.on_disk import everything_below, on_disk
@@ -28,42 +29,12 @@ from tests.support.tiers import first
 
 pytest.importorskip("llvmlite")
 CPU = torch.device("cpu")
-BATCHES = [torch.linspace(-1, 1, 64).view(4, 16).roll(step, 1) for step in range(4)]
-ON_GPU = "with the bits of its steps on this GPU"
-
-
-class Stepped(Module):
-    def __init__(self, make: Any, net: Any = Stack) -> None:
-        super().__init__(net())
-        self._make = make
-
-    def configure_optimizers(self) -> Any:
-        return self._make([p for p in self.parameters() if p.requires_grad])
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
-    "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True),
-    "Adam": partial(torch.optim.Adam, lr=0.01, weight_decay=0.1, amsgrad=True, maximize=True, betas=(0.4, 0.9)),
-    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.1),
-}
-
-
-def plain(make: Any, usual: frozenset[str] = ALL, **options: Any) -> Outcome:
-    with plain_gpu(usual):
-        return fit(make, BATCHES, recorded="losses", **options)
 
 
 def ours(make: Any, usual: frozenset[str] = ALL, overlap: Any = "forward", **options: Any) -> Outcome:
     with gpu_device(usual):
         strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
         return fit(make, BATCHES, strategy, recorded="losses", **options)
-
-
-def said(outcome: Outcome) -> str:
-    strategy: Any = outcome.trainer.strategy
-    return str(strategy.plan)
 
 
 # ---------------------------------------------------------------------- whole runs

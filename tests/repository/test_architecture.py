@@ -341,6 +341,7 @@ def test_the_options_are_frozen() -> None:
     assert {name: each.default for name, each in parameters.items()} == {
         "k": "auto",
         "k_prime": "auto",
+        "gpu_layers": 0,
         "gpu_memory": None,
         "activations": "auto",
         "layers": None,
