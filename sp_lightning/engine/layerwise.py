@@ -434,8 +434,8 @@ class LayerwiseStep:
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             # torch makes the state of a parameter without a gradient in a later step, behind that of others.
             for parameter in parameters:
-                empty = dict.get(state_of(part), parameter) == {} and not self._has_state_there(parameter)
-                if parameter.grad is None and not self._declared and empty:
+                unused = parameter.grad is None and not self._declared and dict.get(state_of(part), parameter) == {}
+                if unused and not self._has_state_there(parameter):
                     dict.pop(state_of(part), parameter)
             self._step_layer(layer, part, trained, clips, context, stays=stays)
             if self._lands:

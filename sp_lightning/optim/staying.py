@@ -93,12 +93,14 @@ class _Part:
         state: the optimizer's state, by the parameters there.
         of_host: tensors of the state that are on the host on plain Lightning, too: the user's, and what is stepped instead.
         nbytes: bytes of the state on the device.
+        counted: of how many parameters' state.
     """
 
     twins: dict[int, nn.Parameter]
     state: dict[Any, Any]
     of_host: list[tuple[Tensor, Tensor]]
     nbytes: int = 0
+    counted: int = 0
 
 
 class StayingLayers:
@@ -107,6 +109,9 @@ class StayingLayers:
     Args:
         device: copies, and says in which order.
         steps: what steps other layers on the device; both exchange an optimizer's parameters and state in the same way.
+
+    Attributes:
+        nbytes: bytes of device memory beside the slots: of masters and of state.
     """
 
     def __init__(self, device: Device, steps: Exchange) -> None:
@@ -114,13 +119,11 @@ class StayingLayers:
         self._steps = steps
         self._weights: dict[StreamedLayer, _Weights] = {}
         self._parts: dict[StreamedLayer, dict[Optimizer, _Part]] = {}
-        self.landed_bytes = 0
+        self.nbytes = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory beside the slots: of masters and of state."""
+    def _count(self) -> None:
         masters = sum(each.memory.nbytes for each in self._weights.values() if each.memory is not None)
-        return masters + sum(part.nbytes for parts in self._parts.values() for part in parts.values())
+        self.nbytes = masters + sum(each.nbytes for parts in self._parts.values() for each in parts.values())
 
     def has_state(self, layer: StreamedLayer, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
         """Returns True if the state of a host parameter is on the device."""
@@ -174,9 +177,12 @@ class StayingLayers:
                     twin.grad = None
                 layer.spent = gradients
                 layer.stepped = device.record(Stream.STEP)
-            kept.nbytes = sum(
-                each.nbytes for each in tree_leaves(dict(kept.state)) if isinstance(each, Tensor) and device.has(each)
-            )
+            if len(kept.state) > kept.counted:
+                leaves = [
+                    each for each in tree_leaves(dict(kept.state)) if isinstance(each, Tensor) and device.has(each)
+                ]
+                kept.counted, kept.nbytes = len(kept.state), sum(each.nbytes for each in leaves)
+                self._count()
 
     def bring(self, layer: StreamedLayer) -> None:
         """Brings a layer that is not stepped."""
@@ -213,6 +219,7 @@ class StayingLayers:
         layer.casts.mark_current()
         layer.stepped = device.record(Stream.STEP)
         layer.kept = layer.ahead = True
+        self._count()
 
     def hide(self, layer: StreamedLayer) -> None:
         """Takes the host's memory from a layer that is kept. Its parameters have the class that brings it."""
@@ -343,6 +350,7 @@ class StayingLayers:
         self._device.synchronize(layer.stepped, Wait.READ_AFTER_TAKE)
         layer.kept = False
         self._parts.pop(layer, None)
+        self._count()
 
     def forget(self, layers: Iterable[StreamedLayer]) -> None:
         """The slots of these layers are freed, in which nothing counts."""
@@ -350,3 +358,4 @@ class StayingLayers:
             self._weights.pop(layer, None)
             self._parts.pop(layer, None)
             layer.own_slot = None
+        self._count()

@@ -6,6 +6,7 @@ writes in ``test_layers_that_stay.py``.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.layout import PAGE
 from sp_lightning.observe.stats import Stats
 from tests.support.emulated_gpu import gpu_device
 from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, plain, said
@@ -102,6 +104,34 @@ def test_steps_of_layers_that_stay_write_their_slots() -> None:
     stats, plan = strategy.stats(), strategy.plan
     assert stats.extra_slots == 0
     assert stats.peak_device_bytes <= plan.peak_device_bytes - (plan.update_bytes - plan.staying_bytes)
+
+
+class CountsPages(Callback):
+    """Counts the pages of host memory that weights have, after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        layers = trainer.strategy._run.engine._moving
+        memories = [layer.block.memory._memory.bytes for layer in layers if layer.block.memory._memory is not None]
+        self.found.append(sum(resident_pages(each) for each in memories))
+
+
+def resident_pages(memory: Tensor) -> int:
+    """How many pages of page-aligned memory the system has in its memory."""
+    flags = (ctypes.c_ubyte * (memory.nbytes // PAGE))()
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), flags)
+    return sum(flag & 1 for flag in flags)
+
+
+def test_what_stays_takes_no_host_memory() -> None:
+    counts = {share: CountsPages() for share in (0, 4, ALL)}
+    for share, pages in counts.items():
+        with simulated():
+            fit(Stepped, vectors(4), on_device(gpu_layers=share), recorded="losses", callbacks=[pages])
+    none, some, every = (pages.found[-1] for pages in counts.values())
+    assert none > some > every == 0
 
 
 # ---------------------------------------------------------------------- whose bits
