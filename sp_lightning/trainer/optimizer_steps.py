@@ -293,7 +293,16 @@ class OptimizerSteps:
         place, stepping = self._place, self._real_optimizers
         other = place.better(stepping, fuse=self._fuse_on_host) if self._ranks is None else ""
         earlier = place.earlier(stepping, fuse=self._fuse) if self.overlap == "forward" else ""
-        return " ".join(filter(None, [other, earlier]))
+        return " ".join(filter(None, [other, earlier or self._would_stay()]))
+
+    def _would_stay(self) -> str:
+        """A sentence if the run has waited for updates most, and layers would fit on the device with their state; else empty."""
+        stats, count = self._run.engine.stats(), self._run.most_that_stay()
+        waited = stats.update_stall_seconds + stats.step_seconds
+        if not count or 2 * waited < stats.waited_seconds:
+            return ""
+        layers = len(self._run.engine.plan.layers)
+        return f'Try gpu_layers="auto": {count} of {layers} layers fit on the GPU with their optimizer state, and step there.'
 
     def rearrange(self) -> None:
         """The engine was built anew: steps that update layer by layer are to update its layers."""

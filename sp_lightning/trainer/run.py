@@ -201,6 +201,13 @@ class Run:
         """Says whether results would be the same if layers stayed on the device, so that ``gpu_layers="auto"`` may choose it."""
         self._window.may_stay = may and self._trial is None and self._options.disk is None
 
+    def most_that_stay(self) -> int:
+        """How many layers could stay on the device with their optimizer state; 0 if that is not known, or if some do."""
+        plan, window = self.engine.plan, self._window
+        if plan.stay or not window.may_stay or window.room is None or not window.rest:
+            return 0
+        return len(window.filled_with_staying(plan).stay)
+
     def step_on_host(self) -> None:
         """Leaves the device's memory for steps to other things: ``optimizer_on="auto"`` has chosen the host."""
         self._window.steps_on_device = False

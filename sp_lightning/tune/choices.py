@@ -194,8 +194,10 @@ class Window:
 
     def with_staying(self, plan: Plan) -> Plan:
         """The plan, with as many layers on the device for good as the budget leaves room for, if that is left open."""
-        if not (self._chooses_stay and self.may_stay):
-            return plan
+        return self.filled_with_staying(plan) if self._chooses_stay and self.may_stay else plan
+
+    def filled_with_staying(self, plan: Plan) -> Plan:
+        """The plan, with as many layers on the device for good as the budget leaves room for beside what was measured."""
         most = self._count if self._most_stay is None else min(self._count, self._most_stay)
         plans = (self._make(self._found, k=plan.k, k_prime=plan.k_prime, stay=count) for count in range(1, most + 1))
         for larger in (replace(each, cache_bytes=plan.cache_bytes) for each in plans):

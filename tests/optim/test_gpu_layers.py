@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import PAGE
 from sp_lightning.observe.stats import Stats
 from tests.support.emulated_gpu import gpu_device
@@ -26,7 +27,7 @@ from tests.support.like_gpu import Stepped as OfKind
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
-from tests.support.simdevice import simulated
+from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first
 
 ALL = 99
@@ -212,6 +213,42 @@ def test_none_stays_by_choice_where_user_code_reads_weights_in_each_step(caplog:
         fit(make, batches, strategy, recorded="losses", callbacks=[ReadsWeights()])
     assert "user code reads or writes weights in each step" in caplog.text
     assert not strategy.plan.stay
+
+
+class Asks(OfKind):
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        self.said = strategy._better_steps()
+
+
+@pytest.mark.parametrize(
+    ("waited", "given", "said"),
+    [
+        (
+            1.0,
+            {},
+            2**20,
+            'Try gpu_layers="auto": 7 of 7 layers fit on the GPU with their optimizer state, and step there.',
+        ),
+        (0.1, {}, ""),
+        (1.0, {"gpu_layers": 1}, ""),
+    ],
+)
+def test_a_run_that_waits_for_updates_is_told_what_fits(
+    waited: float, given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llvmlite")
+
+    def stalled(device: Any, *why: Wait) -> float:
+        return waited if Wait.FETCH_AFTER_UPDATE in why else 0.5 if Wait.USE_AFTER_FETCH in why else 0.0
+
+    monkeypatch.setattr(SimDevice, "stall_seconds", stalled)
+    options: Any = {"gradient_clip_val": 1.0, "recorded": "nothing"}
+    with gpu_device(capacity=2**20):
+        strategy = SuperpipelineStrategy(optimizer_overlap="forward", **given)
+        ours = fit(partial(Asks, OPTIMIZERS["AdamW"]), [*BATCHES, *BATCHES], strategy, **options)
+    module: Any = ours.module
+    assert module.said == said
 
 
 # ---------------------------------------------------------------------- what is refused
