@@ -227,7 +227,6 @@ class Asks(OfKind):
         (
             1.0,
             {},
-            2**20,
             'Try gpu_layers="auto": 7 of 7 layers fit on the GPU with their optimizer state, and step there.',
         ),
         (0.1, {}, ""),
