@@ -297,7 +297,7 @@ class StayingLayers:
     def _land(self, layer: StreamedLayer) -> None:
         device, weights = self._device, self._weights[layer]
         copies = [(p.data, weights.targets[id(p)]) for p in weights.parameters]
-        places = layer.casts.places(Stream.DOWNLOAD)
+        places = layer.casts.places(Stream.DOWNLOAD, others=False)  # graphs have saved those of the device
         copies += [(places[key], cast) for key, cast in weights.casts.items() if key in places]
         # Not those of the optimizer's groups: user code may take a parameter out of them, whose state it finds as before.
         known = {id(p): p for p in weights.parameters}
