@@ -150,8 +150,17 @@ class Lease:
 def shared(tensor: Tensor, beside: int = 0) -> bool:
     """True if the tensor's memory has more references, from other tensors or graphs, than this one and ``beside`` known ones."""
     storage = tensor.untyped_storage()
-    # this tensor is one owner, the storage object in this function another
-    return storage_use_count(storage_id(storage)) > 2 + beside
+    # this tensor is one owner, the storage object in this function another: that of user code, if it has one
+    return storage_use_count(storage_id(storage)) > 2 + beside or sys.getrefcount(storage) > _UNHELD
+
+
+def _references(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_UNHELD = _references(torch.empty(0))
+"""References to a tensor's storage object as :func:`shared` counts them if nobody else has it."""
 
 
 def held_elsewhere(named: Iterable[Mapping[Any, Any]]) -> bool:

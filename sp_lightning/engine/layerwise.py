@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ LOG = logging.getLogger("lightning.pytorch.superpipeline")
 Groups = list[dict[str, Any]]
 _LIKE = "whose bits"
 """The setting of a layer's part of a group that says which GPU's bits its steps have. Users' groups have none."""
+_OWN = 4
+"""References to a parameter's state that no user code has: the optimizer's, and those of the code that counts them."""
 _OF_EACH = ("params", "param_names")
 """What of a group is a list with one entry for each parameter."""
 
@@ -460,7 +463,11 @@ class LayerwiseStep:
         if self._steps_there(layer) and layer.own_slot is None:  # which holds the state itself
             return False
         state = state_of(self._optimizer)
-        return held_elsewhere(dict.get(state, parameter, {}) for parameter in parameters)
+        own = [dict.get(state, parameter, {}) for parameter in parameters]
+        # A step in its own slot takes the state from the host: a dictionary that user code has kept would stay as it is.
+        if layer.own_slot is not None and any(sys.getrefcount(each) > _OWN for each in own):
+            return True
+        return held_elsewhere(own)
 
     def _has_state_there(self, parameter: nn.Parameter) -> bool:
         layer, on_device = self._engine.layer_of(parameter), self._engine.on_device
@@ -576,6 +583,10 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
         finish()
         vars(self)["state"] = value
 
+    def set_all(self: Optimizer, value: dict[str, Any]) -> None:
+        finish()  # load_state_dict replaces the state without a look at it
+        kind.__setstate__(self, value)
+
     def reduce(self: Optimizer, protocol: Any) -> Any:
         finish()
         if type(self) is not waiting:
@@ -585,7 +596,7 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
         function, arguments, *more = reduced
         return function, tuple(kind if each is waiting else each for each in arguments), *more
 
-    methods = {"state": property(state, set_state), "__reduce_ex__": reduce}
+    methods = {"state": property(state, set_state), "__setstate__": set_all, "__reduce_ex__": reduce}
     waiting = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
     return waiting
 

@@ -203,7 +203,9 @@ class BackgroundUpdates:
         used = None if values is None else {self._layer_of.get(id(value)) for value in values}
         with self._lock:
             for layer in self._layers:
-                if layer.ahead and self.staying is not None and (used is None or layer in used):
+                if layer.kept and self.staying is not None and (used is None or layer in used):
+                    if (update := layer.update) is not None:  # submitted meanwhile
+                        futures.wait([update])
                     self.staying.land(layer)  # its parameters keep their class, which the run takes from them
 
     def land(self, layer: StreamedLayer) -> None:

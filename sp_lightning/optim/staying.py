@@ -11,6 +11,7 @@ So a step writes the slot after the last kernel that read it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from sp_lightning.device.timeline import Kind
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.alone import DeclaredStep
 from sp_lightning.optim.host_state import SeparateState
-from sp_lightning.optim.twins import twin_of, written_by
+from sp_lightning.optim.twins import resemble, twin_of, written_by
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import NarrowGradient, made_of
 
@@ -145,22 +146,20 @@ class StayingLayers:
         device, groups, state = self._device, part_of.param_groups, state_of(part_of)
         with device.on(Stream.STEP):
             self.keep(layer)
-            kept = self._parts[layer].get(optimizer)
-            if kept is None:
-                kept = self._parts[layer][optimizer] = self._bring_state(key, groups, state)
+            kept = self._parts[layer].setdefault(optimizer, _Part({}, defaultdict(dict), []))
+            self._bring_state(key, groups, state, kept)
             going = [
                 {**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups
             ]
             stepped = [p for group in going for p in group["params"]]
             if not stepped:
                 return
-            weights = self._weights[layer]
-            for p in stepped:
-                if id(p) not in kept.twins:
-                    kept.twins[id(p)] = twin_of(p, weights.targets[id(p)])
             twins = [kept.twins[id(p)] for p in stepped]
+            for p, twin in zip(stepped, twins, strict=True):
+                resemble(twin, p)
             gradients = self._give_gradients(stepped, twins)
-            before = [(twin._version, None if twin.grad is None else twin.grad._version) for twin in twins]
+            # A class of a user's may write a gradient through its .data, which no version shows.
+            before = [(t._version, None if declared or t.grad is None else t.grad._version) for t in twins]
             part_of.state = kept.state
             part_of.param_groups = [{**g, "params": [kept.twins[id(p)] for p in g["params"]]} for g in going]
             layer.ahead = True
@@ -235,8 +234,11 @@ class StayingLayers:
         device.synchronize(sent, Wait.REUSE_AFTER_BRING)
         device.access(sources, Stream.UPDATE, write=True)
 
-    def _bring_state(self, key: Key, groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> _Part:
-        """Brings the state of a layer in one optimizer, which leaves the host."""
+    def _bring_state(self, key: Key, groups: Sequence[dict[str, Any]], state: dict[Any, Any], kept: _Part) -> None:
+        """Brings the state of a layer's parameters in one optimizer that are not in ``kept`` yet. It leaves the host."""
+        groups = [{**group, "params": [p for p in group["params"] if id(p) not in kept.twins]} for group in groups]
+        if not any(group["params"] for group in groups):
+            return
         layer, device, weights = key[0], self._device, self._weights[key[0]]
         held, there = self._steps.apart(key, groups, state), dict[int, Tensor]()
         if held is not None:
@@ -253,7 +255,9 @@ class StayingLayers:
         for p in parameters:
             if p in state:
                 state[p] = {}
-        return _Part(twins, own, of_host)
+        kept.twins |= twins
+        kept.state.update(own)
+        kept.of_host += of_host
 
     def _give_gradients(self, stepped: Sequence[nn.Parameter], twins: Sequence[nn.Parameter]) -> list[Tensor]:
         """Gives the parameters on the device their gradients. Returns those that backward has left there."""
@@ -299,6 +303,7 @@ class StayingLayers:
         layer, device, weights = key[0], self._device, self._weights[key[0]]
         what = f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}"
         list(written_by(what, ((p, twin, None) for p, twin in zip(stepped, twins, strict=True))))
+        written = list[tuple[Tensor, Tensor]]()
         for p, twin, (version, gradients) in zip(stepped, twins, before, strict=True):
             place = weights.targets[id(p)]
             if twin.data_ptr() != place.data_ptr():  # twin.data = other
@@ -308,10 +313,19 @@ class StayingLayers:
                 weights.casts[id(p)].copy_(place)
             if twin._version != version:  # as on plain Lightning: a fused step of some versions of torch shows none
                 increment_version(p)
-            if twin.grad is not None and twin.grad._version != gradients and type(p.grad) is NarrowGradient:
-                # Steps of torch that write gradients are rare, so the host waits: user code may read it at any time.
-                p.grad.made_of = twin.grad, ()
-                device.synchronize(device.record(Stream.STEP), Wait.READ_AFTER_TAKE)
+            if twin.grad is not None and p.grad is not None and twin.grad._version != gradients:
+                written.append((p.grad, twin.grad))
+        for gradient, there in written:
+            if type(gradient) is NarrowGradient:
+                gradient.made_of = there, ()
+            else:
+                device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
+                device.copy([gradient], [there], Stream.DOWNLOAD)
+        if (
+            written
+        ):  # steps of torch that write gradients are rare, so the host waits: user code may read it at any time
+            for stream in (Stream.STEP, Stream.DOWNLOAD):
+                device.synchronize(device.record(stream), Wait.READ_AFTER_TAKE)
         layer.casts.mark_current()
 
     # ------------------------------------------------------------------ the host asks
@@ -327,11 +341,12 @@ class StayingLayers:
         for member in layer.family:
             member.block.show()
         copies = [(p.data, weights.targets[id(p)]) for p in weights.parameters]
-        places = layer.casts.places(Stream.DOWNLOAD)
+        places = layer.casts.places(Stream.DOWNLOAD, others=False)  # graphs have saved those of the device
         copies += [(places[key], cast) for key, cast in weights.casts.items() if key in places]
+        # Not those of the optimizer's groups: user code may take a parameter out of them, whose state it finds as before.
+        known = {id(p): p for p in weights.parameters}
         for optimizer, kept in self._parts[layer].items():
-            known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-            pairs = [(known[key], twin) for key, twin in kept.twins.items() if key in known]
+            pairs = [(known[key], twin) for key, twin in kept.twins.items()]
             state = state_of(optimizer)
             copies += self._steps.give_state((layer, optimizer), pairs, kept.state, state, kept.of_host)
             self._steps.forget((layer, optimizer))

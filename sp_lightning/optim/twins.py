@@ -18,11 +18,18 @@ def twin_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter as its user made it, but on the device. Its version shows whether the step has written it."""
     kind = type(parameter)
     users = kind.users if issubclass(kind, ParameterRole) else kind
-    twin: Any = nn.Parameter(value.data, requires_grad=parameter.requires_grad)
+    twin: Any = nn.Parameter(value.data, requires_grad=False)
     if users is not nn.Parameter:
         twin.__class__ = users
-    vars(twin).update(vars(parameter))
+    resemble(twin, parameter)
     return twin
+
+
+def resemble(twin: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Gives a twin the attributes that the parameter has now."""
+    twin.requires_grad = parameter.requires_grad
+    vars(twin).clear()
+    vars(twin).update(vars(parameter))
 
 
 def written_by(

@@ -53,13 +53,13 @@ class Casts(NoCasts):
         """Notes that another process has cast the present masters."""
         self._made_of = self._state()
 
-    def places(self, by: Stream) -> Mapping[int, Tensor]:
+    def places(self, by: Stream, *, others: bool = True) -> Mapping[int, Tensor]:
         """Where ``by`` may put casts itself while it writes masters, by the master's ``id``. All count as out of date now.
 
-        It may not if a graph has saved casts: :meth:`refresh` sees to it that the graph keeps their values.
+        It may not if a graph has saved casts, and ``others`` come: :meth:`refresh` sees to it that the graph keeps their values.
         """
         self.invalidate()
-        self._given = not are_saved(self._present, 0)
+        self._given = not (others and are_saved(self._present, 0))
         if not self._given:
             return {}
         self._device.access(self._block.weights, by, write=True)

@@ -120,7 +120,7 @@ class NoCasts:
     def mark_current(self) -> None:
         """Nothing depends on masters."""
 
-    def places(self, by: Stream) -> Mapping[int, Tensor]:
+    def places(self, by: Stream, *, others: bool = True) -> Mapping[int, Tensor]:
         """No places."""
         return {}
 

@@ -140,7 +140,8 @@ class Slots:
         ring, own = layer.planned.ring, layer.own_slot
         if own is not None and own.overwritable:
             return own
-        candidates = [slot for slot in self.all if slot.ring == ring and slot.overwritable]
+        # Each planned slot of the ring of a layer that stays is another such layer's, which may have nothing else.
+        candidates = [s for s in self.all if s.ring == ring and s.overwritable and (own is None or s.extra)]
         if candidates:
             return max(
                 candidates, key=lambda slot: (slot.layer is None, slot.layer is not None and next_use(slot.layer))
