@@ -165,7 +165,7 @@ class Slots:
         finally:  # some of it may have been issued before an error
             filled = self._latest = self._device.record(Stream.UPLOAD)
             for layer, slot, _ in transfer:
-                slot.filled = layer.transfer = filled
+                slot.filled = layer.transfer = layer.stepped if _is_there(layer, slot) else filled
         self.transfers += 1
 
     def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
@@ -179,12 +179,13 @@ class Slots:
                 slot.layer.slot = None
             # A slot that was held after its release has no event of its own, because its last view may be dropped at any
             # moment. An event that is recorded now comes after that.
-            idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
-            self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
+            if not _is_there(layer, slot):
+                idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
+                self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
             if made and type(layer.rows) is AllRows:  # copied on the device, so the download is not waited for
                 staged = layer.owner.stepped
-            if layer.kept:
-                staged = layer.stepped
+            if layer.kept:  # compute waits for the step of what is there, and not behind other layers' uploads
+                staged = None if _is_there(layer, slot) else layer.stepped
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
@@ -365,6 +366,11 @@ class Slots:
         self.planned.clear()
         self.all.clear()
         self.device_bytes = 0
+
+
+def _is_there(layer: StreamedLayer, slot: Slot) -> bool:
+    """Whether a slot has a layer that stays, so that nothing has to be copied."""
+    return layer.kept and slot is layer.own_slot
 
 
 @contextmanager
