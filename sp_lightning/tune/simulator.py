@@ -156,7 +156,7 @@ class Walk:
         self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
         self._on_device = bool(rates.leave) and self._training
         self._gradients_wait = not (frees or self._on_device or self._state or plan.ranks > 1)
-        self._step_begun = self._computed = 0.0  # when the step began, on the host, and when backward was computed
+        self._step_begun = 0.0
         self._left_slots = deque([0.0, 0.0])  # when all has left the two slots in which layers are stepped
         self._source.issue = self._issue
         # When the host had each layer's gradients in this backward.
@@ -335,7 +335,7 @@ class Walk:
         self._drain(self._resident)
         self._drains.retire(0)
         self._drains.finish(0)
-        self._step_begun, self._computed = self.device.host, self.device.record(Stream.COMPUTE)
+        self._step_begun = self.device.host
         if self._overlap == "backward":
             self._complete += [(self._step_begun, layer) for layer in self._layers if layer.own_slot is not None]
         self._update_by_next_use()
@@ -391,7 +391,7 @@ class Walk:
         seconds = layer.planned.gradient_bytes / rates.step
         python = rates.visit_seconds + rates.weight_seconds * len(layer.spans)
         issued = device.now[Stream.UPDATE] = device.record(Stream.UPDATE) + python * (seconds > 0)
-        device.wait(Stream.STEP, max(issued, self._computed), Wait.DRAIN_AFTER_GRADIENT)
+        device.wait(Stream.STEP, issued, Wait.DRAIN_AFTER_GRADIENT)
         device.step(seconds, layer.index)
         layer.kept, layer.stepped = True, device.now[Stream.STEP]
         self._source.updated[layer.index] = issued

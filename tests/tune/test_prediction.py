@@ -247,7 +247,9 @@ def test_what_a_step_has_just_cast_is_not_fetched() -> None:
 COUNT, KERNELS = 12, 0.1  # layers, and seconds of the step of one that stays
 
 
-def staying(stay: int, overlap: Any, *, upload: float = 1e15, update: float = 1.5, places: bool = False) -> Prediction:
+def staying(
+    stay: int, overlap: Any, *, upload: float = 1e15, update: float = 1.5, places: bool = False, python: float = 0.0
+) -> Prediction:
     """A second of forward and two of backward for each layer, ``update`` seconds of the host for one that does not stay.
 
     ``places``: the device steps those, too.
@@ -256,7 +258,7 @@ def staying(stay: int, overlap: Any, *, upload: float = 1e15, update: float = 1.
     plan = make_plan(find_layers(net), k=2, k_prime=1, stay=stay)
     size = plan.layers[0].gradient_bytes
     there = {"come": 4.0, "leave": 3.0} if places else {}
-    rates = Rates(upload, upload, size / (KERNELS if places else update), 1e15, visit_seconds=0.0, step=size / KERNELS, **there)
+    rates = Rates(upload, upload, size / (KERNELS if places else update), 1e15, visit_seconds=python, step=size / KERNELS, **there)
     return Walk(plan, schedule_visits(plan, [1.0] * COUNT, training=True), rates, overlap=overlap).predict()
 
 
@@ -289,7 +291,12 @@ def test_steps_of_layers_that_stay_begin_when_backward_is_over() -> None:
         intervals = staying(6, overlap).intervals
         steps = [each for each in intervals if each.kind == "update" and each.layer < 6]
         assert len(steps) == 6
-        assert min(each.begin for each in steps) >= max(e.end for e in intervals if e.kind == "backward") - 1e-9
+        over = max(each.end for each in intervals if each.kind == "backward")
+        assert min(each.begin for each in steps) >= over - 1e-9
+        intervals = staying(6, overlap, python=0.25).intervals
+        steps = [each for each in intervals if each.kind == "update" and each.layer < 6]
+        over = max(each.end for each in intervals if each.kind == "backward")
+        assert max(each.begin for each in steps) >= over + 6 * 0.25 - 1e-9, "the background issues one after the other"
 
 
 def test_a_layer_that_stays_waits_for_no_upload() -> None:
