@@ -95,7 +95,7 @@ def test_no_more_stay_than_are_of_use(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_most_stay_of_what_is_equally_fast(capsys: pytest.CaptureFixture[str]) -> None:
     """They save host memory and transfers."""
-    rates = ["--host-bandwidth", "4000GB/s", "--pcie", "1000GB/s", "--device-bandwidth", "4000GB/s"]
+    rates = ["--host-bandwidth", "4000GB/s", "--pcie", "1000GB/s", "--tflops", "5"]
     asked = ["resnet18", "--k", "1", "--k-prime", "1", "--batch-size", "64", *rates, "--gpu-memory", "24GiB"]
     assert plan(capsys, *asked, "--gpu-layers", "auto")["best"]["gpu_layers"] == 7
 
