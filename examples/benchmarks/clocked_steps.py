@@ -228,9 +228,7 @@ def measure(overlap: Any, precision: Any, ratio: float, stay: int = 0) -> Row:
     rate = 6 * bytes_of_layer / (2 * ratio)
     rates = Rates(rate, rate, math.inf, math.inf, visit_seconds=0.0)
     device = Clocked(rates, 1.0, 0.05)
-    strategy = SuperpipelineStrategy(
-        k=2, k_prime=1, optimizer_on="gpu", gpu_layers=stay, optimizer_overlap=overlap
-    )
+    strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_on="gpu", gpu_layers=stay, optimizer_overlap=overlap)
     module = Trained(device)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", precision=precision, max_epochs=1, logger=False, barebones=True

@@ -78,9 +78,7 @@ def beside(optimizers: Iterable[torch.optim.Optimizer], overlap: Overlap) -> Ove
     return "off" if overlap == "forward" and any(map(compiles, optimizers)) else overlap
 
 
-def update_rates(
-    question: Question, step: HostStep, plan: Plan, ledger: Ledger, traffic: int
-) -> dict[str, Any]:
+def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger, traffic: int) -> dict[str, Any]:
     """The :class:`~sp_lightning.tune.visits.Rates` of updates, by their names.
 
     Args:

@@ -67,16 +67,16 @@ def choose_rings_apart(
     if staying:
         moving = [layer for layer in range(len(sizes)) if layer not in staying]
         number = {layer: at for at, layer in enumerate(moving)}
-        others = choose_rings_apart(
+        moved, places = choose_rings_apart(
             [sizes[layer] for layer in moving],
             window,
             [[number[layer] for layer in each if layer in number] for each in together],
             [number[layer] for layer in on_demand],
         )
-        own, place_of = choose_rings([sizes[layer] for layer in sorted(staying)], len(staying))
-        places = dict(zip(moving, others[1], strict=True))
-        places |= {layer: len(others[0]) + at for layer, at in zip(sorted(staying), place_of, strict=True)}
-        return (*others[0], *own), [places[layer] for layer in range(len(sizes))]
+        own, own_places = choose_rings([sizes[layer] for layer in sorted(staying)], len(staying))
+        at = dict(zip(moving, places, strict=True))
+        at |= {layer: len(moved) + place for layer, place in zip(sorted(staying), own_places, strict=True)}
+        return (*moved, *own), [at[layer] for layer in range(len(sizes))]
     common = choose_rings(sizes, window, together)
     if not on_demand or window > len(sizes):
         return common

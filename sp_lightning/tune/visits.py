@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from sp_lightning.device.timeline import Interval, Kind
 
-_BYTES = ("upload", "download", "update", "step", "host_memory", "links", "network", "disk")  # rates in bytes per second
+_BYTES = ("upload", "download", "update", "step", "host_memory", "links", "network", "disk")  # rates, bytes/s
 # Simulating so many visits takes about a second for each choice of k and k'.
 _MOST_VISITS = 2000
 

@@ -75,9 +75,10 @@ def test_as_many_stay_as_fit_beside_the_window_and_activations(capsys: pytest.Ca
         assert found["gpu_layers"] == "auto"
         assert found["best"] == {"k": 1, "k_prime": 1, **({"gpu_layers": number} if number else {})}
         assert (f"gpu_layers={number})" in found["verdict"]) is (number > 0), "which is what is pasted"
-    assert "No layer stays on the GPU" in plan(
-        capsys, *asked, "--gpu-layers", "auto", "--gpu-memory", f"{sizes[0]['device_bytes']}B"
-    )["verdict"]
+    assert (
+        "No layer stays on the GPU"
+        in plan(capsys, *asked, "--gpu-layers", "auto", "--gpu-memory", f"{sizes[0]['device_bytes']}B")["verdict"]
+    )
     seconds = [each["seconds"] for each in sizes]
     assert seconds == sorted(seconds, reverse=True), "the host's memory bounds them"
     refused = plan(capsys, *asked, "--gpu-layers", "auto", "--gpu-memory", "1KiB")

@@ -185,7 +185,13 @@ def test_nor_does_a_step_with_layers_that_stay(
 
 
 def _compare_traffic(
-    monkeypatch: pytest.MonkeyPatch, overlap: Any, precision: str, clip: float | None, *, accumulate: int = 1, stay: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: Any,
+    precision: str,
+    clip: float | None,
+    *,
+    accumulate: int = 1,
+    stay: int = 0,
 ) -> None:
     traffic = Traffic(pieces=overlap != "off")
     counted: list[tuple[int, int]] = []
@@ -255,7 +261,9 @@ def test_layers_that_stay_pass_over_no_host_memory(place: Any, precision: Any) -
     assert half.stepping_bytes == weights_and_state // 2 + half.gradients
     assert everything.stepping_bytes == 0
     assert "While batches are trained" not in str(none)
-    assert f"{human_bytes(half.staying)} of that are in GPU memory alone: {human_bytes(half.stepping_bytes)}, " in str(half)
+    assert f"{human_bytes(half.staying)} of that are in GPU memory alone: {human_bytes(half.stepping_bytes)}, " in str(
+        half
+    )
 
 
 def test_gradients_that_wait_are_those_of_layers_that_do_not_stay() -> None:

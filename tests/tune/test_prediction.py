@@ -258,7 +258,9 @@ def staying(
     plan = make_plan(find_layers(net), k=2, k_prime=1, stay=stay)
     size = plan.layers[0].gradient_bytes
     there = {"come": 4.0, "leave": 3.0} if places else {}
-    rates = Rates(upload, upload, size / (KERNELS if places else update), 1e15, visit_seconds=python, step=size / KERNELS, **there)
+    rates = Rates(
+        upload, upload, size / (KERNELS if places else update), 1e15, visit_seconds=python, step=size / KERNELS, **there
+    )
     return Walk(plan, schedule_visits(plan, [1.0] * COUNT, training=True), rates, overlap=overlap).predict()
 
 
