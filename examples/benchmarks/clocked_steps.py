@@ -216,18 +216,19 @@ class Row(NamedTuple):
         return self.measured / self.planned
 
 
-def measure(overlap: Any, precision: Any, ratio: float) -> Row:
+def measure(overlap: Any, precision: Any, ratio: float, stay: int = 0) -> Row:
     """Trains on such a device.
 
     Args:
         overlap, precision, ratio: as in :class:`Row`.
+        stay: how many layers stay on the device. Their steps take no time here, which the kernels' clock does not see.
     """
     bytes_of_layer = 4 * WIDTH * WIDTH
     # Uploads of a step: the weights twice (forward and backward), and gradients, weights and state for the optimizer.
     rate = 6 * bytes_of_layer / (2 * ratio)
     rates = Rates(rate, rate, math.inf, math.inf, visit_seconds=0.0)
     device = Clocked(rates, 1.0, 0.05)
-    strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_on="gpu", optimizer_overlap=overlap)
+    strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_on="gpu", gpu_layers=stay, optimizer_overlap=overlap)
     module = Trained(device)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", precision=precision, max_epochs=1, logger=False, barebones=True
@@ -235,12 +236,13 @@ def measure(overlap: Any, precision: Any, ratio: float) -> Row:
     with mock.patch("sp_lightning.trainer.run.device_for", return_value=device):
         trainer.fit(module, DataLoader(torch.ones(STEPS, 2, WIDTH), batch_size=None))  # type: ignore[arg-type]
     plan = strategy.plan
-    gradients = sum(layer.gradient_bytes for layer in plan.trained)
+    gradients = sum(layer.gradient_bytes for layer in plan.offloaded)
     # Of the last step: the first one has no state yet.
-    come, leave = (sum(moved[-LAYERS:]) / gradients for moved in device.moved.values())
+    count = LAYERS - stay
+    come, leave = (sum(moved[-count:]) / gradients for moved in device.moved.values())
     forward = [Visit((layer,), 1.0) for layer in plan.order]
     visits = [*forward, *(Visit((layer,), 1.0, True, (layer,)) for layer in reversed(plan.order))]
-    update = gradients / len(plan.layers) / 0.05
+    update = gradients / count / 0.05
     rates = Rates(rate, rate, update, math.inf, visit_seconds=0.0, come=come, leave=leave)
     planned = Walk(plan, visits, rates, overlap=overlap).predict(batches=4).seconds
     at = module.at[2:]

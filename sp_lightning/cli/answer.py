@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,7 @@ class Row:
         device_bytes: device memory of weights, gradients and activations.
         prediction: the time of a batch.
         fits: whether the device has the memory.
+        estimate: what it was made from: with a number of layers that stay, if "auto" was asked for.
     """
 
     plan: Plan
@@ -37,6 +39,7 @@ class Row:
     device_bytes: int
     prediction: Prediction
     fits: bool
+    estimate: Estimate
 
     @property
     def waiting(self) -> float:
@@ -51,7 +54,7 @@ class Answer:
 
     Attributes:
         question: what was asked.
-        estimate: what is known of the model, whatever the window.
+        estimate: what is known of the model, whatever the window; with the number of layers that stay of the row that is shown.
         rows: one for each window.
         best: the smallest among the fastest windows that fit; None if none does.
         prompt_seconds: the time before the first token. None if nothing is generated, or nothing fits.
@@ -84,7 +87,7 @@ class Answer:
     @property
     def shown(self) -> Row:
         """The best row; of none that fits the one that takes the least memory."""
-        return self.best or min(self.rows, key=lambda row: row.device_bytes)
+        return self.best or _smallest(self.rows)
 
     @property
     def status(self) -> int:
@@ -152,6 +155,14 @@ def stepped(estimate: Estimate, overlap: AskedOverlap, place: Place) -> Estimate
 def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, int]]:
     """Ways to step that may be faster, by their options: seconds of a batch, and bytes of device memory more."""
     asked, found = estimate.question, dict[str, tuple[float, int]]()
+    keeps = asked.but(gpu_layers="auto")
+    if not asked.gpu_layers and not any(True for _ in contradictions(keeps)):
+        # What is left of the device's memory, which the window and its activations leave as they are.
+        with_layers = replace(estimate, question=keeps).staying(row.plan.k, row.plan.k_prime)
+        plan = with_layers.plan(row.plan.k, row.plan.k_prime)
+        if plan.stay:
+            more = with_layers.weight_bytes(plan) - estimate.weight_bytes(row.plan)
+            found[changed(asked, with_layers.question)] = with_layers.predict(plan, row.modes).seconds, more
     ways: list[tuple[AskedOverlap, Place]] = []
     if estimate.step is not None and estimate.step.overlap == "forward":
         ways.append(
@@ -191,15 +202,16 @@ def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
 
 def answer(estimate: Estimate) -> Answer:
     """Predicts each window that was asked for."""
-    best, prompt_seconds = None, None
+    best, prompt_seconds, asked = None, None, estimate.question
     rows = tuple(_row(estimate, k, k_prime) for k, k_prime in _windows(estimate))
-    if fitting := [row for row in rows if row.fits and estimate.host.fits]:
+    if fitting := [row for row in rows if row.fits and row.estimate.host.fits]:
         enough = min(row.prediction.seconds for row in fitting) * SAME
         best = min((r for r in fitting if r.prediction.seconds <= enough), key=lambda row: row.device_bytes)
+    estimate = (best or _smallest(rows)).estimate
     if best is not None and estimate.prompts is not None:
         prompts = replace(estimate, work=estimate.prompts)
         prompt_seconds = prompts.predict(best.plan, prompts.modes(best.plan)).seconds
-    return Answer(estimate.question, estimate, rows, best, prompt_seconds)
+    return Answer(asked, estimate, rows, best, prompt_seconds)
 
 
 def _windows(estimate: Estimate) -> list[tuple[int, int]]:
@@ -218,8 +230,13 @@ def _windows(estimate: Estimate) -> list[tuple[int, int]]:
     return sorted(pair for pair in pairs if sum(pair) <= max(count, 2))
 
 
-def _row(estimate: Estimate, k: int, k_prime: int) -> Row:
+def _smallest(rows: Sequence[Row]) -> Row:
+    return min(rows, key=lambda row: row.device_bytes)
+
+
+def _row(asked: Estimate, k: int, k_prime: int) -> Row:
+    estimate = asked.staying(k, k_prime)
     plan = estimate.plan(k, k_prime)
     modes, limit = estimate.modes(plan), estimate.question.gpu_memory
     nbytes = estimate.weight_bytes(plan) + estimate.work.alive(modes)
-    return Row(plan, modes, nbytes, estimate.predict(plan, modes), limit is None or nbytes <= limit)
+    return Row(plan, modes, nbytes, estimate.predict(plan, modes), limit is None or nbytes <= limit, estimate)

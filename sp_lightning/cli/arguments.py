@@ -11,11 +11,12 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
-from sp_lightning.plan.choices import CHECKED, HABITS, Mode
+from sp_lightning.plan.choices import CHECKED, HABITS, Mode, Share
 from sp_lightning.plan.choices import Overlap as AskedOverlap
 from sp_lightning.plan.units import exact_bytes, parse_bytes
 
@@ -57,6 +58,10 @@ _GENERATE = (
 _IMAGE = "pixels on each side, or of diffusion models height and width, as 480x832 (what the model is made for)"
 _CLIP = "gradients are clipped: by norm, as Trainer(gradient_clip_val=1.0), or by value (gradient_clip_algorithm)"
 _LOSS_TOKENS = "compute the loss from the logits of N tokens at a time, by sp_lightning.chunk_loss(model, tokens=N)"
+_GPU_LAYERS = (
+    "layers that stay in GPU memory with their optimizer state, as SuperpipelineStrategy(gpu_layers=…): a number (8), a share "
+    "(0.5), or auto for as many as fit (%(default)s)"
+)
 _ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, else chooses for each layer (%(default)s)"
 _OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
 _STEP_SECONDS = "what the optimizer's step takes on the host, measured, if it is not fused (8-bit states, Shampoo)"
@@ -107,6 +112,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")
     return int(text)
+
+
+def _share(text: str) -> Share:
+    """A number of layers: ``8``; a share of them: ``0.5``; or ``auto``."""
+    with suppress(ValueError):
+        if text == "auto" or text.isdecimal():
+            return "auto" if text == "auto" else int(text)
+        if 0 <= (share := float(text)) <= 1:
+            return share
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers. For example 8, 0.5 (half of them) or auto")
 
 
 def _pixels(text: str) -> int | tuple[int, int]:
@@ -225,6 +240,7 @@ class Question(argparse.Namespace):
         _option("optimizer_overlap (%(default)s)", choices=("auto", *OVERLAPS), default="auto"),
     ]
     optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="cpu")]
+    gpu_layers: Annotated[Share, _option(_GPU_LAYERS, type=_share, default=0, metavar="N")]
     optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd", "muon"))]
     step_seconds: Annotated[float | None, _option(_STEP_SECONDS, type=positive_number, metavar="S")]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
@@ -326,10 +342,25 @@ def contradictions(question: Question) -> Iterator[str]:
             f"--optimizer-on gpu with --precision {question.precision} steps in optimizer.step(), not in backward. Leave out "
             "--optimizer-overlap backward."
         )
+    yield from _against_staying(question)
     if question.trials > 1 and (question.devices * question.nodes > 1 or question.disk is not None):
         yield "--trials share the uploads of one device from host memory. Leave out --devices, --nodes and --disk."
     if question.disk is not None and question.predict and question.devices * question.nodes > 1:
         yield "--disk with --predict works on one device: with several, all weights are in memory. Leave out one of them."
+
+
+def _against_staying(question: Question) -> Iterator[str]:
+    """Why layers cannot stay on the device."""
+    others = {
+        "keeps optimizer state in GPU memory, and --predict and --generate do not train": question.predict,
+        "keeps layers on one device": question.devices * question.nodes > 1,
+        "keeps optimizer state in GPU memory, and --disk on a disk": question.disk is not None,
+        "keeps layers of one run, and --trials share theirs": question.trials > 1,
+    }
+    for why in (why for why, other in others.items() if question.gpu_layers and other):
+        yield f"--gpu-layers {why}. Leave out --gpu-layers."
+    if question.gpu_layers == "auto" and question.gpu_memory is None:
+        yield "--gpu-layers auto needs --gpu-memory. Add --gpu-memory 24GiB, for example."
 
 
 def separate(given: Question) -> list[Question]:
@@ -375,6 +406,8 @@ def _given(question: Question) -> Iterator[list[str]]:
             words = [f"{value / 1e9:.15g}GB/s"]
         elif how.get("type") is _pixels:
             words = [in_pixels(value)]
+        elif how.get("type") is _share:
+            words = [str(value)]  # 1.0 is all layers, and 1 is one
         elif isinstance(value, float):
             words = [f"{value:.15g}"]
         yield [_flag(name), *map(str, words)]

@@ -228,6 +228,8 @@ def _way(question: Question) -> str:
         f"--precision {question.precision} --batch-size {question.batch_size} "
         f"--accumulate-grad-batches {question.accumulate_grad_batches} "
         f"--optimizer-overlap {question.optimizer_overlap} --optimizer-on {question.optimizer_on}"
+        + f" --gpu-layers {question.gpu_layers}"
+        * bool(question.gpu_layers)
     )
 
 

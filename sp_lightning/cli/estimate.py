@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -29,14 +30,16 @@ from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak_bytes
 from sp_lightning.plan.host_memory import all_but_an_eighth
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.tune.choices import Balance
+from sp_lightning.tune.choices import SAME, Balance
 from sp_lightning.tune.dry_run import Cost, Work, estimate
 from sp_lightning.tune.known_values import answered
 from sp_lightning.tune.machine import host_seconds
 from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import Prediction, Rates
 
-_NO_UPDATES: dict[str, Any] = {"update": math.inf}
+_NO_UPDATES: dict[str, Any] = {"update": math.inf, "step": math.inf}
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the layers that could stay, the shares that are tried."""
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
     "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",
@@ -126,6 +129,26 @@ class Estimate:
         """The plan for a window."""
         return _plan(self.question, self.found, k, k_prime)
 
+    def staying(self, k: int, k_prime: int) -> Estimate:
+        """The estimate for a window, with a number of layers that stay in place of ``--gpu-layers auto``.
+
+        As many stay as fit beside the window and activations; fewer only if a batch is faster so. If no window fits, none stays.
+        """
+        question, limit, count = self.question, self.question.gpu_memory, len(self.found.layers)
+        if question.gpu_layers != "auto" or limit is None:
+            return self
+        counted = [replace(self, question=question.but(gpu_layers=number)) for number in range(count + 1)]
+        needed = self.activation_bytes
+        fitting = bisect_right(counted, limit - needed, key=lambda each: each.weight_bytes(each.plan(k, k_prime)))
+        if not fitting:
+            return counted[0]
+        most, seconds = fitting - 1, dict[int, float]()
+        for number in {round(share * most) for share in _SHARES}:
+            plan = counted[number].plan(k, k_prime)
+            seconds[number] = counted[number].predict(plan, counted[number].modes(plan)).seconds
+        enough = SAME * min(seconds.values())
+        return counted[max(number for number, each in seconds.items() if each <= enough)]
+
     def weight_bytes(self, plan: Plan) -> int:
         """Device memory of weights, and in training of their gradients."""
         return plan.taken(training=not self.question.predict)[0]
@@ -173,7 +196,7 @@ class Estimate:
         """What the machine does in a second, as the question says."""
         asked, step, ledger, updates = self.question, self.step, self.host.ledger, _NO_UPDATES
         if step is not None and ledger is not None:
-            updates = update_rates(asked, step, self.plan(1, 1).trained, ledger, self._traffic[0])
+            updates = update_rates(asked, step, self.plan(1, 1), ledger, self._traffic[0])
         visit, weight = asked.measured.python or host_seconds(training=not asked.predict, measured=asked.measure_host)
         devices, nodes = asked.devices - 1, asked.nodes - 1  # the others
         # Sums of 16 bits travel in float32.
@@ -236,7 +259,7 @@ class Estimate:
         update, each = self._traffic
         overlap = self.question.mode if self.step is None else self.step.overlap
         on_disk = self.host.moved(plan, self.question.accumulate_grad_batches) if moves else {}
-        with_updates = rates if updates else replace(rates, update=math.inf, come=0.0, leave=0.0)
+        with_updates = rates if updates else replace(rates, **_NO_UPDATES, come=0.0, leave=0.0)
         visits = self._balance(plan, rates).visited(modes)
         walk = Walk(plan, visits, with_updates, overlap=overlap, frees=self.question.frees, on_disk=on_disk)
         return walk.predict(host_traffic=each + update * updates)
@@ -244,7 +267,10 @@ class Estimate:
 
 def _plan(question: Question, found: Found, k: int, k_prime: int) -> Plan:
     training = not question.predict
-    plan = make_plan(found, k=k, k_prime=k_prime, ranks=question.devices, nodes=question.nodes, training=training)
+    share, count = question.gpu_layers, len(found.layers)
+    stay = 0 if share == "auto" else share if isinstance(share, int) else round(share * count)
+    options: dict[str, Any] = {"ranks": question.devices, "nodes": question.nodes, "training": training, "stay": stay}
+    plan = make_plan(found, k=k, k_prime=k_prime, **options)
     return replace(plan, steps_on_device=training and question.optimizer_on == "gpu")
 
 

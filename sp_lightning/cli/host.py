@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.cli.arguments import Overlap, Question
+from sp_lightning.cli.arguments import PRECISIONS, Overlap, Question
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.fused import has_fused_step
 from sp_lightning.optim.step_context import compiles
 from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.ledger import ON_DEVICE, Ledger, Steps, has_known_state, make_ledger
-from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
 from sp_lightning.tune.step_place import EIGHT_BITS_SECONDS, muon_flops
 
@@ -78,23 +78,45 @@ def beside(optimizers: Iterable[torch.optim.Optimizer], overlap: Overlap) -> Ove
     return "off" if overlap == "forward" and any(map(compiles, optimizers)) else overlap
 
 
-def update_rates(
-    question: Question, step: HostStep, trained: Sequence[PlannedLayer], ledger: Ledger, traffic: int
-) -> dict[str, Any]:
+def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger, traffic: int) -> dict[str, Any]:
     """The :class:`~sp_lightning.tune.visits.Rates` of updates, by their names.
 
     Args:
         question: says how fast memory is.
-        step, trained, ledger: the optimizer's step, the layers, and what training has on the host.
+        step, plan, ledger: the optimizer's step, the layers, and what training has on the host.
         traffic: bytes that a fused optimizer's step reads and writes on the host.
     """
-    gradients = max(1, sum(layer.gradient_bytes for layer in trained))
+    everything, gradients = (
+        max(1, sum(layer.gradient_bytes for layer in layers)) for layers in (plan.trained, plan.offloaded)
+    )
+    share, state = gradients / everything, (ledger.state or 0) / everything
+    there = {"step": _stepped_there(question, step, everything, state)} if plan.stay else {}
     if not step.on_device:
-        return {"update": gradients / (step.seconds or max(traffic, 1) / question.host_bandwidth)}
-    state = (ledger.state or 0) / gradients
-    (moved,) = (each for each in ledger.passes if each.what == ON_DEVICE)
-    update = gradients / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
-    return {"update": update, "come": moved.read / gradients, "leave": moved.written / gradients}
+        seconds = share * step.seconds if step.seconds else max(traffic, 1) / question.host_bandwidth
+        return {"update": gradients / seconds, **there}
+    read, written = (sum(getattr(e, way) for e in ledger.passes if e.what == ON_DEVICE) for way in ("read", "written"))
+    update = everything / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
+    return {"update": update, "come": read / gradients, "leave": written / gradients, **there}
+
+
+def _stepped_there(question: Question, step: HostStep, gradients: int, state: float) -> float:
+    """Bytes of gradients per second that steps of layers consume that stay on the device.
+
+    A step reads weights, gradients and ``state`` times as many bytes of state, and writes all but gradients. Of masters it
+    widens gradients before, and casts weights behind that. Clipping reads gradients once for a norm, and multiplies a copy.
+
+    Args:
+        question: says how fast the device is, and what is done with gradients.
+        step: the optimizer's.
+        gradients: bytes of all gradients.
+        state: bytes of state for each byte of gradients.
+    """
+    if step.flops:
+        return gradients / (step.flops / (question.tflops * 1e12))
+    narrow, clip = PRECISIONS[question.precision][1] is not None, question.gradient_clip
+    passes = 3 + 2 * state + 3 * narrow
+    passes += (clip == "norm") * (0.5 if narrow else 1) + (clip is not None) * (2 if narrow else 4)
+    return question.device_bandwidth / passes
 
 
 def _multiplied(flops: int, there: str, tflops: float, option: str) -> tuple[float, str]:
@@ -193,6 +215,11 @@ class HostMemory:
     def nbytes(self) -> int:
         """What is in memory."""
         return sum(self.parts.values())
+
+    @property
+    def stepping_bytes(self) -> int:
+        """The same while batches are trained: without the layers that stay on the device, which a checkpoint brings."""
+        return self.nbytes - (0 if self.ledger is None else self.ledger.staying)
 
     @property
     def fits(self) -> bool:

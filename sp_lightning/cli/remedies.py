@@ -126,6 +126,8 @@ def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
     step = estimate.step
     if asked.k or asked.k_prime:
         yield {"k": None, "k_prime": None}, _DEVICE, 0
+    if asked.gpu_layers:
+        yield {"gpu_layers": 0 if asked.gpu_memory is None or asked.gpu_layers == "auto" else "auto"}, _DEVICE, 0
     if _has_loss(refused):
         yield {"loss_tokens": 1024}, _DEVICE, 1
     if not asked.predict and not estimate.why_guessed:

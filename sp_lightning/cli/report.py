@@ -183,6 +183,9 @@ def _host(estimate: Estimate) -> list[str]:
     parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in host.parts.items() if nbytes)
     each = f"{host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter"
     line = f"host memory{node} {in_gib(host.nbytes)}, {each}: {parts}"
+    if host.stepping_bytes < host.nbytes:
+        less = f"{host.stepping_bytes / max(estimate.parameters, 1):.3g} bytes per parameter"
+        line += f"; while training {in_gib(host.stepping_bytes)}, {less}, because layers stay on the GPU"
     if question.host_memory is None:
         return [line]
     who = "the process, its" if question.devices == 1 else f"the {question.devices} processes, their"
@@ -363,6 +366,7 @@ def as_fields(answer: Answer) -> dict[str, object]:
     known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "host_bandwidth", "links", "network")
     return {
         "model": question.model, "precision": question.precision, "optimizer_on": question.optimizer_on,
+        "gpu_layers": question.gpu_layers,
         "batch": estimate.items, "training": not question.predict,
         "devices": question.devices, "nodes": question.nodes, "generated_tokens": question.generate,
         "parameters": estimate.parameters, "trained_parameters": estimate.trained,
@@ -377,7 +381,8 @@ def as_fields(answer: Answer) -> dict[str, object]:
         "prompt_seconds": answer.prompt_seconds,
         "plain_bytes": estimate.plain_bytes if known else None,
         "checkpointed_bytes": estimate.checkpointed_bytes if known else None,
-        "host_bytes": estimate.host.nbytes, "host_parts": dict(estimate.host.parts), "host_fits": estimate.host.fits,
+        "host_bytes": estimate.host.nbytes, "host_bytes_while_training": estimate.host.stepping_bytes,
+        "host_parts": dict(estimate.host.parts), "host_fits": estimate.host.fits,
         "disk": _disk(answer) or None,
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
         "assumed": {"tflops": question.tflops}
@@ -385,14 +390,19 @@ def as_fields(answer: Answer) -> dict[str, object]:
         "measured": sorted(question.measured.names),
         "windows": [_window(row) for row in answer.rows],
         "trials": None if (found := best_trials(answer)) is None else {**vars(found), "row": _window(found.row)},
-        "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},
+        "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime, **_stay(best)},
         "verdict": verdict(answer),
     }  # fmt: skip
 
 
+def _stay(row: Row) -> dict[str, object]:
+    """How many layers stay on the device, if any were asked for."""
+    return {"gpu_layers": len(row.plan.stay)} if row.plan.stay else {}
+
+
 def _window(row: Row) -> dict[str, object]:
     return {
-        "k": row.plan.k, "k_prime": row.plan.k_prime, "activations": summary(row.modes),
+        "k": row.plan.k, "k_prime": row.plan.k_prime, "gpu_layers": len(row.plan.stay), "activations": summary(row.modes),
         "device_bytes": row.device_bytes, "fits": row.fits,
         "seconds": row.prediction.seconds, "busy_seconds": row.prediction.busy, "binds": row.prediction.binds,
     }  # fmt: skip

@@ -28,7 +28,8 @@ def verdict(answer: Answer) -> str:
         needed = _of(estimate.checkpointed_bytes, limit)
         lines.append(f"{_CHECKPOINTED} ({needed}).")
     if answer.best is not None:
-        return "\n".join([*lines, _recommended(answer, answer.best), *_modes(estimate, answer.best)])
+        more = [*_modes(estimate, answer.best), *_staying(answer, answer.best)]
+        return "\n".join([*lines, _recommended(answer, answer.best), *more])
     reasons = [_refused_by_host(answer)] if "host" in answer.lacking else []
     reasons += [_refused_by_device(answer)] if "device" in answer.lacking else []
     # The exit status is that of the first line.
@@ -104,6 +105,29 @@ def _modes(estimate: Estimate, best: Row) -> list[str]:
     return [f"Not all activations fit: {summary(best.modes)}."] if estimate.activations == "auto" else []
 
 
+_BOUNDS = {
+    "compute": "computation", "fetch": "uploads", "drain": "gradient offloading", "optimizer": "optimizer steps on the CPU",
+    "host": "Python", "host memory": "host memory", "gpu steps": "optimizer steps on the GPU",
+}  # fmt: skip
+"""In the words of messages: what takes longest in a batch."""
+
+
+def _staying(answer: Answer, best: Row) -> list[str]:
+    """A line on layers that stay on the GPU, if any were asked for: how many, memory, and what bounds the batch."""
+    question, plan, host = answer.question, best.plan, answer.estimate.host
+    if not question.gpu_layers:
+        return []
+    if not plan.stay:
+        return ["No layer stays on the GPU: there is no room beside the window and activations, or it is no faster."]
+    share = sum(plan.layers[at].nbytes for at in plan.stay) / max(1, sum(layer.nbytes for layer in plan.layers))
+    binds = best.prediction.binds
+    return [
+        f"{len(plan.stay)} of {len(plan.layers)} layers ({share:.0%} of their bytes) stay on the GPU: "
+        f"{in_gib(best.device_bytes)} of GPU memory; {in_gib(host.stepping_bytes)} of host memory while training, "
+        f"{in_gib(host.nbytes)} while a checkpoint is written; {_BOUNDS.get(binds, binds)} takes longest."
+    ]
+
+
 def speed(answer: Answer) -> str:
     """The seconds of a batch, or of prompts and tokens, and how much that is in a second."""
     question, seconds = answer.question, answer.shown.prediction.seconds
@@ -147,6 +171,8 @@ def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
         options["optimizer_overlap"] = question.optimizer_overlap
     if question.optimizer_on != "cpu" and not question.predict:
         options["optimizer_on"] = question.optimizer_on
+    if question.gpu_layers:
+        options["gpu_layers"] = question.gpu_layers
     if question.transfer != "full":
         options["transfer"] = question.transfer
     if question.disk is not None:

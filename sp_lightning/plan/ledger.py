@@ -46,7 +46,8 @@ class Ledger:
     Attributes:
         parameters: how many numbers the weights are, frozen ones included.
         weights: bytes of all parameters, and of the casts that travel in place of some, but of those that are read in place.
-        gradients: bytes of ``param.grad``, and of memory for gradients that are added to others.
+        gradients: bytes of ``param.grad``, and of memory for gradients that are added to others, but of those that stay on the
+            device.
         state: bytes of the optimizers' tensors; None if they are not known before the first step.
         passes: what one step of a fused optimizer, with all its micro-batches, reads and writes at most. Other optimizers
             pass over the memory more often.
@@ -56,6 +57,8 @@ class Ledger:
         disk_traffic: bytes that were read and written there for each step so far but the first; 0 before the second one.
         weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk, too.
         fused: whether the step runs fused.
+        staying: bytes of weights and state of layers that stay on the device: in host memory until the first step, and while
+            a checkpoint is written.
     """
 
     parameters: int
@@ -70,11 +73,17 @@ class Ledger:
     weights_on_disk: int = 0
     gradients_on_disk: int = 0
     fused: bool = True
+    staying: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything, without the optimizers' state if that is not known."""
+        """Bytes of everything, without the optimizers' state if that is not known: the most, while a checkpoint is written."""
         return self.weights + self.gradients + (self.state or 0) - self.on_disk + self.staging
+
+    @property
+    def stepping_bytes(self) -> int:
+        """The same while batches are trained, from the first step on."""
+        return self.nbytes - self.staying
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -109,10 +118,14 @@ class Ledger:
         read, written = (sum(getattr(each, way) for each in self.passes) / count for way in ("read", "written"))
         step = "fused optimizer step, at most" if self.fused else "optimizer step, which does not run fused, more than"
         of = f" of the node's {self.ranks} devices together" if self.ranks > 1 else ""
+        stays = ""
+        if self.staying:
+            less = f"{human_bytes(self.stepping_bytes)}, {self.stepping_bytes / count:.3g} bytes per parameter"
+            stays = f" While batches are trained, {human_bytes(self.staying)} of that are in GPU memory alone: {less} remain."
         return (
             f"Superpipeline: host memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
             f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those on "
-            f"their way, {state}).\n"
+            f"their way, {state}).{stays}\n"
             f"Superpipeline: host memory traffic per parameter and {step}: {read:.3g} bytes read and {written:.3g} "
             f"written (read/written by {passes})." + self._of_disk(count)
         )
@@ -169,12 +182,25 @@ def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: 
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),
         ranks=plan.ranks,
+        staying=_weights_that_stay(plan) + (state or 0) - _offloaded_state(plan, state or 0),
     )
 
 
+def _weights_that_stay(plan: Plan) -> int:
+    """Bytes of the weights, casts and masters of layers that stay on the device."""
+    layers, offloaded = (*plan.trained, *plan.masters), (*plan.offloaded, *plan.offloaded_masters)
+    return sum(layer.nbytes for layer in layers) - sum(layer.nbytes for layer in offloaded)
+
+
+def _offloaded_state(plan: Plan, state: int) -> int:
+    """Of the optimizers' state, the bytes that layers have which do not stay on the device: as much as their gradients' share."""
+    everything = sum(layer.gradient_bytes for layer in plan.trained)
+    return state * sum(layer.gradient_bytes for layer in plan.offloaded) // max(everything, 1) if plan.stay else state
+
+
 def _gradient_bytes(plan: Plan, steps: Steps) -> int:
-    """Host memory of gradients, those on their way included."""
-    layers, sums, narrow = plan.trained, steps.accumulate > 1, steps.narrow
+    """Host memory of gradients, those on their way included. Those of layers that stay on the device never come."""
+    layers, sums, narrow = plan.offloaded, steps.accumulate > 1, steps.narrow
     # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
     staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
     # Those of several devices are added up before they leave, in the parameters' dtypes.
@@ -189,14 +215,15 @@ def _gradient_bytes(plan: Plan, steps: Steps) -> int:
 
 
 def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
-    """All passes of a step; ``state`` in bytes."""
-    layers, accumulate, more = plan.trained, steps.accumulate, steps.accumulate - 1
+    """All passes of a step; ``state`` in bytes. Layers that stay on the device have none."""
+    layers, accumulate, more = plan.offloaded, steps.accumulate, steps.accumulate - 1
     clips, scales, pieces, narrow = steps.clips, steps.scales, steps.pieces, steps.narrow
-    masters = sum(each.nbytes for each in plan.masters)
+    masters, state = sum(each.nbytes for each in plan.offloaded_masters), _offloaded_state(plan, state)
     casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
     # What all devices of the node together copy in a forward. Of a table some rows travel.
-    together = sum(layer.nbytes for layer in plan.layers if steps.sliced and layer.ring == plan.main_ring)
-    whole = sum(layer.nbytes for layer in (*plan.layers, plan.residents)) - together
+    fetched = [layer for index, layer in enumerate(plan.layers) if index not in plan.stay]
+    together = sum(layer.nbytes for layer in fetched if steps.sliced and layer.ring == plan.main_ring)
+    whole = sum(layer.nbytes for layer in (*fetched, plan.residents)) - together
     gradients = sum(layer.gradient_bytes for layer in layers)
     # What leaves as casts is half as large as its masters' gradients.
     halves = sum(layer.narrow_bytes for layer in layers)
@@ -213,7 +240,7 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     update = Pass("update", gradients + kept + state, gradients + state)
     there = 0  # casts that come from the device
     if steps.on_device:
-        there = sum(cast.nbytes for layer in plan.trained for cast in layer.casts if layer.gradient_bytes)
+        there = sum(cast.nbytes for layer in layers for cast in layer.casts if layer.gradient_bytes)
         update = Pass(ON_DEVICE, gradients + kept + state, gradients + state + there)
     return [
         Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), accumulate * casts - there),

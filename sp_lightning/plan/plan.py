@@ -142,6 +142,18 @@ class Plan:
         return (*self.layers, *self.tables, self.residents)
 
     @property
+    def offloaded(self) -> tuple[PlannedLayer, ...]:
+        """Of :attr:`trained`, those in host memory: all but the layers that stay on the device."""
+        layers = [layer for index, layer in enumerate(self.layers) if index not in self.stay]
+        return (*layers, *self.tables, self.residents)
+
+    @property
+    def offloaded_masters(self) -> tuple[PlannedLayer, ...]:
+        """The masters of these layers."""
+        staying = {self.layers[index].masters for index in self.stay}
+        return tuple(each for at, each in enumerate(self.masters, len(self.layers)) if at not in staying)
+
+    @property
     def slot_bytes(self) -> int:
         """Device memory of all slots."""
         return sum(ring.slots * ring.nbytes for ring in self.rings)
@@ -221,9 +233,13 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of weights and gradients. Optimizer state comes on top."""
-        blocks = sum(layer.nbytes + layer.gradient_bytes for layer in self.trained)
-        return blocks + sum(masters.nbytes for masters in self.masters)
+        """Host memory of weights and gradients. Optimizer state comes on top.
+
+        Weights of layers that stay on the device are there until the first step, and while a checkpoint is written; their
+        gradients never are.
+        """
+        blocks = sum(layer.nbytes for layer in self.trained) + sum(masters.nbytes for masters in self.masters)
+        return blocks + sum(layer.gradient_bytes for layer in self.offloaded)
 
     def __str__(self) -> str:
         return self.table()
@@ -280,7 +296,7 @@ class Plan:
             saves += f", plain Lightning {plain}"
         if self.nothing:
             return f"{self._heading()}. {what.capitalize()} {saves}."
-        if peak >= on_host + self.staying[0] + self.staying[1] * training:
+        if not self.stay and peak >= on_host + self.staying[0] + self.staying[1] * training:
             saves += "; a lower k, or smaller layers, would take less"
         return f"{self._heading()}: {what} {saves}."
 
@@ -294,7 +310,7 @@ class Plan:
         """Bytes that weights, and in training gradients, take on the device and on the host."""
         if training:
             return self.peak_device_bytes, self.host_bytes
-        gradients = sum(layer.gradient_bytes for layer in self.trained)
+        gradients = sum(layer.gradient_bytes for layer in self.offloaded)
         return self.peak_device_bytes - self.gradient_bytes - self.update_bytes, self.host_bytes - gradients
 
     def _plain(self, training: bool, state: int | None) -> str:
@@ -354,7 +370,7 @@ def make_plan(
         nothing=found.nothing,
         stay=staying,
     )
-    if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
+    if plan.host_bytes and not plan.stay and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
         remedy = "nothing is streamed." if plan.nothing else "lower k, or choose smaller layers."
         saves_nothing = f"this takes no less device memory than all weights and gradients do: {remedy}"
         return replace(plan, notes=(*plan.notes, saves_nothing))

@@ -103,6 +103,9 @@ class Walk:
     Of several devices one is simulated: all do the same at the same time. The host's memory serves all of them, and updates
     are made once for them.
 
+    Layers that stay on the device are fetched once. Their gradients stay, too, and after backward the background issues their
+    steps, in the order of all updates: kernels that take the model's time.
+
     Args:
         plan: the layers, k and k'.
         visits: what a batch does. If there is a backward among them, the batch trains, and updates follow.
@@ -181,6 +184,10 @@ class Walk:
             for name, kinds in RESOURCES.items()
             if (name != "disk" or self._on_disk) and (name != "network" or self._plan.nodes > 1)
         }
+        if self._plan.stay:
+            stepped = [each for each in intervals if each.kind == "update" and each.layer in self._plan.stay]
+            busy["gpu steps"] = sum(each.end - each.begin for each in stepped)
+            busy["optimizer"] -= busy["gpu steps"]
         busy["host"] = self.host_seconds
         busy["host memory"] = (self._plan.ranks * self.device.copied + host_traffic) / self._rates.host_memory
         return Prediction(max(self.ended - begun, busy["host memory"]), busy, dict(self.stalls), intervals)
@@ -279,6 +286,8 @@ class Walk:
 
     def _drain(self, layer: StreamedLayer) -> None:
         device, nbytes = self.device, layer.planned.gradient_bytes
+        if layer.own_slot is not None:
+            return  # they stay, and wait for the end of backward
         if self._on_device and self._overlap == "backward" and layer is not self._resident:
             self._apply(layer)  # its gradients stay
             return
@@ -327,6 +336,8 @@ class Walk:
         self._drains.retire(0)
         self._drains.finish(0)
         self._step_begun = self.device.host
+        if self._overlap == "backward":
+            self._complete += [(self._step_begun, layer) for layer in self._layers if layer.own_slot is not None]
         self._update_by_next_use()
         if self._overlap != "backward":
             for layer in self._order():
@@ -374,8 +385,22 @@ class Walk:
             self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], until)
         return done
 
+    def _step_in_its_slot(self, layer: StreamedLayer) -> float:
+        """As :meth:`_update`, for a layer that stays. The background is done with it once it has issued the kernels."""
+        device, rates = self.device, self._rates
+        seconds = layer.planned.gradient_bytes / rates.step
+        python = rates.visit_seconds + rates.weight_seconds * len(layer.spans)
+        issued = device.now[Stream.UPDATE] = device.record(Stream.UPDATE) + python * (seconds > 0)
+        device.wait(Stream.STEP, issued, Wait.DRAIN_AFTER_GRADIENT)
+        device.step(seconds, layer.index)
+        layer.kept, layer.stepped = True, device.now[Stream.STEP]
+        self._source.updated[layer.index] = issued
+        return issued
+
     def _update(self, layer: StreamedLayer) -> float:
         """Lets the background update a layer. Returns the time at which it is done."""
+        if layer.own_slot is not None:
+            return self._step_in_its_slot(layer)
         seconds = layer.planned.gradient_bytes / self._rates.update
         if self._on_device:
             return self._step_on_device(layer, seconds)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sp_lightning.device.timeline import Interval, Kind
 
-_BYTES = ("upload", "download", "update", "host_memory", "links", "network", "disk")  # rates in bytes per second
+_BYTES = ("upload", "download", "update", "step", "host_memory", "links", "network", "disk")  # rates, bytes/s
 # Simulating so many visits takes about a second for each choice of k and k'.
 _MOST_VISITS = 2000
 
@@ -64,6 +64,7 @@ class Rates:
             otherwise.
         sliced: whether the devices of a node upload layers together, with ``transfer="sharded"``. Then weights pass the links,
             too, at the same rate.
+        step: bytes of gradients that the steps of layers consume that stay on the device.
     """
 
     upload: float
@@ -79,6 +80,7 @@ class Rates:
     sliced: bool = False
     come: float = 0.0
     leave: float = 0.0
+    step: float = math.inf
 
     def slowed(self, times: float) -> Rates:
         """The same if everything takes so many times as long."""
@@ -88,7 +90,9 @@ class Rates:
         )
 
 
-def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:
+def measured(
+    intervals: Iterable[Interval], layers: int, *, synchronous: bool, stay: Collection[int] = ()
+) -> tuple[list[Visit], Rates]:
     """Reads from the timeline of one batch what a batch does and how fast the machine is.
 
     Of a batch with very many visits (generation, token by token) only the first are read.
@@ -98,16 +102,19 @@ def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -
         layers: how many layers the plan has. Layers with a higher index come on demand; the time of what uses them
             counts as computed between layers.
         synchronous: whether everything else stands still during a copy, as on the CPU.
+        stay: the indices of layers that stay on the device, whose updates say nothing of the host's.
 
     Returns:
-        The visits, and the rates. Of the rates, the host's memory counts as unlimited, because a timeline does not show it.
+        The visits, and the rates. Of the rates, the host's memory and steps of layers that stay count as unlimited, because a
+        timeline does not show them.
         The host's own time is in the visits: where it binds, the device waits for it inside of them.
     """
     by_kind: defaultdict[Kind, list[Interval]] = defaultdict(list)
     visits: list[Visit] = []
     enclosing: list[tuple[float, int]] = []  # the calls that are still running: their end, and their index in visits
     for interval in intervals:
-        by_kind[interval.kind].append(interval)
+        if interval.kind != "update" or interval.layer not in stay:
+            by_kind[interval.kind].append(interval)
         if interval.kind in RESOURCES["compute"]:
             seconds = interval.end - interval.begin
             while enclosing and enclosing[-1][0] < interval.end:
@@ -158,7 +165,7 @@ class Prediction:
         seconds: from the beginning of one batch to that of the next.
         busy: seconds of work by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``links`` (between
             devices), ``network`` (between nodes, if there are several), ``disk`` (if something is there), ``host``
-            (Python's own time), ``host memory`` (of the node).
+            (Python's own time), ``host memory`` (of the node), ``gpu steps`` (of layers that stay, if there are any).
         stalls: seconds that compute waited, by what it waited for. The keys are the index of each layer, ``gradients``
             (until they had left), ``residents``, and ``activations`` (until they had left or had come back).
         intervals: what happened when, counted from the beginning of the batch.

@@ -17,7 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
+from sp_lightning.model.find import find_layers
 from sp_lightning.plan.ledger import Steps, make_ledger
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.gradients import Gradients
 from tests.support.mixed import scaled
@@ -144,7 +147,8 @@ class Traffic(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if name in ("zeros_like", "zeros"):  # the state that an optimizer makes
             made = func(*args, **(kwargs or {}))
-            self.ranges.append((made.data_ptr(), made.data_ptr() + made.nbytes))
+            if name == "zeros" or self.on_host(args[0]):  # and not of layers that stay on the device
+                self.ranges.append((made.data_ptr(), made.data_ptr() + made.nbytes))
             return made
         aliases = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         if not aliases and name not in ("set_", "detach", "empty", "empty_like"):
@@ -169,6 +173,26 @@ class Traffic(TorchDispatchMode):
 def test_no_step_passes_over_more_than_it_says(
     overlap: Any, precision: str, clip: float | None, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _compare_traffic(monkeypatch, overlap, precision, clip, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("clip", [None, 1e-4])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_nor_does_a_step_with_layers_that_stay(
+    precision: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _compare_traffic(monkeypatch, "off", precision, clip, stay=DEPTH // 2)
+
+
+def _compare_traffic(
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: Any,
+    precision: str,
+    clip: float | None,
+    *,
+    accumulate: int = 1,
+    stay: int = 0,
+) -> None:
     traffic = Traffic(pieces=overlap != "off")
     counted: list[tuple[int, int]] = []
     make = Device.host_empty
@@ -182,14 +206,14 @@ def test_no_step_passes_over_more_than_it_says(
     monkeypatch.setattr(Device, "later", at_once)  # where this thread's operators are counted
     # The engine's own operators are to be counted.
     monkeypatch.setattr("sp_lightning.engine.access.held", lambda lock, **_: lock)
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap, gpu_layers=stay)
     options: dict[str, Any] = {
         **(scaled() if precision == "16-mixed" else {"precision": precision}),
         "gradient_clip_val": clip, "accumulate_grad_batches": accumulate,
     }  # fmt: skip
 
     class Steps(Module):
-        if overlap == "off":
+        if overlap == "off" and not stay:
 
             def on_train_batch_end(self, *_: Any) -> None:
                 """After this nothing on the device is trusted, so that all is fetched each time."""
@@ -208,8 +232,50 @@ def test_no_step_passes_over_more_than_it_says(
     # From the second step on, by which all memory is there.
     (read_before, written_before), (read, written) = counted[1], counted[3]
     most_read, most_written = 2 * sum(each.read for each in passes), 2 * sum(each.written for each in passes)
-    assert (0.8 if overlap == "off" else 0.7) * most_read <= read - read_before <= most_read
+    assert (0.8 if overlap == "off" and not stay else 0.7) * most_read <= read - read_before <= most_read
     assert 0.8 * most_written <= written - written_before <= most_written
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
+def test_layers_that_stay_pass_over_no_host_memory(place: Any, precision: Any) -> None:
+    """Half of equal layers: half of each pass, and of gradients. A checkpoint brings weights and state to the host."""
+    found = {}
+    for stay in (0, DEPTH // 2, DEPTH):
+        strategy = SuperpipelineStrategy(k=1, optimizer_on=place, gpu_layers=stay, optimizer_overlap="off")
+        fit(wide, BATCHES, strategy, recorded="nothing", precision=precision, gradient_clip_val=1.0)
+        found[stay] = strategy.ledger
+    none, half, everything = found.values()
+    assert {each.what: (2 * each.read, 2 * each.written) for each in half.passes} == {
+        each.what: (each.read, each.written) for each in none.passes
+    }
+    assert everything.passes == ()
+    assert everything.sent == (0, 0)
+    # What k' + 2 layers' casts come in, which a step of the host's widens.
+    staged = 3 * 2 * WIDTH * WIDTH if (place, precision) == ("cpu", "bf16-mixed") else 0
+    assert half.gradients - staged == (none.gradients - staged) // 2
+    assert everything.gradients == 0
+    weights_and_state = none.nbytes - none.gradients
+    assert [each.staying for each in (none, half, everything)] == [0, weights_and_state // 2, weights_and_state]
+    assert half.nbytes == weights_and_state + half.gradients, "while a checkpoint is written"
+    assert half.stepping_bytes == weights_and_state // 2 + half.gradients
+    assert everything.stepping_bytes == 0
+    assert "While batches are trained" not in str(none)
+    assert f"{human_bytes(half.staying)} of that are in GPU memory alone: {human_bytes(half.stepping_bytes)}, " in str(
+        half
+    )
+
+
+def test_gradients_that_wait_are_those_of_layers_that_do_not_stay() -> None:
+    """With accumulation, and if each is freed in backward: staging of layers of which none comes is none."""
+    found = find_layers(wide().net)
+    plans = [make_plan(found, k=1, k_prime=1, stay=stay) for stay in (0, DEPTH - 1, DEPTH)]
+    layer = WIDTH * WIDTH * 4
+    for steps, expected in (
+        ({"accumulate": 2}, [(DEPTH + 3) * layer, 4 * layer, 0]),
+        ({"early": True}, [4 * layer, layer, 0]),
+    ):
+        assert [make_ledger(plan, [], Steps(**{**PLAIN, **steps})).gradients for plan in plans] == expected
 
 
 GROWTH = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.dry_run import Work, estimate
 from sp_lightning.tune.simulator import Walk
-from sp_lightning.tune.visits import Rates, Visit, measured
+from sp_lightning.tune.visits import Prediction, Rates, Visit, measured
 from sp_lightning.weights.prefetch import Trace
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
@@ -239,6 +240,78 @@ def test_what_a_step_has_just_cast_is_not_fetched() -> None:
 
     assert fetched("off") == sum(layer.nbytes for layer in plan.layers)
     assert fetched("forward") == 0
+
+
+# ---------------------------------------------------------------- layers that stay on the device
+
+COUNT, KERNELS = 12, 0.1  # layers, and seconds of the step of one that stays
+
+
+def staying(
+    stay: int, overlap: Any, *, upload: float = 1e15, update: float = 1.5, places: bool = False, python: float = 0.0
+) -> Prediction:
+    """A second of forward and two of backward for each layer, ``update`` seconds of the host for one that does not stay.
+
+    ``places``: the device steps those, too.
+    """
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(COUNT)))
+    plan = make_plan(find_layers(net), k=2, k_prime=1, stay=stay)
+    size = plan.layers[0].gradient_bytes
+    there = {"come": 4.0, "leave": 3.0} if places else {}
+    rates = Rates(
+        upload, upload, size / (KERNELS if places else update), 1e15, visit_seconds=python, step=size / KERNELS, **there
+    )
+    return Walk(plan, schedule_visits(plan, [1.0] * COUNT, training=True), rates, overlap=overlap).predict()
+
+
+@pytest.mark.parametrize("places", [False, True])
+@pytest.mark.parametrize("upload", [1e15, 3e4])
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_the_more_layers_stay_the_faster_up_to_what_plain_lightning_takes(
+    overlap: Any, upload: float, places: bool
+) -> None:
+    """Each step of one that stays takes its kernels' time, after backward; what the host's take beyond that is saved."""
+    found = [staying(stay, overlap, upload=upload, places=places) for stay in (0, 3, 6, 9, COUNT)]
+    seconds = [each.seconds for each in found]
+    plain = COUNT * (3.0 + KERNELS)
+    assert seconds[-1] == pytest.approx(plain)
+    for less, more in pairwise(seconds):
+        assert more <= less + 3 * KERNELS + 1e-9
+    assert all(each <= max(seconds[0], plain) + 1e-9 for each in seconds)
+    moved = [sum(e.nbytes for e in each.intervals if e.kind != "update") for each in found]
+    assert moved == sorted(moved, reverse=True)
+    assert moved[-1] == 0, "nothing passes the link"
+    assert found[2].busy["gpu steps"] == pytest.approx(6 * KERNELS)
+    assert "gpu steps" not in found[0].busy
+    if not places:
+        assert [each.busy["optimizer"] for each in found] == pytest.approx([1.5 * n for n in (12, 9, 6, 3, 0)])
+
+
+def test_steps_of_layers_that_stay_begin_when_backward_is_over() -> None:
+    """A norm of all gradients is known then, and no kernel reads a slot any more that a step writes."""
+    for overlap in ("off", "forward", "backward"):
+        intervals = staying(6, overlap).intervals
+        steps = [each for each in intervals if each.kind == "update" and each.layer < 6]
+        assert len(steps) == 6
+        over = max(each.end for each in intervals if each.kind == "backward")
+        assert min(each.begin for each in steps) >= over - 1e-9
+        intervals = staying(6, overlap, python=0.25).intervals
+        steps = [each for each in intervals if each.kind == "update" and each.layer < 6]
+        over = max(each.end for each in intervals if each.kind == "backward")
+        assert max(each.begin for each in steps) >= over + 6 * 0.25 - 1e-9, "the background issues one after the other"
+
+
+def test_a_layer_that_stays_waits_for_no_upload() -> None:
+    """It was behind those of other layers on the upload stream, although nothing of it is copied."""
+    (first, *_) = [each for each in staying(9, "backward", upload=16e3).intervals if each.kind == "forward"]
+    assert first.layer == 0
+    assert first.begin <= KERNELS + 1e-9
+
+
+def test_updates_of_layers_that_stay_say_nothing_of_the_hosts_rate() -> None:
+    intervals = [Interval("update", 0, 0.0, 0.0, 100), Interval("update", 1, 0.0, 1.0, 10)]
+    assert measured(intervals, 2, synchronous=False, stay={0})[1].update == 10.0
+    assert measured(intervals, 2, synchronous=False)[1].update == 110.0
 
 
 def test_a_timeline_says_what_updates_on_the_device_move() -> None:
