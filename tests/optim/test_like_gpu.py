@@ -408,6 +408,7 @@ REASONS: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("foreach=False steps one parameter", partial(ADAMW, foreach=False), None, {}),
     ("fused=False steps one parameter", partial(ADAMW, fused=False), None, {}),
     ("the learning rate is a tensor", partial(ADAMW, lr=torch.tensor(0.1)), None, {}),
+    ("a beta is a tensor", partial(ADAMW, betas=(torch.tensor(0.9), torch.tensor(0.999))), None, {}),
     ("fused=True computes in double precision", partial(torch.optim.SGD, lr=0.1, fused=True), None, {}),
     ("a parameter is a Tagged", ADAMW, partial(with_parameter, Tagged(torch.ones(3))), {}),
     ("the dtype torch.float64", ADAMW, partial(nn.Linear, 3, 3, dtype=torch.float64), {}),
@@ -428,6 +429,23 @@ def test_nothing_is_against_a_usual_program() -> None:
     assert against(ADAMW) == against(ADAMW, fuse=True) == against(partial(ADAMW, fused=True), fuse=True) == ""
     channels_last = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     assert against(ADAMW, channels_last) == ""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "unknown"),
+    [
+        (partial(ADAMW, weight_decay=0.0), lambda variant: variant.decays),
+        (OPTIMIZERS["SGD"], lambda variant: not variant.first),
+        (OPTIMIZERS["SGD"], lambda variant: variant.first),
+    ],
+    ids=["with decay", "later steps", "the first step"],
+)
+def test_formulas_of_later_steps_are_asked_for_at_set_up(
+    optimizer: Any, unknown: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler may begin weight decay, and SGD's momentum exists from its second step on."""
+    monkeypatch.setattr(like_gpu, "is_confirmed", lambda variant: not unknown(variant))
+    assert "no formula has the bits of its foreach step" in against(optimizer)
 
 
 def test_an_unknown_gpu_is_said() -> None:
