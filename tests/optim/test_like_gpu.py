@@ -448,6 +448,18 @@ def test_formulas_of_later_steps_are_asked_for_at_set_up(
     assert "no formula has the bits of its foreach step" in against(optimizer)
 
 
+def test_parameters_that_were_added_are_looked_at_once() -> None:
+    like, known = LikeGpu(CPU, fuse=False), set[int]()
+    usual, tagged = nn.Parameter(torch.ones(3)), Tagged(torch.ones(3))
+    optimizer = ADAMW([usual])
+    (group,) = optimizer.param_groups
+    assert like.against_group(group, known) == ""
+    assert known == {id(usual)}
+    group["params"].append(tagged)
+    assert like.against_group(group, known) == "a parameter is a Tagged"
+    assert like.against_group(group, {id(usual), id(tagged)}) == ""
+
+
 def test_an_unknown_gpu_is_said() -> None:
     """This CPU's own ``foreach`` operators, which are no GPU's."""
     forget()
@@ -466,6 +478,13 @@ def test_norms_of_several_dtypes_are_the_cpus() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16))
     assert LikeGpu(CPU, fuse=False).against_norms(ADAMW(module.parameters())) == "weights have several dtypes"
     assert LikeGpu(CPU, fuse=False).against_norms(ADAMW(module[0].parameters())) == ""
+
+
+def test_norms_are_confirmed_for_the_largest_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(like_gpu, "has_norms_of", lambda _, largest: not asked.append(largest))
+    LikeGpu(CPU, fuse=False).against_norms(ADAMW(nn.Linear(3, 4).parameters()))
+    assert asked == [12]
 
 
 def test_norms_that_no_formula_has_are_said() -> None:
