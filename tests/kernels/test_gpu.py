@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.benchmarks.gpu_bits import plain_variants
-from sp_lightning.device.torch_private import FUSED_STEPS, step_as_torch
+from sp_lightning.device.torch_private import FUSED_STEPS, foreach_norm, step_as_torch
 from sp_lightning.kernels import gpu, gpu_norms, update
 from sp_lightning.kernels.update import HALVES
 from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
@@ -102,6 +102,25 @@ def test_an_unknown_formula_is_never_used() -> None:
     forget()
     with EmulatedGpu(ALL):
         assert update.is_confirmed(variant)
+
+
+@pytest.mark.parametrize("differs", [(2.0, 10.0), (10_000.0, 100_000.0)], ids=["early", "late"])
+def test_formulas_are_compared_at_many_steps(differs: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may have other bits only where steps are many: powers of betas depend on that."""
+
+    def stepped(kind: Any, form: Any, weight: Tensor, gradient: Tensor, state: Any, steps: float, settings: Any) -> Any:
+        found = step_as_torch(kind, form, weight, gradient, state, steps, settings)
+        if differs[0] <= steps <= differs[1]:
+            weight.mul_(1.5)
+        return found
+
+    variant = Variant("adamw", torch.float32, None, 0, False, True, near=True, like=Like(CPU, "foreach"))
+    monkeypatch.setattr(gpu, "_COUNT", 1 << 10)
+    with EmulatedGpu(ALL):
+        assert update.is_confirmed(variant)
+        forget()
+        monkeypatch.setattr(gpu, "step_as_torch", stepped)
+        assert not update.is_confirmed(variant)
 
 
 def test_what_a_gpu_computes_in_double_precision_is_not_known() -> None:
@@ -253,6 +272,20 @@ def test_many_chunks_are_compared_if_a_gradient_has_them(
         if not equal:
             monkeypatch.setattr(gpu_norms, "foreach_norm", lambda tensors: [each.norm() * 2 for each in tensors])
         assert gpu_norms.has_norms_of(CPU, many) is equal
+
+
+@pytest.mark.parametrize("differs", DTYPES, ids=str)
+def test_norms_are_compared_in_each_dtype(differs: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of 16 bits have norms of 16 bits."""
+    monkeypatch.setattr(gpu_norms, "_COUNTS", (1, 2, 3, 300))
+    with EmulatedGpu():
+        assert gpu_norms.has_norms_of(CPU, 1)
+        forget()
+        monkeypatch.setattr(
+            gpu_norms, "foreach_norm",
+            lambda tensors: [each * 2 if each.dtype is differs else each for each in foreach_norm(tensors)],
+        )  # fmt: skip
+        assert not gpu_norms.has_norms_of(CPU, 1)
 
 
 def test_norms_that_differ_are_never_used() -> None:
