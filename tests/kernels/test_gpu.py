@@ -22,6 +22,7 @@ from tests.support.emulated_gpu import ALL, EmulatedGpu, forget, norm
 from tests.support.tiers import first
 
 pytest.importorskip("llvmlite")
+from sp_lightning.kernels import gpu_ir
 from sp_lightning.kernels.gpu_ir import text
 from sp_lightning.kernels.jit import Compiled
 
@@ -140,7 +141,7 @@ SETTINGS: dict[Any, dict[str, Any]] = {
     },
     torch._fused_adagrad_: {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-8, "maximize": False},
 }  # fmt: skip
-SHAPES = [(), (1,), (7,), (5, 33), (300, 70), (4, 3, 5, 5)]
+SHAPES = [(), (0,), (1,), (7,), (5, 33), (300, 70), (4, 3, 5, 5)]
 
 
 def state_for(kind: str, weight: Tensor) -> list[Any]:
@@ -210,6 +211,40 @@ def test_weights_of_all_shapes_have_the_gpus_bits(
             if each is not None
         )  # type: ignore[arg-type]
         assert torch.equal(cast, weight.detach().bfloat16()), shape
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_nesterov_momentum_alone_is_added_to_the_gradient(layout: torch.memory_format) -> None:
+    """torch adds it in place. User code sees the values, and autograd the new version."""
+    weight = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=layout))
+    weight.grad = torch.randn_like(weight)
+    average = torch.randn_like(weight)
+    settings = {
+        **SETTINGS[torch._fused_sgd_],
+        "nesterov": True,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "maximize": False,
+    }
+    like, expected = Like(CPU, "foreach"), weight.grad.clone()
+    version = weight.grad._version
+    with EmulatedGpu(), torch.no_grad():
+        step_as_torch("sgd", "foreach", weight.detach().clone(), expected, [average.clone()], 0.0, settings)
+        with InPieces({}, {}, {id(weight): like}), torch.DisableTorchFunctionSubclass():
+            torch._fused_sgd_([weight], [weight.grad], [average], **settings, grad_scale=None, found_inf=None)  # type: ignore[call-overload]
+    assert torch.equal(weight.grad, expected)
+    assert weight.grad._version > version
+
+
+def test_a_kernel_that_differs_from_the_confirmed_one_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that leaves out a factor stands for one that LLVM has compiled otherwise."""
+    variant = Variant("sgd", torch.bfloat16, None, 1, False, True, momentum=True, like=Like(CPU, "foreach"))
+    with EmulatedGpu():
+        assert update._checked(variant) is not None
+        update._checked.cache_clear()
+        monkeypatch.setattr(gpu_ir, "text", lambda what, recipe: text(replace(what, factors=0), recipe))
+        assert update.is_confirmed(variant)
+        assert update._checked(variant) is None
 
 
 @pytest.mark.parametrize("part", first(range(40), 0, second=range(1, 4), why="seconds of compiling each"), ids=str)
