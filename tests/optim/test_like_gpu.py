@@ -522,6 +522,15 @@ def test_fused_optimizer_true_has_the_bits_of_fused_steps_on_the_gpu() -> None:
         assert torch.equal(found.state[name], value), name
 
 
+@pytest.mark.parametrize(("overlap", "all_threads"), [("off", True), ("forward", False)])
+def test_steps_that_are_waited_for_have_all_threads(overlap: Any, all_threads: bool) -> None:
+    """Nothing else computes meanwhile."""
+    with gpu_device() as devices:
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
+        fit(partial(Stepped, OPTIMIZERS["AdamW"]), BATCHES[:1], strategy, recorded="losses")
+    assert [each.background_threads for each in devices] == [torch.get_num_threads() if all_threads else None]
+
+
 def test_on_a_cpu_nothing_is_said() -> None:
     strategy = SuperpipelineStrategy(k=1)
     found = fit(partial(Stepped, OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses")
