@@ -23,7 +23,8 @@ from tests.support.emulated_gpu import ALL, forget, gpu_device, plain_gpu
 from tests.support.mixed import scaled
 from tests.support.models import Module, Stack
 from tests.support.on_disk import everything_below, on_disk
-from tests.support.runs import Outcome, assert_same, fit
+from tests.support.ranks import in_ranks
+from tests.support.runs import Outcome, assert_equal, assert_same, fit
 from tests.support.tiers import first
 
 pytest.importorskip("llvmlite")
@@ -51,19 +52,27 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def plain(make: Any, usual: frozenset[str] = ALL, **options: Any) -> Outcome:
+    """Nothing is recorded, because with hooks gradients do not stay in 16 bits."""
     with plain_gpu(usual):
-        return fit(make, BATCHES, recorded="losses", **options)
+        return fit(make, BATCHES, recorded="nothing", **options)
 
 
 def ours(make: Any, usual: frozenset[str] = ALL, overlap: Any = "forward", **options: Any) -> Outcome:
     with gpu_device(usual):
         strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
-        return fit(make, BATCHES, strategy, recorded="losses", **options)
+        return fit(make, BATCHES, strategy, recorded="nothing", **options)
 
 
 def said(outcome: Outcome) -> str:
     strategy: Any = outcome.trainer.strategy
     return str(strategy.plan)
+
+
+def assert_same_gradients(found: Outcome, expected: Outcome) -> None:
+    """What the last step has left is equal: gradients that were clipped, say."""
+    last, theirs = ([p.grad for p in each.module.parameters()] for each in (found, expected))
+    assert any(each is not None for each in theirs)
+    assert_equal(last, theirs, "the last gradients")
 
 
 # ---------------------------------------------------------------------- whole runs
@@ -96,15 +105,17 @@ def test_runs_have_the_bits_of_plain_lightning_on_the_gpu(
     def given() -> dict[str, Any]:  # a scaler belongs to one trainer
         return options | (scaled() if precision == "16-mixed" else {"precision": precision})
 
-    found = ours(make, usual, overlap, **given())
+    found, expected = ours(make, usual, overlap, **given()), plain(make, usual, **given())
     assert ON_GPU in said(found)
-    assert_same(found, plain(make, usual, **given()))
+    assert_same(found, expected)
+    if overlap != "backward":  # which frees gradients
+        assert_same_gradients(found, expected)
 
 
 def test_the_cpus_bits_differ() -> None:
     """Otherwise the tests above would show nothing."""
     make = partial(Stepped, OPTIMIZERS["AdamW"])
-    of_gpu, of_cpu = plain(make), fit(make, BATCHES, recorded="losses")
+    of_gpu, of_cpu = plain(make), fit(make, BATCHES, recorded="nothing")
     assert any(not torch.equal(of_gpu.state[name], of_cpu.state[name]) for name in of_gpu.state)
 
 
@@ -305,8 +316,15 @@ def test_sgd_leaves_the_gradients_that_it_leaves_on_the_gpu(precision: str) -> N
     assert_same(found, plain(make, precision=precision, callbacks=[theirs]))
     assert mine.seen
     assert all(map(torch.equal, mine.seen, theirs.seen))
-    last = [[p.grad for p in each.module.parameters()] for each in (found, plain(make, precision=precision))]
-    assert all(torch.equal(*pair) for pair in zip(*last, strict=True) if pair[1] is not None)
+    assert_same_gradients(found, plain(make, precision=precision))
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_what_sgd_adds_to_gradients_is_there_after_the_step(overlap: str) -> None:
+    """Without hooks on gradients these stay in 16 bits, and would lose what the step adds."""
+    make = partial(Stepped, partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True))
+    found, expected = ours(make, overlap=overlap, precision="bf16-mixed"), plain(make, precision="bf16-mixed")
+    assert_same_gradients(found, expected)
 
 
 class Turns(Stepped):
@@ -361,7 +379,7 @@ def test_gradients_and_state_on_a_disk(
     everything_below(monkeypatch, window=1 << 14)
     with gpu_device():
         strategy = on_disk(tmp_path, optimizer_overlap=overlap, fused_optimizer="auto")
-        found = fit(make, BATCHES, strategy, recorded="losses", **options)
+        found = fit(make, BATCHES, strategy, recorded="nothing", **options)
     assert ON_GPU in said(found)
     assert_same(found, plain(make, **options))
 
@@ -371,6 +389,28 @@ def test_a_scale_that_is_no_power_of_two() -> None:
     make = partial(Stepped, OPTIMIZERS["AdamW"])
     options = [scaled(init_scale=300.0) | {"gradient_clip_val": 0.1} for _ in range(2)]
     assert_same(ours(make, **options[0]), plain(make, **options[1]))
+
+
+def train_on_rank(overlap: str | None) -> tuple[str, dict[str, Tensor]]:
+    """Trains with Lightning's DDP, or with an overlap. Returns what the plan says, and the weights."""
+    make = partial(Stepped, OPTIMIZERS["AdamW"])
+    if overlap is None:
+        return "", plain(make, strategy="ddp", devices=2, gradient_clip_val=0.1).state
+    found = ours(make, overlap=overlap, devices=2, gradient_clip_val=0.1)
+    return said(found), found.state
+
+
+@pytest.mark.rest("two processes")
+def test_several_devices_have_the_gpus_bits_if_layers_are_updated_one_by_one() -> None:
+    """Whether a GPU confirms formulas is decided on each rank, and all ranks have to step in one way."""
+    for (text, state), (_, expected) in zip(
+        in_ranks(2, train_on_rank, "forward"), in_ranks(2, train_on_rank, None), strict=True
+    ):
+        assert ON_GPU in text
+        assert_equal(state, expected, "state")
+    for text, _ in in_ranks(2, train_on_rank, "off"):
+        assert 'with several devices and optimizer_overlap="off", the primary steps all layers at once' in text
+        assert ON_GPU not in text
 
 
 # ---------------------------------------------------------------------- what is against it
@@ -484,7 +524,12 @@ def test_norms_of_several_dtypes_are_the_cpus() -> None:
 
 def test_norms_are_confirmed_for_the_largest_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(like_gpu, "has_norms_of", lambda _, largest: not asked.append(largest))
+
+    def has_norms_of(device: torch.device, largest: int) -> bool:
+        asked.append(largest)
+        return True
+
+    monkeypatch.setattr(like_gpu, "has_norms_of", has_norms_of)
     LikeGpu(CPU, fuse=False).against_norms(ADAMW(nn.Linear(3, 4).parameters()))
     assert asked == [12]
 
