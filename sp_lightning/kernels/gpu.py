@@ -99,35 +99,43 @@ def find_confirmed(variant: Variant, run: Run) -> tuple[Compiled, GpuRecipe] | N
     ):  # where 16 bits hide how float32 was rounded: the operators' source is the same
         of_float32 = find_confirmed(replace(variant, weight=torch.float32).plain, run)
         recipes = [] if of_float32 is None else [of_float32[1]]
-    expected = cache(partial(_expected, variant))  # the GPU computes once for all recipes
-    return find_kernel(variant, recipes, partial(_agrees, variant, expected, run))
+    drawn = cache(partial(sample, variant))
+    expected = cache(partial(_expected, variant, drawn))  # the GPU computes once for all recipes
+    return find_kernel(variant, recipes, partial(_agrees, variant, drawn, expected, run))
 
 
 Outcome = list[Tensor | None]
 """A weight and its state, after an update."""
 
 
-def _expected(variant: Variant, steps: float) -> Outcome:
+def _expected(variant: Variant, drawn: Callable[[], Outcome], steps: float) -> Outcome:
     """Steps the sample with torch's optimizer on the device."""
     assert variant.like is not None
-    weight, gradient, *state = [each if each is None else each.to(variant.like.device) for each in sample(variant)]
+    to = partial(Tensor.to, device=variant.like.device, copy=True)
+    weight, gradient, *state = [each if each is None else to(each) for each in drawn()]
     assert weight is not None
     assert gradient is not None
     state = step_as_torch(variant.kind, variant.like.form, weight, gradient, state, steps, settings_of(variant))
     return [each if each is None else each.cpu() for each in (weight, *state)]
 
 
-def _agrees(variant: Variant, expected: Callable[[float], Outcome], run: Run, kernel: Compiled, _: GpuRecipe) -> bool:
+def _agrees(
+    variant: Variant,
+    drawn: Callable[[], Outcome],
+    expected: Callable[[float], Outcome],
+    run: Run,
+    kernel: Compiled,
+    _: GpuRecipe,
+) -> bool:
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-        return all(_agrees_at(variant, expected(steps), run, kernel, steps) for steps in _STEPS)
-
-
-def _agrees_at(variant: Variant, theirs: Outcome, run: Run, kernel: Compiled, steps: float) -> bool:
-    weight, gradient, *state = sample(variant)
-    assert weight is not None
-    assert gradient is not None
-    run(kernel, weight, gradient, state, numbers(variant, settings_of(variant), steps))
-    return all(same(each, own) for each, own in zip(theirs, (weight, *state), strict=True))
+        for steps in _STEPS:
+            weight, gradient, *state = [each if each is None else each.clone() for each in drawn()]
+            assert weight is not None
+            assert gradient is not None
+            run(kernel, weight, gradient, state, numbers(variant, settings_of(variant), steps))
+            if not all(same(*pair) for pair in zip(expected(steps), (weight, *state), strict=True)):
+                return False
+        return True
 
 
 def same(tensor: Tensor | None, other: Tensor | None) -> bool:

@@ -527,7 +527,7 @@ class OptimizerSteps:
             return {}
         clipping = layerwise.clipping
         # Not in the updates: user code that reads gradients is to find them clipped, and the device's updates clip none.
-        clipping.at_once = seen or self._run.steps_on_device or (self.overlap == "off" and not on_disk)
+        clipping.at_once = seen or self._run.steps_on_device
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
             layerwise.refuse_other_clipping(None)

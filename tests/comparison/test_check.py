@@ -354,6 +354,27 @@ def test_a_model_that_the_strategy_has_no_memory_for_either_is_not_compared() ->
     assert "for at most one window" in report.why
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_where_plain_steps_on_a_gpu_the_strategy_chooses_how_it_steps(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There its steps have the GPU's bits by default; with ``fused_optimizer=True`` they would have those of other steps."""
+    ways: list[Any] = []
+
+    def run(subject: Any, way: Any, folder: Path) -> Any:
+        ways.append(way)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("sp_lightning.comparison.check.run", run)
+    gpu = torch.device("cpu") if on_gpu else None
+    monkeypatch.setattr("sp_lightning.comparison.check.plain_steps_on", lambda device: gpu)
+    check(planted.Everything, optimizer_overlap="forward")
+    plain, ours = ways[0], ways[1]
+    assert plain.fuse
+    assert (plain.like is not None) is on_gpu
+    assert ours.options.get("fused_optimizer") is (None if on_gpu else True)
+
+
 def test_the_host_s_memory_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(planted.Everything, None, None, 1, 0, {})
     for room, fits in ((2**40, True), (1000, False), (None, True)):

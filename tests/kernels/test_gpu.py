@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.benchmarks.gpu_bits import plain_variants
-from sp_lightning.device.torch_private import FUSED_STEPS, step_as_torch
+from sp_lightning.device.torch_private import FUSED_STEPS, foreach_norm, step_as_torch
 from sp_lightning.kernels import gpu, gpu_norms, update
 from sp_lightning.kernels.update import HALVES
 from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
@@ -22,6 +22,7 @@ from tests.support.emulated_gpu import ALL, EmulatedGpu, forget, norm
 from tests.support.tiers import first
 
 pytest.importorskip("llvmlite")
+from sp_lightning.kernels import gpu_ir
 from sp_lightning.kernels.gpu_ir import text
 from sp_lightning.kernels.jit import Compiled
 
@@ -104,6 +105,25 @@ def test_an_unknown_formula_is_never_used() -> None:
         assert update.is_confirmed(variant)
 
 
+@pytest.mark.parametrize("differs", [(2.0, 10.0), (10_000.0, 100_000.0)], ids=["early", "late"])
+def test_formulas_are_compared_at_many_steps(differs: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may have other bits only where steps are many: powers of betas depend on that."""
+
+    def stepped(kind: Any, form: Any, weight: Tensor, gradient: Tensor, state: Any, steps: float, settings: Any) -> Any:
+        found = step_as_torch(kind, form, weight, gradient, state, steps, settings)
+        if differs[0] <= steps <= differs[1]:
+            weight.mul_(1.5)
+        return found
+
+    variant = Variant("adamw", torch.float32, None, 0, False, True, near=True, like=Like(CPU, "foreach"))
+    monkeypatch.setattr(gpu, "_COUNT", 1 << 10)
+    with EmulatedGpu(ALL):
+        assert update.is_confirmed(variant)
+        forget()
+        monkeypatch.setattr(gpu, "step_as_torch", stepped)
+        assert not update.is_confirmed(variant)
+
+
 def test_what_a_gpu_computes_in_double_precision_is_not_known() -> None:
     assert gpu_recipes(Variant("sgd", torch.float32, None, 0, False, False, like=Like(CPU, "fused"))) == []
 
@@ -121,7 +141,7 @@ SETTINGS: dict[Any, dict[str, Any]] = {
     },
     torch._fused_adagrad_: {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-8, "maximize": False},
 }  # fmt: skip
-SHAPES = [(), (1,), (7,), (5, 33), (300, 70), (4, 3, 5, 5)]
+SHAPES = [(), (0,), (1,), (7,), (5, 33), (300, 70), (4, 3, 5, 5)]
 
 
 def state_for(kind: str, weight: Tensor) -> list[Any]:
@@ -137,8 +157,9 @@ def state_for(kind: str, weight: Tensor) -> list[Any]:
 @pytest.mark.parametrize("came", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("operator", SETTINGS, ids=FUSED_STEPS.get)
 def test_weights_of_all_shapes_have_the_gpus_bits(
-    operator: Any, came: torch.dtype, layout: str, changed: str | None
+    operator: Any, came: torch.dtype, layout: str, changed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpu, "_COUNT", 1 << 10)
     torch.manual_seed(0)
     kind, like = FUSED_STEPS[operator], Like(CPU, "foreach")
     for shape in SHAPES:
@@ -193,6 +214,40 @@ def test_weights_of_all_shapes_have_the_gpus_bits(
         assert torch.equal(cast, weight.detach().bfloat16()), shape
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_nesterov_momentum_alone_is_added_to_the_gradient(layout: torch.memory_format) -> None:
+    """torch adds it in place. User code sees the values, and autograd the new version."""
+    weight = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=layout))
+    weight.grad = torch.randn_like(weight)
+    average = torch.randn_like(weight)
+    settings = {
+        **SETTINGS[torch._fused_sgd_],
+        "nesterov": True,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "maximize": False,
+    }
+    like, expected = Like(CPU, "foreach"), weight.grad.clone()
+    version = weight.grad._version
+    with EmulatedGpu(), torch.no_grad():
+        step_as_torch("sgd", "foreach", weight.detach().clone(), expected, [average.clone()], 0.0, settings)
+        with InPieces({}, {}, {id(weight): like}), torch.DisableTorchFunctionSubclass():
+            torch._fused_sgd_([weight], [weight.grad], [average], **settings, grad_scale=None, found_inf=None)  # type: ignore[call-overload]
+    assert torch.equal(weight.grad, expected)
+    assert weight.grad._version > version
+
+
+def test_a_kernel_that_differs_from_the_confirmed_one_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that leaves out a factor stands for one that LLVM has compiled otherwise."""
+    variant = Variant("sgd", torch.bfloat16, None, 1, False, True, momentum=True, like=Like(CPU, "foreach"))
+    with EmulatedGpu():
+        assert update._checked(variant) is not None
+        update._checked.cache_clear()
+        monkeypatch.setattr(gpu_ir, "text", lambda what, recipe: text(replace(what, factors=0), recipe))
+        assert update.is_confirmed(variant)
+        assert update._checked(variant) is None
+
+
 @pytest.mark.parametrize("part", first(range(40), 0, second=range(1, 4), why="seconds of compiling each"), ids=str)
 def test_casts_and_factors_leave_the_gpus_bits(part: int) -> None:
     """Kernels that widen, multiply and cast are compared with the one that was compared with the GPU."""
@@ -208,13 +263,13 @@ def test_casts_and_factors_leave_the_gpus_bits(part: int) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_have_the_gpus_bits(dtype: torch.dtype, fused: bool) -> None:
+def test_norms_have_the_gpus_bits(fused: bool) -> None:
     with EmulatedGpu(ALL if fused else ALL - {"norm"}):
         assert gpu_norms.has_norms_of(CPU, 1)
-    gradients = [torch.randn(count).to(dtype) for count in (1, 6, 70_000, 131_073)]
-    for own, gradient in zip(gpu_norms.norms_like(CPU, gradients), gradients, strict=True):
-        assert float(own) == float(norm(gradient.float().numpy(), fused=fused))
+    for dtype in DTYPES:
+        gradients = [torch.randn(count).to(dtype) for count in (1, 6, 70_000, 131_073)]
+        for own, gradient in zip(gpu_norms.norms_like(CPU, gradients), gradients, strict=True):
+            assert float(own) == float(norm(gradient.float().numpy(), fused=fused))
 
 
 def test_the_sample_tells_formulas_of_norms_apart() -> None:
@@ -248,11 +303,26 @@ def test_many_chunks_are_compared_if_a_gradient_has_them(
 ) -> None:
     """This GPU adds up the sums of 600 chunks in another order; the emulator is asked for no norm as large as that."""
     monkeypatch.setattr(gpu_norms, "_MANY", 200_000)
+    monkeypatch.setattr(gpu_norms, "_COUNTS", (1, 2, 3, 300))
     with EmulatedGpu():
         assert gpu_norms.has_norms_of(CPU, 512 * 65536)
         if not equal:
             monkeypatch.setattr(gpu_norms, "foreach_norm", lambda tensors: [each.norm() * 2 for each in tensors])
         assert gpu_norms.has_norms_of(CPU, many) is equal
+
+
+@pytest.mark.parametrize("differs", DTYPES, ids=str)
+def test_norms_are_compared_in_each_dtype(differs: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of 16 bits have norms of 16 bits."""
+    monkeypatch.setattr(gpu_norms, "_COUNTS", (1, 2, 3, 300))
+    with EmulatedGpu():
+        assert gpu_norms.has_norms_of(CPU, 1)
+        forget()
+        monkeypatch.setattr(
+            gpu_norms, "foreach_norm",
+            lambda tensors: [each * 2 if each.dtype is differs else each for each in foreach_norm(tensors)],
+        )  # fmt: skip
+        assert not gpu_norms.has_norms_of(CPU, 1)
 
 
 def test_norms_that_differ_are_never_used() -> None:

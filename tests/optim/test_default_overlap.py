@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from sp_lightning.optim.background import BackgroundUpdates
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 BATCHES = 6
 
@@ -98,8 +100,15 @@ def both(
     return streamed, watches
 
 
-@pytest.mark.parametrize("clipped", CLIPPED)
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "clipped"),
+    first(
+        product(HOOKS, CLIPPED),
+        if_=lambda pair: pair[0] == "none" or pair[1] == "not clipped",
+        second=[(hook, "by norm") for hook in HOOKS],
+        why="each hook and each way to clip by itself are in the first tier",
+    ),
+)
 def test_the_mode_that_waits_least_is_taken(hook: str, clipped: str) -> None:
     """The first step shows whether backward needs a layer again."""
     (callbacks, by_hook), (options, by_clipping) = HOOKS[hook], CLIPPED[clipped]
@@ -154,9 +163,15 @@ TAKEN: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("clipped", ["not clipped", "by norm"])
-@pytest.mark.parametrize("what", TAKEN)
+@pytest.mark.parametrize(
+    ("what", "clipped", "again"),
+    first(
+        product(TAKEN, ["not clipped", "by norm"], [False, True]),
+        if_=lambda each: each[1:] in (("not clipped", True), ("by norm", False)),
+        second=[],
+        why="of each two choices all pairs are in the first tier",
+    ),
+)
 def test_what_was_taken_before_a_step_is_up_to_date_after_it(what: str, clipped: str, again: bool) -> None:
     """Reading such tensors does not show: so a step waits at once for layers whose memory user code holds."""
     both(lambda: Module(Stack()), lambda: [Keeps(TAKEN[what], again=again)], **CLIPPED[clipped][0])

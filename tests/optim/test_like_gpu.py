@@ -24,7 +24,8 @@ from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, Stepped, plain, 
 from tests.support.mixed import scaled
 from tests.support.models import Module, Stack
 from tests.support.on_disk import everything_below, on_disk
-from tests.support.runs import Outcome, assert_same, fit
+from tests.support.ranks import in_ranks
+from tests.support.runs import Outcome, assert_equal, assert_same, fit
 from tests.support.tiers import first
 
 pytest.importorskip("llvmlite")
@@ -34,7 +35,14 @@ CPU = torch.device("cpu")
 def ours(make: Any, usual: frozenset[str] = ALL, overlap: Any = "forward", **options: Any) -> Outcome:
     with gpu_device(usual):
         strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
-        return fit(make, BATCHES, strategy, recorded="losses", **options)
+        return fit(make, BATCHES, strategy, recorded="nothing", **options)
+
+
+def assert_same_gradients(found: Outcome, expected: Outcome) -> None:
+    """What the last step has left is equal: gradients that were clipped, say."""
+    last, theirs = ([p.grad for p in each.module.parameters()] for each in (found, expected))
+    assert any(each is not None for each in theirs)
+    assert_equal(last, theirs, "the last gradients")
 
 
 # ---------------------------------------------------------------------- whole runs
@@ -67,15 +75,17 @@ def test_runs_have_the_bits_of_plain_lightning_on_the_gpu(
     def given() -> dict[str, Any]:  # a scaler belongs to one trainer
         return options | (scaled() if precision == "16-mixed" else {"precision": precision})
 
-    found = ours(make, usual, overlap, **given())
+    found, expected = ours(make, usual, overlap, **given()), plain(make, usual, **given())
     assert ON_GPU in said(found)
-    assert_same(found, plain(make, usual, **given()))
+    assert_same(found, expected)
+    if overlap != "backward":  # which frees gradients
+        assert_same_gradients(found, expected)
 
 
 def test_the_cpus_bits_differ() -> None:
     """Otherwise the tests above would show nothing."""
     make = partial(Stepped, OPTIMIZERS["AdamW"])
-    of_gpu, of_cpu = plain(make), fit(make, BATCHES, recorded="losses")
+    of_gpu, of_cpu = plain(make), fit(make, BATCHES, recorded="nothing")
     assert any(not torch.equal(of_gpu.state[name], of_cpu.state[name]) for name in of_gpu.state)
 
 
@@ -116,10 +126,12 @@ def test_settings_may_change_during_a_run() -> None:
 
 
 class Turned(Stepped):
+    """A first beta of 0 is the least one. Its average has another formula."""
+
     def on_train_batch_end(self, *_: Any) -> None:
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
-                group["betas"] = (0.2, 0.99)
+                group["betas"] = (0.0, 0.99)
 
 
 def test_formulas_are_confirmed_when_settings_first_need_them() -> None:
@@ -130,7 +142,7 @@ def test_formulas_are_confirmed_when_settings_first_need_them() -> None:
 def test_a_formula_that_the_gpu_has_not_confirmed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     known = gpu.gpu_recipes
     monkeypatch.setattr(gpu, "gpu_recipes", lambda variant: known(variant) if variant.near else [])
-    with pytest.raises(RuntimeError, match=r"no formula is known for .*'beta1': 0\.2.*fused_optimizer=False"):
+    with pytest.raises(RuntimeError, match=r"no formula is known for .*'beta1': 0\.0.*fused_optimizer=False"):
         ours(partial(Turned, OPTIMIZERS["AdamW"]))
 
 
@@ -274,8 +286,15 @@ def test_sgd_leaves_the_gradients_that_it_leaves_on_the_gpu(precision: str) -> N
     assert_same(found, plain(make, precision=precision, callbacks=[theirs]))
     assert mine.seen
     assert all(map(torch.equal, mine.seen, theirs.seen))
-    last = [[p.grad for p in each.module.parameters()] for each in (found, plain(make, precision=precision))]
-    assert all(torch.equal(*pair) for pair in zip(*last, strict=True) if pair[1] is not None)
+    assert_same_gradients(found, plain(make, precision=precision))
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_what_sgd_adds_to_gradients_is_there_after_the_step(overlap: str) -> None:
+    """Without hooks on gradients these stay in 16 bits, and would lose what the step adds."""
+    make = partial(Stepped, partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True))
+    found, expected = ours(make, overlap=overlap, precision="bf16-mixed"), plain(make, precision="bf16-mixed")
+    assert_same_gradients(found, expected)
 
 
 class Turns(Stepped):
@@ -330,7 +349,7 @@ def test_gradients_and_state_on_a_disk(
     everything_below(monkeypatch, window=1 << 14)
     with gpu_device():
         strategy = on_disk(tmp_path, optimizer_overlap=overlap, fused_optimizer="auto")
-        found = fit(make, BATCHES, strategy, recorded="losses", **options)
+        found = fit(make, BATCHES, strategy, recorded="nothing", **options)
     assert ON_GPU in said(found)
     assert_same(found, plain(make, **options))
 
@@ -340,6 +359,28 @@ def test_a_scale_that_is_no_power_of_two() -> None:
     make = partial(Stepped, OPTIMIZERS["AdamW"])
     options = [scaled(init_scale=300.0) | {"gradient_clip_val": 0.1} for _ in range(2)]
     assert_same(ours(make, **options[0]), plain(make, **options[1]))
+
+
+def train_on_rank(overlap: str | None) -> tuple[str, dict[str, Tensor]]:
+    """Trains with Lightning's DDP, or with an overlap. Returns what the plan says, and the weights."""
+    make = partial(Stepped, OPTIMIZERS["AdamW"])
+    if overlap is None:
+        return "", plain(make, strategy="ddp", devices=2, gradient_clip_val=0.1).state
+    found = ours(make, overlap=overlap, devices=2, gradient_clip_val=0.1)
+    return said(found), found.state
+
+
+@pytest.mark.rest("two processes")
+def test_several_devices_have_the_gpus_bits_if_layers_are_updated_one_by_one() -> None:
+    """Whether a GPU confirms formulas is decided on each rank, and all ranks have to step in one way."""
+    for (text, state), (_, expected) in zip(
+        in_ranks(2, train_on_rank, "forward"), in_ranks(2, train_on_rank, None), strict=True
+    ):
+        assert ON_GPU in text
+        assert_equal(state, expected, "state")
+    for text, _ in in_ranks(2, train_on_rank, "off"):
+        assert 'with several devices and optimizer_overlap="off", the primary steps all layers at once' in text
+        assert ON_GPU not in text
 
 
 # ---------------------------------------------------------------------- what is against it
@@ -379,6 +420,7 @@ REASONS: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("foreach=False steps one parameter", partial(ADAMW, foreach=False), None, {}),
     ("fused=False steps one parameter", partial(ADAMW, fused=False), None, {}),
     ("the learning rate is a tensor", partial(ADAMW, lr=torch.tensor(0.1)), None, {}),
+    ("a beta is a tensor", partial(ADAMW, betas=(torch.tensor(0.9), torch.tensor(0.999))), None, {}),
     ("fused=True computes in double precision", partial(torch.optim.SGD, lr=0.1, fused=True), None, {}),
     ("a parameter is a Tagged", ADAMW, partial(with_parameter, Tagged(torch.ones(3))), {}),
     ("the dtype torch.float64", ADAMW, partial(nn.Linear, 3, 3, dtype=torch.float64), {}),
@@ -401,6 +443,35 @@ def test_nothing_is_against_a_usual_program() -> None:
     assert against(ADAMW, channels_last) == ""
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "unknown"),
+    [
+        (partial(ADAMW, weight_decay=0.0), lambda variant: variant.decays),
+        (OPTIMIZERS["SGD"], lambda variant: not variant.first),
+        (OPTIMIZERS["SGD"], lambda variant: variant.first),
+    ],
+    ids=["with decay", "later steps", "the first step"],
+)
+def test_formulas_of_later_steps_are_asked_for_at_set_up(
+    optimizer: Any, unknown: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler may begin weight decay, and SGD's momentum exists from its second step on."""
+    monkeypatch.setattr(like_gpu, "is_confirmed", lambda variant: not unknown(variant))
+    assert "no formula has the bits of its foreach step" in against(optimizer)
+
+
+def test_parameters_that_were_added_are_looked_at_once() -> None:
+    like, known = LikeGpu(CPU, fuse=False), set[int]()
+    usual, tagged = nn.Parameter(torch.ones(3)), Tagged(torch.ones(3))
+    optimizer = ADAMW([usual])
+    (group,) = optimizer.param_groups
+    assert like.against_group(group, known) == ""
+    assert known == {id(usual)}
+    group["params"].append(tagged)
+    assert like.against_group(group, known) == "a parameter is a Tagged"
+    assert like.against_group(group, {id(usual), id(tagged)}) == ""
+
+
 def test_an_unknown_gpu_is_said() -> None:
     """This CPU's own ``foreach`` operators, which are no GPU's."""
     forget()
@@ -419,6 +490,18 @@ def test_norms_of_several_dtypes_are_the_cpus() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16))
     assert LikeGpu(CPU, fuse=False).against_norms(ADAMW(module.parameters())) == "weights have several dtypes"
     assert LikeGpu(CPU, fuse=False).against_norms(ADAMW(module[0].parameters())) == ""
+
+
+def test_norms_are_confirmed_for_the_largest_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def has_norms_of(device: torch.device, largest: int) -> bool:
+        asked.append(largest)
+        return True
+
+    monkeypatch.setattr(like_gpu, "has_norms_of", has_norms_of)
+    LikeGpu(CPU, fuse=False).against_norms(ADAMW(nn.Linear(3, 4).parameters()))
+    assert asked == [12]
 
 
 def test_norms_that_no_formula_has_are_said() -> None:
@@ -452,6 +535,15 @@ def test_fused_optimizer_true_has_the_bits_of_fused_steps_on_the_gpu() -> None:
     expected = plain(partial(Stepped, OPTIMIZERS["AdamW, fused"]))
     for name, value in expected.state.items():
         assert torch.equal(found.state[name], value), name
+
+
+@pytest.mark.parametrize(("overlap", "all_threads"), [("off", True), ("forward", False)])
+def test_steps_that_are_waited_for_have_all_threads(overlap: Any, all_threads: bool) -> None:
+    """Nothing else computes meanwhile."""
+    with gpu_device() as devices:
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
+        fit(partial(Stepped, OPTIMIZERS["AdamW"]), BATCHES[:1], strategy, recorded="losses")
+    assert [each.background_threads for each in devices] == [torch.get_num_threads() if all_threads else None]
 
 
 def test_on_a_cpu_nothing_is_said() -> None:

@@ -306,9 +306,10 @@ FREE = ("thaws_within_a_step", "gives_a_gradient", "loads_its_own_state", "copie
 @pytest.mark.parametrize(
     "moment",
     first(
-        ["on_train_batch_start", "on_after_backward", "on_train_batch_end"], "on_after_backward", why="other moments"
+        ["on_train_batch_start", "on_after_backward", "on_train_batch_end"], "on_after_backward",
+        second=["on_train_batch_end"], why="other moments",
     ),
-)
+)  # fmt: skip
 @pytest.mark.parametrize(
     "touch", first(TOUCHES, "writes", "thaws_within_a_step", "exchanges", "loads_a_copy", why="other ways to a weight")
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -287,8 +288,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", first(OPTIONS, "k=1", why="where layers stay"))
-@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in float32"))
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    first(
+        product(["32-true", "bf16-mixed"], OPTIONS), ("bf16-mixed", "k=1"),
+        second=[("32-true", "k=1"), ("bf16-mixed", "k=3"), ("32-true", "keep_on_gpu")],
+        why="the same in float32, and where layers stay",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("how", HOW_TO_WRITE)
 def test_a_write_inside_of_the_layers_call_is_seen_there(how: str, precision: Any, options: str) -> None:
     """The host's memory was written, and the rest of the call went on with the device's: where the host computes, silently."""
