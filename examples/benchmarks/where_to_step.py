@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from sp_lightning.cli.answer import answer
-from sp_lightning.cli.arguments import make_parser, separate
+from sp_lightning.cli.arguments import Question, make_parser, separate
 from sp_lightning.cli.estimate import estimate_model
 
 MACHINES = {
@@ -33,7 +33,8 @@ OPTIMIZERS = ("adamw", "muon", "adamw8bit")
 def seconds(model: str, *options: str) -> float:
     """Of a whole step, all accumulated batches together."""
     given: Any = make_parser().parse_args(
-        ["plan", model, "--gradient-checkpointing", "--k", "2", "--k-prime", "1", *" ".join(options).split()]
+        ["plan", model, "--gradient-checkpointing", "--k", "2", "--k-prime", "1", *" ".join(options).split()],
+        namespace=Question(),
     )
     (question,) = separate(given)
     return question.accumulate_grad_batches * answer(estimate_model(question)).shown.prediction.seconds
