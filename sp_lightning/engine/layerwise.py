@@ -425,7 +425,13 @@ class LayerwiseStep:
         # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
-        stays = not (layer.own_slot is not None and self._is_held(layer, parameters)) and self._engine.staying(layer)
+        stays = layer.own_slot is not None
+        if stays and self._is_held(layer, parameters):
+            stays = False
+            self._updates.land(
+                layer
+            )  # another thread may hold what it has brought to the host, and the device counts still
+        stays = stays and self._engine.staying(layer)
 
         def update() -> None:
             if self._state is None:

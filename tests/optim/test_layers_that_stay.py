@@ -6,6 +6,7 @@ Each test was written after a program whose numbers differed without an error.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -136,6 +137,39 @@ def test_a_storage_that_user_code_has_kept_has_the_weights(way: str) -> None:
     with simulated():
         ours = run(WAYS[way]())
     assert ours == run("auto")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_casts_that_a_graph_has_saved_come_with_their_layer(way: str) -> None:
+    """User code asks for a layer between forward and backward."""
+
+    def look(trainer: Any, module: Any, *_: Any) -> None:
+        weight(module).norm()
+
+    def run(strategy: Any) -> Outcome:
+        does = Does(on_before_zero_grad=look)
+        return fit(Stepped, vectors(4), strategy, callbacks=[does], recorded="losses", precision="bf16-mixed")
+
+    with simulated():
+        ours = run(WAYS[way]())
+    assert_same(ours, run("auto"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_another_thread_has_kept_does_not_stop_updates(way: str) -> None:
+    def keep() -> Act:
+        kept: list[Tensor] = []
+
+        def act(trainer: Any, module: Any) -> None:
+            if trainer.global_step == 2:
+                thread = threading.Thread(target=lambda: kept.append(weight(module).detach()))
+                thread.start()
+                thread.join()
+
+        return act
+
+    ours = after_batches(keep(), momentum, WAYS[way]())
+    assert_same(ours, after_batches(keep(), momentum, "auto"))
 
 
 def test_a_layer_that_stays_never_takes_the_slot_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
