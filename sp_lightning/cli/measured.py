@@ -161,6 +161,7 @@ def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
         "k": [found["k"]],
         "k_prime": [found["k_prime"]],
         "accumulate_grad_batches": found["accumulate_grad_batches"],
+        "gpu_layers": found.get("gpu_layers", 0),
     }
     if found["precision"] in PRECISIONS:
         asked["precision"] = found["precision"]

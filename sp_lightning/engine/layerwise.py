@@ -210,11 +210,12 @@ class LayerwiseStep:
         self._updates.do_without(layer, self.needed.append)
 
     def _order(self) -> list[StreamedLayer]:
-        """All layers in the order in which the next forward needs them, which is how urgent their updates are.
+        """All layers by how urgent their updates are: those that stay, then others as the next forward needs them.
 
         On the device, on a disk and on several ranks updates are done in the order in which they are submitted.
         """
-        order = list(self._engine.order())
+        # Those that stay are first: to issue their steps takes the background little time, and the device has them soon.
+        order = sorted(self._engine.order(), key=lambda layer: layer.own_slot is None)
         in_order = self._engine.several or self._state is not None or self._on_device is not None
         self._updates.urgency = {} if in_order else {layer: at for at, layer in enumerate(order)}
         return order

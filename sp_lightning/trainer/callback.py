@@ -292,7 +292,8 @@ class SuperpipelineCallback(Callback):
             "devices": plan.ranks * plan.nodes, "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "k": plan.k, "k_prime": plan.k_prime, "activations": modes.pop() if len(modes) == 1 else "auto",
-            "optimizer_overlap": overlap, "optimizer_on": place, "device_bytes": self._strategy.stats().peak_allocated_bytes,
+            "optimizer_overlap": overlap, "optimizer_on": place, "gpu_layers": len(plan.stay),
+            "device_bytes": self._strategy.stats().peak_allocated_bytes,
             "waited": waited,
         }  # fmt: skip
         try:

@@ -222,7 +222,9 @@ class Tuner:
     def _read_timeline(self, timeline: Timeline) -> None:
         self.stop_timing()
         layers = self._streamer.plan.layers
-        visits, rates = measured(timeline.take(), len(layers), synchronous=self._device.synchronous)
+        visits, rates = measured(
+            timeline.take(), len(layers), synchronous=self._device.synchronous, stay=self._streamer.plan.stay
+        )
         if self._balanced and "recompute" in self._streamer.activations.modes.values():
             visits = without_second_forwards(visits)
         index_of = {layer.name: index for index, layer in enumerate(layers)}

@@ -57,7 +57,7 @@ def test_training_is_bitwise_equal(name: str, variant_name: str) -> None:
     assert_same(outcome, reference)
     chosen = variant.strategy.get("optimizer_overlap") == "auto"
     if not (variant.below or chosen):  # where any optimizer with state updates by layers, or may do so
-        there = "optimizer_on" in variant.strategy or ("gpu_layers" in variant.strategy and name != "sparse-embedding")
+        there = "optimizer_on" in variant.strategy or (bool(strategy.plan.stay) and name != "sparse-embedding")
         apart = there or (variant.background and case.fusible)
         assert bool(layers) == apart, "updates by layers, and nowhere else"
     if case.shown_by is not None and variant.strategy.get("activations") != "recompute":  # where blocks move whole
