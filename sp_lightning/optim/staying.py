@@ -123,6 +123,7 @@ class StayingLayers:
         self.nbytes = 0
 
     def _count(self) -> None:
+        """Counts :attr:`nbytes` anew, which is asked for several times for each layer."""
         masters = sum(each.memory.nbytes for each in self._weights.values() if each.memory is not None)
         self.nbytes = masters + sum(each.nbytes for parts in self._parts.values() for each in parts.values())
 
@@ -321,9 +322,8 @@ class StayingLayers:
             else:
                 device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
                 device.copy([gradient], [there], Stream.DOWNLOAD)
-        if (
-            written
-        ):  # steps of torch that write gradients are rare, so the host waits: user code may read it at any time
+        if written:
+            # User code may read it at any time, so the host waits. Few optimizers write gradients.
             for stream in (Stream.STEP, Stream.DOWNLOAD):
                 device.synchronize(device.record(stream), Wait.READ_AFTER_TAKE)
         layer.casts.mark_current()
