@@ -469,6 +469,8 @@ class LayerwiseStep:
             return True
         if self._steps_there(layer) and layer.own_slot is None:  # which holds the state itself
             return False
+        if self._engine.on_device is not None:
+            self._engine.on_device.forget((layer, self._optimizer))  # it does where the layer did not stay before
         state = state_of(self._optimizer)
         own = [dict.get(state, parameter, {}) for parameter in parameters]
         # A step in its own slot takes the state from the host: a dictionary that user code has kept would stay as it is.

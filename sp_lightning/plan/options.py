@@ -75,11 +75,12 @@ def checked_share(option: str, value: Any) -> Share:
     if isinstance(value, str) and value == "auto":
         return "auto"
     wanted = f'{option} must be a number of layers (8), a share of them (0.5) or "auto", found {value!r}.'
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    whole = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not (whole or isinstance(value, float)):
         raise TypeError(f"{wanted} For example {option}=8.")
-    if value < 0 or (isinstance(value, float) and value > 1):
+    if not value >= 0 or (not whole and value > 1):
         raise ValueError(f"{wanted} For example {option}=0.5.")
-    return value
+    return int(value) if whole else value
 
 
 def checked_budget(option: str, value: Any) -> int | float | None:

@@ -290,6 +290,7 @@ class Plan:
         """
         peak, on_host = self.taken(training=training)
         what = "weights, gradients and steps" if self.steps_on_device else "weights and gradients"
+        what += f" (with the optimizer state of the {len(self.stay)} that stay)" * bool(self.stay)
         what, plain = what if training else "weights", self._plain(training, state)
         saves = f"take {in_gib(peak)} of device memory"
         if plain:

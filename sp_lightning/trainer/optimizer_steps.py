@@ -71,6 +71,7 @@ class OptimizerSteps:
         self.overlap: Overlap = "off"
         self._why = ""  # what prevents a faster mode
         self._bits = GpuBits(None)
+        self._none_stay = ""  # why gpu_layers="auto" keeps no layer on the device
         self._early = EarlyUpdates.NO
         self._place = StepPlace(run, options, self._count_as)
         self._step_hooks = StepHooks(run, self._fuses_whole)
@@ -169,8 +170,8 @@ class OptimizerSteps:
             scaled=scaler_of(trainer) is not None,
             clips=self._clips() == "norm" or clips_in_its_own_way(self._run.module),
         )
-        whole = self._run.steps_on_device or (bool(bits.stepping) and bits.whole)
-        self._run.let_layers_stay(whole and not against_steps_on_device(trainer, self._real_optimizers))
+        self._none_stay = self._against_staying(bits)
+        self._run.let_layers_stay(not self._none_stay)
         if waits and (by_layers or bits.stepping):
             # The bits of a step that is not fused depend on the number of threads.
             streamer.device.background_threads = torch.get_num_threads()
@@ -203,6 +204,21 @@ class OptimizerSteps:
         if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
             self._logged = mode
+
+    def _against_staying(self, bits: GpuBits) -> str:
+        """Returns why ``gpu_layers="auto"`` keeps no layer on the device; empty if it may."""
+        options, run = self._options, self._run
+        if run.engine.device.computes_on_host:
+            return "the model computes on the CPU"
+        if self._ranks is not None or options.disk is not None or run.shares_base:
+            return "it is not supported with several devices, a disk or a SharedBase"
+        if not self._real_optimizers:
+            return "nothing is trained"
+        if why := against_steps_on_device(self._trainer, self._real_optimizers):
+            return why
+        if run.steps_on_device or (bits.stepping and bits.whole):
+            return ""
+        return "steps on the CPU differ from the GPU's in the last bits, so results would depend on it"
 
     def _against_gpu_bits(self, by_layers: bool) -> str:
         """Returns why all CPU steps differ from the GPU's in the last bits; empty if some may have the same.
@@ -411,6 +427,8 @@ class OptimizerSteps:
         if self._place.remark:
             remarks.append(self._place.remark)
         remarks[:0] = self.bits()
+        if self._options.gpu_layers == "auto" and self._none_stay:
+            remarks.append(f'No layer stays on the GPU (gpu_layers="auto"): {self._none_stay}.')
         stepping = self._real_optimizers if self._logged is not None else ()
         names = {
             type(optimizer).__name__
@@ -422,11 +440,15 @@ class OptimizerSteps:
             why = off = ""
             if self._options.fused_optimizer == "auto" and overlap in ("forward", "backward"):
                 why, off = f', which optimizer_overlap="{overlap}" needs', ' with optimizer_overlap="off"'
-            remarks.insert(
-                0,
-                f"{' and '.join(sorted(names))} runs fused on the CPU{why}: results are bitwise those of plain Lightning whose "
-                f"optimizer has fused=True and steps on the CPU; fused_optimizer=False{off} leaves it as it is.",
-            )
+            said = f"{' and '.join(sorted(names))} runs fused on the CPU{why}"
+            if self._run.engine.plan.stay:
+                said += ", and layers that stay step as you made it: weights are those of neither."
+            else:
+                said += (
+                    ": results are bitwise those of plain Lightning whose optimizer has fused=True and steps on the CPU; "
+                    f"fused_optimizer=False{off} leaves it as it is."
+                )
+            remarks.insert(0, said)
         return remarks
 
     def _fuses_a_group(self, optimizer: Optimizer) -> bool:

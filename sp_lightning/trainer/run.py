@@ -197,9 +197,14 @@ class Run:
         """Whether layers are stepped on the device, as far as is decided."""
         return self._window.steps_on_device
 
+    @property
+    def shares_base(self) -> bool:
+        """Whether the run is a trial of a SharedBase."""
+        return self._trial is not None
+
     def let_layers_stay(self, may: bool) -> None:
         """Says whether results would be the same if layers stayed on the device, so that ``gpu_layers="auto"`` may choose it."""
-        self._window.may_stay = may and self._trial is None and self._options.disk is None
+        self._window.may_stay = may
 
     def most_that_stay(self) -> int:
         """How many layers could stay on the device with their optimizer state; 0 if that is not known, or if some do."""

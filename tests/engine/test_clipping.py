@@ -42,7 +42,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def layer(parameters: list[nn.Parameter], use_gradients: Callable[[], bool] = lambda: True) -> Any:
     """A layer whose gradients are measured at once, as those on a disk are."""
-    made = SimpleNamespace(block=SimpleNamespace(parameters=parameters), use_gradients=use_gradients)
+    block = SimpleNamespace(parameters=parameters)
+    made = SimpleNamespace(block=block, use_gradients=use_gradients, own_slot=None)
     made.family = [made]
     return made
 
@@ -50,7 +51,7 @@ def layer(parameters: list[nn.Parameter], use_gradients: Callable[[], bool] = la
 def clipping(parameters: list[nn.Parameter], layers: dict[int, Any] | None = None) -> Clipping:
     device = SimpleNamespace(access=lambda *_, **__: None)
     engine: Any = SimpleNamespace(
-        on_device=None, device=device, layer_of=lambda parameter: (layers or {}).get(id(parameter))
+        on_device=None, all_on_device=False, device=device, layer_of=lambda parameter: (layers or {}).get(id(parameter))
     )
     return Clipping(torch.optim.SGD(parameters, lr=0.1), engine, CPU)
 

@@ -200,6 +200,35 @@ def test_none_stays_by_choice_where_bits_would_depend_on_it() -> None:
     assert not strategy.plan.stay
 
 
+def test_why_none_stays_by_choice_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("llvmlite")
+    with caplog.at_level(logging.INFO, "lightning.pytorch.superpipeline"):
+        chosen(2**20, fused_optimizer=False)
+        assert 'No layer stays on the GPU (gpu_layers="auto"): steps on the CPU differ from the GPU\'s' in caplog.text
+        fit(Stepped, vectors(2), SuperpipelineStrategy(gpu_layers="auto"), recorded="losses")
+        assert 'No layer stays on the GPU (gpu_layers="auto"): the model computes on the CPU.' in caplog.text
+
+
+def test_as_many_stay_with_all_steps_on_the_gpu() -> None:
+    """State that the first steps have made on the host is no reason against that: nobody else holds it."""
+    counts = Counts()
+    with simulated(capacity=2**20):
+        strategy = SuperpipelineStrategy(gpu_layers="auto", optimizer_on="gpu")
+        ours = fit(Stepped, vectors(9), strategy, recorded="losses", callbacks=[counts])
+    assert len(strategy.plan.stay) == len(strategy.plan.layers)
+    for name in MOVED:
+        assert not any(counts.per_step(name)[-3:]), name
+    assert_same(ours, fit(Stepped, vectors(9), recorded="losses"))
+
+
+def test_fused_steps_on_the_cpu_promise_nothing_where_layers_stay(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = SuperpipelineStrategy(k=1, gpu_layers=3, optimizer_overlap="forward")
+    with caplog.at_level(logging.INFO, "lightning.pytorch.superpipeline"):
+        fit(Stepped, vectors(2), strategy, recorded="losses")
+    assert "layers that stay step as you made it: weights are those of neither" in caplog.text
+    assert "results are bitwise" not in caplog.text
+
+
 class ReadsWeights(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         pl_module.net.stem.weight.sum()
@@ -298,6 +327,7 @@ def test_what_cannot_step_there(make: Any, message: str) -> None:
     [
         (-1, ValueError, 'a number of layers (8), a share of them (0.5) or "auto", found -1'),
         (1.5, ValueError, "found 1.5. For example gpu_layers=0.5"),
+        (float("nan"), ValueError, "found nan"),
         (True, TypeError, "found True"),
         ("all", TypeError, "found 'all'"),
     ],
