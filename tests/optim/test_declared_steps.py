@@ -271,7 +271,8 @@ def of_guide() -> type[Optimizer]:
     """The class that a guide shows."""
     text = Path(__file__).parents[2].joinpath("examples", "guide", "updates.md").read_text()
     found: dict[str, Any] = {"__name__": "guide"}
-    exec(text.split("```python\n")[1].split("```")[0], found)
+    blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
+    exec(next(block for block in blocks if "class MuonAndAdamW" in block), found)
     return found["MuonAndAdamW"]  # type: ignore[no-any-return]
 
 
