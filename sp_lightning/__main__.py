@@ -1,4 +1,4 @@
-"""The entry of ``python -m sp_lightning`` and of ``superpipeline``. The commands are in :mod:`sp_lightning.cli`."""
+"""The entry of ``python -m sp_lightning`` and of ``superpipeline``. The commands are in :mod:`sp_lightning.planner`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import sp_lightning
-from sp_lightning.cli.arguments import LIGHTNING, PROGRAM, Question, make_parser, read, separate
+from sp_lightning.planner.arguments import LIGHTNING, PROGRAM, Question, make_parser, read, separate
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,7 +43,7 @@ def _import_the_rest() -> None:
 
 
 def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
-    from sp_lightning.cli import commands, measured
+    from sp_lightning.planner import commands, measured
 
     if given is None:
         commands.run_lightning(arguments)

@@ -24,9 +24,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.comparison.check import check
-from sp_lightning.device.rank_order import rank_order_hook
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.ranks.rank_order import rank_order_hook
 from sp_lightning.sharing.shared_base import SharedBase
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.strategy import SuperpipelineStrategy

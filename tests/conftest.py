@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -16,13 +16,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from sp_lightning.activations import offload
-from sp_lightning.activations.calls import Activations
-from sp_lightning.device.torch_private import ENGINE_CALL
 from sp_lightning.engine.streamer import Streamer
-from tests.support.crowded import crowded
+from sp_lightning.torch_compat.private import ENGINE_CALL
 from tests.support.imported import imports_are_over
 from tests.support.seconds import move_down
+
+if TYPE_CHECKING:
+    from sp_lightning.activations.calls import Activations
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -86,12 +86,16 @@ def _nothing_left_behind() -> Iterator[None]:
 @pytest.fixture
 def everything_is_worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of offloaded activations, whose models are small."""
+    from sp_lightning.activations import offload
+
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
 
 
 @pytest.fixture
 def nothing_fits() -> Iterator[None]:
     """For tests of ``activations="auto"``, whose models are small."""
+    from tests.support.crowded import crowded
+
     with crowded():
         yield
 

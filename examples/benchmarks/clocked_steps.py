@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.tune.clocks import ClockDevice
-from sp_lightning.tune.simulator import Walk
-from sp_lightning.tune.visits import Rates, Visit
+from sp_lightning.tuning.clocks import ClockDevice
+from sp_lightning.tuning.simulator import Walk
+from sp_lightning.tuning.visits import Rates, Visit
 
 MOST = 1.05
 """The aim: measured ÷ planned."""

@@ -25,8 +25,8 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Wait
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.tune.simulator import Walk
-from sp_lightning.tune.visits import Rates, Visit
+from sp_lightning.tuning.simulator import Walk
+from sp_lightning.tuning.visits import Rates, Visit
 
 LAYERS, STEPS = 28, 6
 Mode = Literal["off", "forward", "backward"]

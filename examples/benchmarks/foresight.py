@@ -22,8 +22,8 @@ from examples.benchmarks.workloads import PRECISIONS, WARM_UP, Task, Workload, b
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.timeline import Interval
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
-from sp_lightning.tune.simulator import Walk
-from sp_lightning.tune.visits import measured
+from sp_lightning.tuning.simulator import Walk
+from sp_lightning.tuning.visits import measured
 
 
 class Watch(meter.Meter):

@@ -14,8 +14,8 @@ from torch import nn
 
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.tune.simulator import Walk
-from sp_lightning.tune.visits import Rates, Visit
+from sp_lightning.tuning.simulator import Walk
+from sp_lightning.tuning.visits import Rates, Visit
 
 LAYERS, BATCHES = 28, 8
 CASES = {

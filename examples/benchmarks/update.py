@@ -28,8 +28,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from examples.benchmarks import cli, rows
 from sp_lightning.kernels import norms
 from sp_lightning.kernels import update as kernels
-from sp_lightning.optim.pieces import InPieces, piece_size
-from sp_lightning.weights.narrow_gradient import Change, Factor, Norms, change, keep_narrow, stored
+from sp_lightning.layers.narrow_gradient import Change, Factor, Norms, change, keep_narrow, stored
+from sp_lightning.updates.pieces import InPieces, piece_size
 
 LAYERS = 16
 MAX_NORM = 1e-3  # so small that every step clips

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from sp_lightning.activations.fingerprints import WeightAt
 from sp_lightning.activations.headroom import Headroom, Kept
 from sp_lightning.activations.offload import Offload, SavedReference, UnitCall
+from sp_lightning.activations.policy import EXEMPT, Call, Mode
 from sp_lightning.activations.recompute import OutsideWatch, Recompute, Rerun, first_runs, is_checkpointed
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import HostRing
-from sp_lightning.device.modes import never_compiled
-from sp_lightning.device.torch_private import (
+from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.torch_compat.modes import never_compiled
+from sp_lightning.torch_compat.private import (
     COMPILED_CALL,
     current_graph_task,
     forward_mode_level,
@@ -29,8 +31,6 @@ from sp_lightning.device.torch_private import (
     trace_only_inlined,
     tree_leaves,
 )
-from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode
-from sp_lightning.plan.plan import PlannedLayer
 
 Stored = SavedReference | Kept
 """What a graph holds in place of a saved tensor that is offloaded, or may be later."""

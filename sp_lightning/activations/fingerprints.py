@@ -22,8 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import PAGE, flat_bytes
-from sp_lightning.device.modes import never_compiled, unseen
-from sp_lightning.device.torch_private import (
+from sp_lightning.model.wrapped import OffloadedWrapper, parts
+from sp_lightning.torch_compat.modes import never_compiled, unseen
+from sp_lightning.torch_compat.private import (
     base_of,
     is_traceable_wrapper_subclass,
     sparse_indices,
@@ -32,7 +33,6 @@ from sp_lightning.device.torch_private import (
     top_saved_tensors_hooks,
     tree_leaves,
 )
-from sp_lightning.model.wrapped import OffloadedWrapper, parts
 
 WeightAt = Callable[[int, int], tuple[Any, ...] | None]
 """Takes the address of a storage and bytes from its start. Returns which weight lies there now, as the index of its layer and its

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.activations.offload import Offload, SavedReference, UnitCall
-from sp_lightning.device.torch_private import tree_leaves
+from sp_lightning.torch_compat.private import tree_leaves
 
 _COPIES = 4
 """So many float32 tensors of a layer's widest result may be alive at once. A loss has four: logits, their log-softmax, and both

@@ -30,9 +30,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import HostRing, PinnedMemory
 from sp_lightning.device.layout import strided
-from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.torch_private import preserve_version_counter, storage_id
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.private import preserve_version_counter, storage_id
 
 # Storages of fewer bytes stay: they are not worth the host's time.
 WORTH_MOVING = 2**18

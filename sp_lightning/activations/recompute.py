@@ -32,8 +32,8 @@ from sp_lightning.activations.once_only import explained, known_cause
 from sp_lightning.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.device.accelerator import generator_states, set_generator_states
 from sp_lightning.device.device import Device
-from sp_lightning.device.modes import no_transforms
-from sp_lightning.device.torch_private import (
+from sp_lightning.torch_compat.modes import no_transforms
+from sp_lightning.torch_compat.private import (
     TORCHSCRIPT,
     checkpoint_hook,
     current_graph_task,

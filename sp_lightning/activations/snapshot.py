@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.backends import cuda as attention
 
 from sp_lightning.device.layout import flat_bytes
-from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.torch_private import COMPILED_CALL, RNN_WEIGHTS, NormBase, overlaps_itself
 from sp_lightning.model.found import join_names
+from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.private import COMPILED_CALL, RNN_WEIGHTS, NormBase, overlaps_itself
 
 TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
 """A module of these packages keeps no state in a forward but its buffers, and tensors that hooks set as attributes."""

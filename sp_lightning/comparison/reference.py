@@ -10,9 +10,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.optim.fused import has_fused_step, runs_fused
-from sp_lightning.optim.like_gpu import LikeGpu
+from sp_lightning.kernels.like_gpu import LikeGpu
 from sp_lightning.trainer.user_hooks import scaler_of
+from sp_lightning.updates.fused import has_fused_step, runs_fused
 
 
 class StepsOnHost(SingleDeviceStrategy):

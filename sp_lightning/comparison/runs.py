@@ -28,14 +28,14 @@ from sp_lightning.comparison.record import Entry, Record, flatten, held
 from sp_lightning.comparison.reference import StepsOnHost
 from sp_lightning.comparison.subject import NotRunError, RunInputs, Subject, without_files
 from sp_lightning.device.accelerator import device_for
-from sp_lightning.device.torch_private import current_graph_task
+from sp_lightning.kernels.like_gpu import LikeGpu
+from sp_lightning.layers.slots import poisoned
+from sp_lightning.layers.writes import digest
 from sp_lightning.observe.stats import Stats
-from sp_lightning.optim.like_gpu import LikeGpu
 from sp_lightning.plan.plan import Plan
+from sp_lightning.torch_compat.private import current_graph_task
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
-from sp_lightning.weights.slots import poisoned
-from sp_lightning.weights.writes import digest
 
 
 @dataclass(frozen=True)

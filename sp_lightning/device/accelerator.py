@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import whole_pages
-from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Timeline
+from sp_lightning.torch_compat.modes import no_inference_mode
 
 _NEW_ZERO = 10.0
 """Seconds from one zero event of a timeline to the next. Until then elapsed times go in steps of a microsecond at most."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sp_lightning.device.background_thread import BackgroundThread
 from sp_lightning.device.layout import PAGE, whole_pages
-from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Kind, Timeline
-from sp_lightning.device.torch_private import copy_each
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.private import copy_each
 
 KERNEL_THREADS = 2
 """The cores that background work leaves free if there are more: one for Python, which launches kernels in forward, and one for

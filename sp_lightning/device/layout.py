@@ -14,13 +14,12 @@ import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.torch_private import TENSOR_METADATA, null_storage, refuse_access, storage_id
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.private import null_storage, refuse_access, storage_id
 
 ALIGNMENT = 512
 """Every parameter begins at a multiple of so many bytes, as it would if torch's CUDA allocator had placed it.
@@ -162,33 +161,6 @@ def absent(like: Span | Tensor, device: torch.device, why: str) -> Tensor:
         result = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, stride)
     refuse_access(storage_id(storage), why)
     return result
-
-
-# ---------------------------------------------------------------------- what is known of a tensor without its memory
-
-
-def _metadata() -> frozenset[Any]:
-    attributes = (
-        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_xpu",
-        "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "itemsize", "nbytes",
-        "names", "output_nr", "retains_grad", *TENSOR_METADATA,
-    )  # fmt: skip
-    methods = (
-        "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_inference", "get_device",
-        "ndimension", "is_signed", "__len__", "has_names",
-    )  # fmt: skip
-    functions = ("numel", "is_floating_point", "is_complex", "is_inference", "is_signed")
-    found = [getattr(Tensor, name).__get__ for name in attributes if hasattr(getattr(Tensor, name, None), "__get__")]
-    found += [getattr(Tensor, name) for name in methods if hasattr(Tensor, name)]
-    found += [getattr(torch, name) for name in functions]
-    return frozenset(found)
-
-
-METADATA = _metadata()
-"""The functions, as ``__torch_function__`` receives them, that read a tensor's metadata and never its memory."""
-
-UNCHANGED_BY_UPDATES = METADATA - {Tensor._version.__get__} | {Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
-"""Those of them that an optimizer's step does not change."""
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

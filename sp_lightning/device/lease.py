@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from sp_lightning.device.layout import Span, strided, view
-from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.torch_private import storage_id, storage_use_count
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.private import storage_id, storage_use_count
 
 MOST_SAVED = 256
 """How many different saved views a lease keeps. A model that slices its weights elsewhere in each step has no end of them."""

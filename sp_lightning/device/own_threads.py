@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 
-from sp_lightning.device.torch_private import current_graph_task
+from sp_lightning.torch_compat.private import current_graph_task
 
 
 class LateError(RuntimeError):

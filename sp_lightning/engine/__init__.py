@@ -28,6 +28,6 @@ with the host's parameters after every step, gradients in ``param.grad``, counte
 (``optim``, ``weights``, ``kernels``, ``activations``, ``store``, ``observe``, ``plan``, ``model``, ``device``), never Lightning.
 
 Lower wings call back only in two ways: ``weights`` (device parameters, tables, gradients) through the protocol
-:class:`~sp_lightning.weights.parameter_group.EngineCallbacks`, which ``access.Access`` implements, and a recomputed unit of
+:class:`~sp_lightning.layers.parameter_group.EngineCallbacks`, which ``access.Access`` implements, and a recomputed unit of
 ``activations`` through ``Access.rerun``. The rule throughout: a wrong guess costs an upload, never a result.
 """

@@ -20,22 +20,22 @@ from torch import Tensor, nn
 
 from sp_lightning.activations.recompute import first_runs
 from sp_lightning.device.device import Stream, Wait
-from sp_lightning.device.modes import held
 from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, LateError
-from sp_lightning.device.patched import elsewhere, scope
-from sp_lightning.device.torch_private import (
-    DIFFERENTIATING,
-    interpreter_stack,
-    tree_leaves,
-)
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.module_calls import Visits
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
 from sp_lightning.engine.step import Part, Step
-from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
-from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.slots import Staged
+from sp_lightning.layers.device_parameter import DeviceParameter, hides_stand_ins
+from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.layers.slots import Staged
+from sp_lightning.torch_compat.modes import held
+from sp_lightning.torch_compat.patched import elsewhere, scope
+from sp_lightning.torch_compat.private import (
+    DIFFERENTIATING,
+    interpreter_stack,
+    tree_leaves,
+)
 
 
 class Access(Part):

@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
+from sp_lightning.experts.embedding_rows import EmbeddingRows
+from sp_lightning.experts.expert_rows import ExpertRows
+from sp_lightning.layers.host_casts import Casts
+from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.layers.parameter_group import ParameterGroup
 from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, BlockMemory, Staging
-from sp_lightning.weights.embedding_rows import EmbeddingRows
-from sp_lightning.weights.expert_rows import ExpertRows
-from sp_lightning.weights.host_casts import Casts
-from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.parameter_group import ParameterGroup
 
 
 def make_layers(

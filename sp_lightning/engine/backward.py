@@ -15,12 +15,12 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from sp_lightning.device.cast_gradient import CastGradient
-from sp_lightning.device.torch_private import current_graph_task, queue_callback
 from sp_lightning.engine.step import Part, Step, StepKind
-from sp_lightning.weights.device_parameter import Untouched, tensor_grad
-from sp_lightning.weights.gradient_sink import Wanted
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.layers.device_parameter import Untouched, tensor_grad
+from sp_lightning.layers.gradient_sink import Wanted
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.torch_compat.cast_gradient import CastGradient
+from sp_lightning.torch_compat.private import current_graph_task, queue_callback
 
 
 class PendingCall:

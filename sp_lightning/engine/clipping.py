@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Stream
 from sp_lightning.device.layout import is_dense
-from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.engine.updating import Updating
 from sp_lightning.kernels.gpu_norms import DTYPES
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import Change, Factor, Norms, as_it_came, change, stored
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.narrow_gradient import Change, Factor, Norms, as_it_came, change, stored
+from sp_lightning.torch_compat.private import accumulation_hooks
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""

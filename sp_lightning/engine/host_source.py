@@ -14,16 +14,16 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.plan.state_placement import AccessPredictor
+from sp_lightning.disk.direct_file import Transfer
+from sp_lightning.disk.state_placement import AccessPredictor
+from sp_lightning.disk.weights_in_files import FileBlock
+from sp_lightning.layers.layer import AllRows, Kind, StreamedLayer
+from sp_lightning.layers.lent_weights import keep_saved
+from sp_lightning.layers.slots import BlockSource, Slots, Staged
+from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
-from sp_lightning.store.direct_file import Transfer
-from sp_lightning.store.weights_in_files import FileBlock
-from sp_lightning.weights.layer import AllRows, Kind, StreamedLayer
-from sp_lightning.weights.lent_weights import keep_saved
-from sp_lightning.weights.slots import BlockSource, Slots, Staged
-from sp_lightning.weights.writes import WeightWatch
+from sp_lightning.updates.background import BackgroundUpdates
 
 
 class HostSource(BlockSource):

@@ -23,19 +23,19 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.lease import held_elsewhere
-from sp_lightning.device.patched import in_place_of, state_of
-from sp_lightning.device.torch_private import tree_map
+from sp_lightning.disk.away import OnDiskTensor, give
+from sp_lightning.disk.state_on_disk import StateOnDisk
 from sp_lightning.engine.clipping import Clipping, by_value
 from sp_lightning.engine.updating import Updating
-from sp_lightning.optim.alone import constants_of, is_declared
-from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
-from sp_lightning.optim.like_gpu import LikeGpu
-from sp_lightning.optim.pieces import InPieces
-from sp_lightning.optim.state_on_disk import StateOnDisk
-from sp_lightning.optim.step_context import StepContext, compiles, reads_settings
-from sp_lightning.store.away import OnDiskTensor, give
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import Change, as_it_came, change, drop, stored
+from sp_lightning.gpu_steps.alone import constants_of, is_declared
+from sp_lightning.kernels.like_gpu import LikeGpu
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.narrow_gradient import Change, as_it_came, change, drop, stored
+from sp_lightning.torch_compat.patched import in_place_of, state_of
+from sp_lightning.torch_compat.private import tree_map
+from sp_lightning.updates.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
+from sp_lightning.updates.pieces import InPieces
+from sp_lightning.updates.step_context import StepContext, compiles, reads_settings
 
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
 Groups = list[dict[str, Any]]

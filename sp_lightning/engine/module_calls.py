@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from sp_lightning.device.around_calls import release, surround
-from sp_lightning.device.modes import never_compiled
-from sp_lightning.device.torch_private import trace_only_inlined
-from sp_lightning.weights.expert_rows import ExpertRows
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.experts.expert_rows import ExpertRows
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.torch_compat.around_calls import release, surround
+from sp_lightning.torch_compat.modes import never_compiled
+from sp_lightning.torch_compat.private import trace_only_inlined
 
 Visits = Sequence[StreamedLayer]
 

@@ -15,25 +15,25 @@ import torch
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import return_free_memory
 from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
-from sp_lightning.device.ranks import Ranks
+from sp_lightning.disk.away import note_on_disk
+from sp_lightning.disk.mapped_file import MappedFile, page_out
+from sp_lightning.disk.state_placement import OnDisk
+from sp_lightning.disk.weights_in_files import FileBlock, FilePlace, WeightReader
 from sp_lightning.engine.host_source import FileSource, HostSource
 from sp_lightning.engine.step import Step
-from sp_lightning.engine.turns import RankTurns, SharedSource, written_here
+from sp_lightning.layers.gradient_sink import GradientSink
+from sp_lightning.layers.gradients import Gradients
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.uploads import SlicedUploads, Uploads
 from sp_lightning.model.found import Layer
-from sp_lightning.optim.background import BackgroundUpdates, SharedUpdates
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.away import note_on_disk
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.ranks.reduced_gradients import ReducedGradients
+from sp_lightning.ranks.turns import RankTurns, SharedSource, written_here
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, BlockMemory, Staging, shared_allocator
-from sp_lightning.store.mapped_file import MappedFile, page_out
-from sp_lightning.store.weights_in_files import FileBlock, FilePlace, WeightReader
-from sp_lightning.weights.gradient_sink import GradientSink
-from sp_lightning.weights.gradients import Gradients
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.reduced_gradients import ReducedGradients
-from sp_lightning.weights.uploads import SlicedUploads, Uploads
+from sp_lightning.updates.background import BackgroundUpdates, SharedUpdates
 
 
 class Placement:

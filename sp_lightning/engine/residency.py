@@ -1,8 +1,8 @@
 """Residency: which layers are on the device, which of them are in use, and when the others come and go.
 
 This file holds the schedule and nothing else. What a slot's memory means to the modules is the concern of its
-:class:`~sp_lightning.weights.lent_weights.SlotUsers`; where bytes come from, that of a
-:class:`~sp_lightning.weights.slots.BlockSource`. The simulator drives this very class with a device of clocks. The caller
+:class:`~sp_lightning.layers.lent_weights.SlotUsers`; where bytes come from, that of a
+:class:`~sp_lightning.layers.slots.BlockSource`. The simulator drives this very class with a device of clocks. The caller
 holds the engine's lock.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from sp_lightning.gpu_steps.on_device import StepsOnDevice
+from sp_lightning.layers.gradient_sink import GradientSink
+from sp_lightning.layers.layer import Slot, StreamedLayer
+from sp_lightning.layers.lent_weights import SlotUsers
+from sp_lightning.layers.prefetch import Prefetch
+from sp_lightning.layers.residents import Residents
+from sp_lightning.layers.slots import BlockSource, Slots
 from sp_lightning.model.found import Found, tensor_bytes
-from sp_lightning.optim.on_device import StepsOnDevice
 from sp_lightning.plan.plan import Plan
-from sp_lightning.weights.gradient_sink import GradientSink
-from sp_lightning.weights.layer import Slot, StreamedLayer
-from sp_lightning.weights.lent_weights import SlotUsers
-from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.slots import BlockSource, Slots
 
 
 class Residency:

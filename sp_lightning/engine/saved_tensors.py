@@ -19,13 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.activations.calls import Stored
 from sp_lightning.device.lease import SavedView, SavedViews
-from sp_lightning.device.modes import held, never_compiled
-from sp_lightning.device.torch_private import base_of, current_graph_task, top_saved_tensors_hooks
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part
-from sp_lightning.weights.casts import SavedValues
-from sp_lightning.weights.device_parameter import DeviceParameter
-from sp_lightning.weights.layer import Kind, Rows, StreamedLayer
+from sp_lightning.layers.casts import SavedValues
+from sp_lightning.layers.device_parameter import DeviceParameter
+from sp_lightning.layers.layer import Kind, Rows, StreamedLayer
+from sp_lightning.torch_compat.modes import held, never_compiled
+from sp_lightning.torch_compat.private import base_of, current_graph_task, top_saved_tensors_hooks
 
 
 class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValues | None, Rows]):

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sp_lightning.activations.calls import Activations
-from sp_lightning.device.board import LOST
 from sp_lightning.device.device import Device
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.residency import Residency
-from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.weights.gradient_sink import GradientSink
-from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.lent_weights import BoundWeights
-from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.slots import BlockSource
-from sp_lightning.weights.swap import ParameterSwap
-from sp_lightning.weights.writes import WeightWatch
+from sp_lightning.layers.gradient_sink import GradientSink
+from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.layers.lent_weights import BoundWeights
+from sp_lightning.layers.residents import Residents
+from sp_lightning.layers.slots import BlockSource
+from sp_lightning.layers.swap import ParameterSwap
+from sp_lightning.layers.writes import WeightWatch
+from sp_lightning.ranks.board import LOST
+from sp_lightning.updates.background import BackgroundUpdates
 
 
 class StepKind(enum.Enum):

@@ -11,11 +11,11 @@ from functools import partial
 from torch import Tensor, nn
 
 from sp_lightning.activations.calls import Activations
+from sp_lightning.activations.policy import Mode
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import HostRing
 from sp_lightning.device.own_threads import OwnThreads
-from sp_lightning.device.patched import unwatch, watch
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
@@ -25,20 +25,20 @@ from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.engine.updating import Updating
+from sp_lightning.gpu_steps.on_device import StepsOnDevice
+from sp_lightning.layers.buffers import AveragesOnDevice, PrunedWeights
+from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.layers.lent_weights import BoundWeights
+from sp_lightning.layers.prefetch import Prefetch
+from sp_lightning.layers.residents import Residents
+from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.swap import ParameterSwap
+from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
-from sp_lightning.optim.on_device import StepsOnDevice
-from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block_memory import Staging
-from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
-from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.lent_weights import BoundWeights
-from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.swap import ParameterSwap
-from sp_lightning.weights.writes import WeightWatch
+from sp_lightning.torch_compat.patched import unwatch, watch
 
 
 class Streamer:

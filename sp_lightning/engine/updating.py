@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Wait
-from sp_lightning.device.modes import held
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
-from sp_lightning.engine.turns import RankTurns
-from sp_lightning.optim.on_device import StepsOnDevice
-from sp_lightning.weights.device_parameter import Untouched
-from sp_lightning.weights.freed_gradient import forget, free
-from sp_lightning.weights.layer import Kind, Slot, StreamedLayer
+from sp_lightning.gpu_steps.on_device import StepsOnDevice
+from sp_lightning.layers.device_parameter import Untouched
+from sp_lightning.layers.freed_gradient import forget, free
+from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.ranks.turns import RankTurns
+from sp_lightning.torch_compat.modes import held
 
 
 class Updating(Part):

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.torch_private import step_as_torch
 from sp_lightning.kernels.jit import Compiled, find_kernel
 from sp_lightning.kernels.variants import GpuRecipe, Variant, float32, gpu_recipes
+from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.private import step_as_torch
 
 Settings = Mapping[str, Any]
 """The keyword arguments of a fused operator."""

@@ -15,10 +15,10 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.torch_private import foreach_norm
 from sp_lightning.kernels.jit import Compiled, find_kernel
 from sp_lightning.kernels.variants import CHUNK, EACH, THREADS, WARP, GpuNormArguments, GpuNormRecipe
+from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.private import foreach_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RECIPES = (GpuNormRecipe(fused=True), GpuNormRecipe(fused=False))

@@ -13,9 +13,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.kernels.jit import Compiled, find_kernel
 from sp_lightning.kernels.variants import NORM_RECIPES, NormArguments, NormRecipe
+from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 
 _DTYPES = (torch.bfloat16, torch.float16)
 

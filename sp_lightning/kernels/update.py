@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.torch_private import FUSED_STEPS
 from sp_lightning.kernels import gpu
 from sp_lightning.kernels.gpu import Outcome, Settings, same, settings_of
 from sp_lightning.kernels.jit import Compiled, find_kernel
 from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, GpuRecipe, Like, Recipe, Variant, float32, is_near
+from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.private import FUSED_STEPS
 
 LEAST = 1 << 14
 """Elements of the smallest tensor for which a kernel is faster than torch's operators."""

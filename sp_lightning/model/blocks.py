@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sp_lightning.device.torch_private import is_compiled
+from sp_lightning.experts.stacks import stacked_rows
 from sp_lightning.model.found import join_names
-from sp_lightning.model.stacks import stacked_rows
+from sp_lightning.torch_compat.private import is_compiled
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

@@ -9,12 +9,12 @@ from types import FunctionType, MethodType
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.torch_fake import FakeTensor
-from sp_lightning.device.torch_private import is_compiled, is_traceable_wrapper_subclass
+from sp_lightning.experts.stacks import stacks_in
 from sp_lightning.model.blocks import has_blocks
 from sp_lightning.model.found import Layer, OverlappingPair, Unit, join_names, tensor_bytes
-from sp_lightning.model.stacks import stacks_in
 from sp_lightning.model.wrapped import parts
+from sp_lightning.torch_compat.fake import FakeTensor
+from sp_lightning.torch_compat.private import is_compiled, is_traceable_wrapper_subclass
 
 
 def refuse_cuda_graphs(module: nn.Module) -> None:

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from sp_lightning.device.torch_fake import FakeTensor
-from sp_lightning.device.torch_private import is_compiled, is_traceable_wrapper_subclass
+from sp_lightning.experts.stacks import is_stack, stacked_rows
 from sp_lightning.model.blocks import (
     CONTAINERS,
     are_experts,
@@ -30,9 +29,10 @@ from sp_lightning.model.blocks import (
 from sp_lightning.model.checks import advice_to_group, modules_moved_whole, notes_on, parted_parameters, why_nothing
 from sp_lightning.model.found import Found, Layer, NamedParameter, Place, Unit, buffers_in, join_names, tensor_bytes
 from sp_lightning.model.patterns import LayerChoice, chosen_layers, chosen_residents
-from sp_lightning.model.stacks import is_stack, stacked_rows
 from sp_lightning.model.without_values import refuse_without_values
 from sp_lightning.model.wrapped import parts
+from sp_lightning.torch_compat.fake import FakeTensor
+from sp_lightning.torch_compat.private import is_compiled, is_traceable_wrapper_subclass
 
 # Small units stay on the device: together at most this share of the model and at most as much as the largest unit, of which
 # each window has two, each at most a tenth of the largest. Of equal units, which come one after another, all stay or none.

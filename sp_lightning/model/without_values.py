@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.torch_private import accumulation_hooks, exchange_memory, gradient_hooks, storage_id
+from sp_lightning.torch_compat.private import accumulation_hooks, exchange_memory, gradient_hooks, storage_id
 
 
 class WithoutValues(NamedTuple):

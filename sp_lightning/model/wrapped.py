@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import METADATA
-from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
-from sp_lightning.device.torch_private import (
+from sp_lightning.torch_compat.metadata import METADATA
+from sp_lightning.torch_compat.modes import never_compiled, no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.private import (
     is_traceable_wrapper_subclass,
     take_for_parameter,
     tree_leaves,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sp_lightning.device.accelerator import name_of
 from sp_lightning.device.device import Device
-from sp_lightning.device.torch_private import tree_leaves
+from sp_lightning.torch_compat.private import tree_leaves
 
 _VERSIONS = ("sp_lightning", "torch", "lightning", "transformers")
 _WARM_UP = 2  # optimizer steps, in which kernels and caches are made

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from sp_lightning.device.patched import state_of
-from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.wrapped import parts
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.torch_compat.patched import state_of
+from sp_lightning.torch_compat.private import tree_leaves
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, cast, get_args
 
 from torch import nn
 
+from sp_lightning.activations.policy import Activations
 from sp_lightning.model.patterns import LayerChoice
-from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.choices import HABITS, Count, Fused, Mode, Share
 from sp_lightning.plan.units import parse_bytes
 

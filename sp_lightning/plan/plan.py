@@ -178,7 +178,7 @@ class Plan:
 
     @property
     def _reduced_bytes(self) -> int:
-        """As :attr:`gradient_bytes`, with what :class:`~sp_lightning.weights.reduced_gradients.ReducedGradients` adds."""
+        """As :attr:`gradient_bytes`, with what :class:`~sp_lightning.ranks.reduced_gradients.ReducedGradients` adds."""
         residents = self.residents.gradient_bytes
         # Each layer leaves once. The gradient of a table is dense by then, as that of a layer is.
         sizes = sorted((each.gradient_bytes for each in (*self.layers, *self.tables)), reverse=True)[: self.k_prime + 1]

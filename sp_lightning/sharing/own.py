@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from sp_lightning.device.torch_private import tree_leaves
+from sp_lightning.torch_compat.private import tree_leaves
 
 _Reference = Callable[[], Any]
 """Returns a thing; None once it is gone."""

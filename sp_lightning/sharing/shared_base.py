@@ -18,17 +18,17 @@ from torch import nn
 
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
-from sp_lightning.device.patched import scope
-from sp_lightning.device.shared_memory import supported
-from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.placement import Placement
+from sp_lightning.layers.uploads import Uploads
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.ranks.shared_memory import supported
 from sp_lightning.sharing.common import ON_DEVICE, SharedLayers, SharedUploads, TrialBlock
 from sp_lightning.sharing.own import TrialObjects, parts, parts_of_trainer, with_state
 from sp_lightning.sharing.turns import TURNS, TrialTurn
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.uploads import Uploads
+from sp_lightning.torch_compat.patched import scope
+from sp_lightning.torch_compat.private import tree_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -26,8 +26,8 @@ import torch
 
 from sp_lightning.device.accelerator import generator_states, set_generator_states
 from sp_lightning.device.device import Device
-from sp_lightning.device.patched import Patch
-from sp_lightning.device.torch_private import (
+from sp_lightning.torch_compat.patched import Patch
+from sp_lightning.torch_compat.private import (
     attention_order,
     float32_precisions,
     set_attention_order,

@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import addresses, bytes_of, hide, part, shown, view
 from sp_lightning.device.lease import lend, shared
-from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.torch_private import move_storage, storage_of
 from sp_lightning.model.found import Layer
 from sp_lightning.observe.messages import HIDDEN_ON_GPU
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block_memory import Allocate, GradientMemory, Staging
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.private import move_storage, storage_of
 
 _moved: list[tuple[StorageWeakRef, Tensor]] = []
 """Storages that were moved out of a block, and its memory: an array of numpy's may still be there that holds the tensor."""

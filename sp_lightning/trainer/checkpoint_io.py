@@ -23,11 +23,11 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from sp_lightning.device.torch_private import loads_in_its_own_way, tree_map_only
+from sp_lightning.disk.away import save
 from sp_lightning.model.wrapped import parts, rebuild
-from sp_lightning.store.away import save
+from sp_lightning.ranks.folder_reader import read
+from sp_lightning.torch_compat.private import loads_in_its_own_way, tree_map_only
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
-from sp_lightning.trainer.folder_reader import read
 from sp_lightning.trainer.part_files import cause_of, create_part, not_written, read_whole, sync_folder
 
 BESIDE_AVERAGES = "current_model_state"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sp_lightning.layers.writes import digest
 from sp_lightning.model.wrapped import parts
 from sp_lightning.trainer.checkpoint_io import BESIDE_AVERAGES
-from sp_lightning.weights.writes import digest
 
 FROZEN = "superpipeline_frozen"
 """The key of a checkpoint under which the names of the weights that it leaves out stand, with digests and dtypes."""

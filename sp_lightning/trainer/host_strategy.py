@@ -15,9 +15,9 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from sp_lightning.device.ranks import Ranks
+from sp_lightning.ranks.agreement import choose_interface, refuse_other_places, refuse_processes_alone
+from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.sharing.shared_base import refuse_several_devices
-from sp_lightning.trainer.agreement import choose_interface, refuse_other_places, refuse_processes_alone
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.trainer.compat import (
     given_checkpoint_io,

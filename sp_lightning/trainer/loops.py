@@ -11,18 +11,18 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from sp_lightning.activations.policy import Mode
 from sp_lightning.device.device import Device
-from sp_lightning.device.signals import DeferredSignals
 from sp_lightning.observe.messages import BEING_UPDATED, not_whole
 from sp_lightning.observe.stats import Stats
-from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
-from sp_lightning.trainer.agreement import compare_batches, compare_models, compare_optimizers, compare_weights
+from sp_lightning.ranks.agreement import compare_batches, compare_models, compare_optimizers, compare_weights
 from sp_lightning.trainer.compat import last_checkpoint, skips_backward
 from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.options import Options, autocast_dtype, refuse_on_ranks
 from sp_lightning.trainer.run import Results, Run
+from sp_lightning.trainer.signals import DeferredSignals
 
 
 class ReadableStrategy(HostStrategy):

@@ -12,20 +12,19 @@ import torch
 from torch.optim import Optimizer
 
 from sp_lightning.device.host_memory import free_garbage
-from sp_lightning.device.patched import in_place_of
+from sp_lightning.disk.away import leave_files
+from sp_lightning.disk.tier import DiskTier, without
 from sp_lightning.engine.layerwise import EarlyUpdates, LayerwiseStep
-from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
-from sp_lightning.optim.like_gpu import GpuBits, writes_gradients
+from sp_lightning.gpu_steps.step_place import StepPlace
+from sp_lightning.kernels.like_gpu import GpuBits, writes_gradients
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
-from sp_lightning.store.away import leave_files
+from sp_lightning.ranks.rank_steps import RankSteps
+from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.trainer.compat import is_no_optimizer
-from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.step_hooks import StepHooks
-from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.trainer.user_hooks import (
     CLIPPING,
     against_background_on_device,
@@ -39,6 +38,7 @@ from sp_lightning.trainer.user_hooks import (
     may_look_after_step,
     scaler_of,
 )
+from sp_lightning.updates.fused import has_fused_step, is_separable, runs_fused
 
 if TYPE_CHECKING:
     from sp_lightning.trainer.run import Run

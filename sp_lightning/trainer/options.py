@@ -18,13 +18,13 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import nn
 
-from sp_lightning.device.torch_private import accumulation_hooks
+from sp_lightning.activations.policy import Activations
 from sp_lightning.model.patterns import LayerChoice
-from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.plan import options as checks
-from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Share, Transfer
+from sp_lightning.torch_compat.private import accumulation_hooks
 from sp_lightning.trainer.compat import is_a
+from sp_lightning.updates.scaler import HostGradScaler
 
 
 def _by(check: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[Any], Any]]:

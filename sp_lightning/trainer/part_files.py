@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, TypeVar
 from uuid import uuid4
 
-from sp_lightning.store.weights_in_files import identity_of
+from sp_lightning.disk.weights_in_files import identity_of
 
 try:
     import fcntl

@@ -17,15 +17,17 @@ import torch
 from torch import nn
 
 from sp_lightning._version import TESTED_TORCH
+from sp_lightning.activations.policy import Mode, resolve, summary
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.own_threads import OwnThreads
-from sp_lightning.device.patched import in_place_of
-from sp_lightning.device.ranks import Ranks
+from sp_lightning.disk.tier import place
 from sp_lightning.engine.placement import ONE_DEVICE, Placement, RankPlacement
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.layers.buffers import find_averages
+from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.model.checks import refuse_cuda_graphs
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found, OverlappingPair
@@ -37,20 +39,18 @@ from sp_lightning.observe.messages import (
     say_once,
 )
 from sp_lightning.observe.stats import Stats
-from sp_lightning.plan.activation_policy import Mode, resolve, summary
 from sp_lightning.plan.host_memory import anonymous_bytes, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
+from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.sharing.shared_base import current
+from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.trainer.compat import last_checkpoint, look_at_loaders, note_device
-from sp_lightning.trainer.disk_tier import place
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.user_hooks import UserHooks
-from sp_lightning.tune.choices import Window
-from sp_lightning.tune.machine import takes_slices
-from sp_lightning.tune.tuner import Tuner
-from sp_lightning.weights.buffers import find_averages
-from sp_lightning.weights.device_parameter import DeviceParameter
+from sp_lightning.tuning.choices import Window
+from sp_lightning.tuning.machine import takes_slices
+from sp_lightning.tuning.tuner import Tuner
 
 
 @dataclass(frozen=True)

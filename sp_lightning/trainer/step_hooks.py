@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.device.patched import elsewhere, scope
-from sp_lightning.device.torch_private import (
+from sp_lightning.engine.layerwise import LayerwiseStep
+from sp_lightning.layers.device_parameter import DeviceParameter
+from sp_lightning.torch_compat.patched import elsewhere, scope
+from sp_lightning.torch_compat.private import (
     has_global_step_hooks,
     remove_global_step_hooks,
     run_first_after_step,
 )
-from sp_lightning.engine.layerwise import LayerwiseStep
-from sp_lightning.optim.background import updates_here
-from sp_lightning.optim.fused import runs_fused
-from sp_lightning.weights.device_parameter import DeviceParameter
+from sp_lightning.updates.background import updates_here
+from sp_lightning.updates.fused import runs_fused
 
 if TYPE_CHECKING:
     from sp_lightning.engine.streamer import Streamer

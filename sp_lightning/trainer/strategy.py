@@ -16,15 +16,15 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from sp_lightning.activations.policy import Activations
 from sp_lightning.device.closing import close_all
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
-from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Share, Transfer
 from sp_lightning.plan.options import by_name
+from sp_lightning.ranks.checkpoint_folder import common_tensors, write
 from sp_lightning.sharing.shared_base import current, refuse_from_elsewhere, take
 from sp_lightning.trainer.callback import SuperpipelineCallback
-from sp_lightning.trainer.checkpoint_folder import common_tensors, write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for, load
 from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (

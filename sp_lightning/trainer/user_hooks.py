@@ -29,16 +29,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from sp_lightning.device.patched import is_patched
-from sp_lightning.device.torch_private import (
-    accumulation_hooks,
-    global_step_hooks,
-    gradient_hooks,
-    step_hooks,
-    step_pre_hooks,
-    unscales_by_itself,
-)
-from sp_lightning.optim.alone import (
+from sp_lightning.gpu_steps.alone import (
     DECLARES,
     depends_on_places,
     is_declared,
@@ -46,11 +37,20 @@ from sp_lightning.optim.alone import (
     is_torchs,
     steps_alone,
 )
-from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
-from sp_lightning.optim.scaler import HostGradScaler
-from sp_lightning.optim.step_context import compiles
 from sp_lightning.plan.choices import Overlap
+from sp_lightning.torch_compat.patched import is_patched
+from sp_lightning.torch_compat.private import (
+    accumulation_hooks,
+    global_step_hooks,
+    gradient_hooks,
+    step_hooks,
+    step_pre_hooks,
+    unscales_by_itself,
+)
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
+from sp_lightning.updates.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
+from sp_lightning.updates.scaler import HostGradScaler
+from sp_lightning.updates.step_context import compiles
 
 # The code of these callbacks was read: none of their hooks writes weights. A subclass may, and is not among them.
 WRITE_NO_WEIGHTS: set[type[Callback]] = {

@@ -16,9 +16,9 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.activations import offload
 from sp_lightning.activations.calls import Activations
 from sp_lightning.activations.offload import Offload
+from sp_lightning.activations.policy import Call, peak_bytes
 from sp_lightning.activations.recompute import Recompute
 from sp_lightning.device.layout import PAGE
-from sp_lightning.plan.activation_policy import Call, peak_bytes
 from tests.support.models import CASES, Module, Stack, twice, vectors
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 from tests.support.saving import MODES, Saves, rows, saving

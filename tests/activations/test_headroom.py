@@ -18,7 +18,7 @@ from sp_lightning.activations.headroom import Headroom, Kept
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Recompute
 from sp_lightning.device.host_memory import HostRing
-from sp_lightning.tune.tuner import Tuner
+from sp_lightning.tuning.tuner import Tuner
 from tests.support.crowded import crowded
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.experts import CASES as EXPERTS

@@ -32,11 +32,11 @@ from pytorch_lightning.plugins.precision import BitsandbytesPrecision, MixedPrec
 from torch import Tensor, nn
 
 import sp_lightning
-from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.pytorch_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCallback
 from sp_lightning.trainer.compat import base_of, is_a, path
 from sp_lightning.trainer.user_hooks import choose_overlap, hooks_of_users
+from sp_lightning.updates.scaler import HostGradScaler
 from tests.support.runs import assert_equal
 
 ROOT = Path(__file__).parents[2]

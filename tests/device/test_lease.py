@@ -13,7 +13,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import MOST_SAVED, Lease, SavedView, SavedViews, lend
 from sp_lightning.engine.saved_tensors import SavedTensors
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.layers.layer import StreamedLayer
 from tests.support.engine import step, streamed
 
 SPAN = Span("weight", 512, 64, torch.Size((4, 4)), (4, 1), torch.float32)

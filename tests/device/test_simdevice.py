@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sp_lightning.device.device import Stream, Wait
-from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.swap import ParameterSwap
+from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.swap import ParameterSwap
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, settled, simulated

@@ -44,9 +44,9 @@ from torch import Tensor
 
 from sp_lightning.activations.offload import Offload
 from sp_lightning.device.device import Stream, Wait
+from sp_lightning.experts.embedding_rows import EmbeddingRows
+from sp_lightning.layers.gradients import Gradients
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.embedding_rows import EmbeddingRows
-from sp_lightning.weights.gradients import Gradients
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
 from tests.support.tiers import first

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.activations import offload, recompute
-from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.step import Step
+from sp_lightning.layers.lent_weights import BoundWeights
+from sp_lightning.layers.residents import Residents
+from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.swap import ParameterSwap
+from sp_lightning.layers.uploads import Uploads
+from sp_lightning.torch_compat.private import top_saved_tensors_hooks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from sp_lightning.weights.lent_weights import BoundWeights
-from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.swap import ParameterSwap
-from sp_lightning.weights.uploads import Uploads
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline

@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
-from sp_lightning.weights.device_parameter import DeviceParameter
+from sp_lightning.layers.device_parameter import DeviceParameter
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack
 from tests.support.runs import assert_equal, loader, trainer_for

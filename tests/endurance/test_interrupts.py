@@ -1,7 +1,7 @@
 """An interrupt at any line of set-up and of teardown, and Ctrl-C at random moments of a run: nothing of the run is left.
 
-Ctrl-C waits for the end of the package's own code (``tests/device/test_signals.py``), but a second one does not, and neither does
-an error: the tests with lines raise where no signal would.
+Ctrl-C waits for the end of the package's own code (``tests/trainer/test_deferred_signals.py``). A second Ctrl-C does not wait,
+and an error does not either: the tests with lines raise where no signal would.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
-from sp_lightning.device.torch_private import ENGINE_CALL
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.torch_compat.private import ENGINE_CALL
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.strategy import StreamingStrategy
 from tests.support.models import Module, Stack, vectors

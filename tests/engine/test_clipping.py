@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.engine.clipping import Clipping
-from sp_lightning.weights import narrow_gradient
+from sp_lightning.layers import narrow_gradient
 from tests.support.emulated_gpu import forget, gpu_device
 
 pytest.importorskip("llvmlite")

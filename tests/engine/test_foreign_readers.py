@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.streamer import Streamer
-from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.weights import roles
-from sp_lightning.weights.device_parameter import DeviceParameter
-from sp_lightning.weights.swap import ByThread
+from sp_lightning.layers import roles
+from sp_lightning.layers.device_parameter import DeviceParameter
+from sp_lightning.layers.swap import ByThread
+from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.models import Module, vectors
 from tests.support.readers import LOOKS, MAY_FAIL, Watched, elsewhere, reading

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sp_lightning.engine.module_calls import listen
-from sp_lightning.weights.expert_rows import ExpertRows
+from sp_lightning.experts.expert_rows import ExpertRows
 
 
 class Listens:

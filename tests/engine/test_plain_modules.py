@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from sp_lightning.activations.calls import Activations
-from sp_lightning.device import around_calls
 from sp_lightning.engine.module_calls import ModuleCalls, listen
+from sp_lightning.torch_compat import around_calls
 from tests.support.engine import streamer_of
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline

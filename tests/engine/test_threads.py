@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.patched import scope
 from sp_lightning.engine import backward as engine_backward
 from sp_lightning.engine.step import Step
-from sp_lightning.weights.gradients import Gradients
+from sp_lightning.layers.gradients import Gradients
+from sp_lightning.torch_compat.patched import scope
 from tests.support.engine import step, streamed
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit, superpipeline

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from sp_lightning import SuperpipelineStrategy, rank_order_hook
-from sp_lightning.device.torch_private import current_graph_task
+from sp_lightning.torch_compat.private import current_graph_task
 from tests.equality.cases import CASES
 from tests.support.mixed import scaled
 from tests.support.on_disk import without_room

@@ -12,8 +12,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from sp_lightning.activations.offload import Offload
-from sp_lightning.optim.pieces import InPieces
-from sp_lightning.weights import gradients
+from sp_lightning.layers import gradients
+from sp_lightning.updates.pieces import InPieces
 from tests.equality.cases import CASES
 from tests.equality.training import ours, plain
 from tests.equality.variants import VARIANTS, Variant, pairs
@@ -39,7 +39,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of these models would fit into one piece of an update."""
-    monkeypatch.setattr("sp_lightning.optim.pieces.piece_size", lambda threads: 512)
+    monkeypatch.setattr("sp_lightning.updates.pieces.piece_size", lambda threads: 512)
 
 
 @pytest.mark.parametrize(("name", "variant_name"), PAIRS)

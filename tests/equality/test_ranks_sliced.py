@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
-from sp_lightning.device.ranks import Ranks
+from sp_lightning.layers import uploads
 from sp_lightning.observe import messages
-from sp_lightning.tune import machine
-from sp_lightning.weights import uploads
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.tuning import machine
 from tests.equality.on_ranks import TRAINED, compare, reference
 from tests.support.models import Module
 from tests.support.ranks import in_ranks, rank

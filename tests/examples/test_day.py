@@ -20,7 +20,7 @@ GUIDE = ROOT / "examples" / "guide" / "day.md"
 
 
 @pytest.mark.rest(
-    "measures the machine, trains and pretrains; tests/cli and test_cram_llm have the parts in the first tier"
+    "measures the machine, trains and pretrains; tests/planner and test_cram_llm have the parts in the first tier"
 )
 def test_the_days_commands_follow_one_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

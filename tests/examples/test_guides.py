@@ -103,7 +103,7 @@ def commands() -> list[Any]:
 
 
 @pytest.mark.rest(
-    "each runs a model of billions of parameters without values; tests/cli has small ones in the first tier"
+    "each runs a model of billions of parameters without values; tests/planner has small ones in the first tier"
 )
 @pytest.mark.parametrize(("command", "output"), commands())
 def test_commands_print_what_is_shown(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from examples.benchmarks.gpu_bits import plain_variants
-from sp_lightning.device.torch_private import FUSED_STEPS, foreach_norm, step_as_torch
 from sp_lightning.kernels import gpu, gpu_norms, update
 from sp_lightning.kernels.update import HALVES
 from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
-from sp_lightning.optim.pieces import InPieces
-from sp_lightning.weights.narrow_gradient import Factor, change, keep_narrow
+from sp_lightning.layers.narrow_gradient import Factor, change, keep_narrow
+from sp_lightning.torch_compat.private import FUSED_STEPS, foreach_norm, step_as_torch
+from sp_lightning.updates.pieces import InPieces
 from tests.support.emulated_gpu import ALL, EmulatedGpu, forget, norm
 from tests.support.tiers import first
 

@@ -15,9 +15,9 @@ from sp_lightning.kernels import norms
 from sp_lightning.kernels.jit import Compiled
 from sp_lightning.kernels.norms import norms_of
 from sp_lightning.kernels.variants import NORM_RECIPES
-from sp_lightning.optim.scaler import _are_finite
-from sp_lightning.weights import narrow_gradient
-from sp_lightning.weights.narrow_gradient import Factor, Norms, change, keep_narrow, stored
+from sp_lightning.layers import narrow_gradient
+from sp_lightning.layers.narrow_gradient import Factor, Norms, change, keep_narrow, stored
+from sp_lightning.updates.scaler import _are_finite
 
 pytest.importorskip("llvmlite")
 from sp_lightning.kernels.ir import text

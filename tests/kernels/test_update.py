@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.background_thread import BackgroundThread
-from sp_lightning.device.torch_private import FUSED_STEPS
 from sp_lightning.kernels import jit, update
 from sp_lightning.kernels.norms import norms_of
 from sp_lightning.kernels.update import Operands, update_in_one_pass
 from sp_lightning.kernels.variants import RECIPES, Recipe, Variant
-from sp_lightning.optim import pieces
+from sp_lightning.torch_compat.private import FUSED_STEPS
+from sp_lightning.updates import pieces
 from tests.kernels.agree import variants
 from tests.support.mixed import scaled
 from tests.support.models import Module

@@ -21,8 +21,8 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.observe import stats as observed
 from sp_lightning.observe.stats import Stats, bottleneck, counters_line
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.tune.simulator import Walk
-from sp_lightning.tune.visits import measured
+from sp_lightning.tuning.simulator import Walk
+from sp_lightning.tuning.visits import measured
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for
 

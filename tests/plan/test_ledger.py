@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
+from sp_lightning.layers.gradients import Gradients
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.ledger import Steps, make_ledger
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import Staging
-from sp_lightning.weights.gradients import Gradients
 from tests.support.mixed import scaled
 from tests.support.models import Module
 from tests.support.overlapping import at_once

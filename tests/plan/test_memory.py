@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.layers.gradients import Gradients
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import tensor_bytes
 from sp_lightning.model.wrapped import parts
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.weights.gradients import Gradients
 from tests.equality.cases import CASES as REGISTRY
 from tests.equality.cases import Case
 from tests.support.engine import streamer_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sp_lightning.cli.arguments import make_parser
+from sp_lightning.planner.arguments import make_parser
 from tests.support.pages import ROOT
 
 NOTE = ROOT / "examples" / "results" / "README.md"

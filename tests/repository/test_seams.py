@@ -14,11 +14,11 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.layout import part, versions
 from sp_lightning.engine.host_source import HostSource
-from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.layers.gradients import Gradients
+from sp_lightning.layers.layer import NoCasts, StreamedLayer
+from sp_lightning.layers.slots import Staged
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.gradients import Gradients
-from sp_lightning.weights.layer import NoCasts, StreamedLayer
-from sp_lightning.weights.slots import Staged
+from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
 from tests.support.tables import Text, numbers

@@ -39,7 +39,7 @@ def test_no_helper_is_imported_from_a_test_file(file: str) -> None:
 
 
 def test_the_import_check_can_fail() -> None:
-    assert imported_test_files("from tests.weights.test_tables import Text") == ["tests.weights.test_tables.Text"]
+    assert imported_test_files("from tests.experts.test_tables import Text") == ["tests.experts.test_tables.Text"]
     assert imported_test_files("from tests.support.models import test_case") == []
 
 

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_lightning.device.torch_private import attention_order, set_attention_order
 from sp_lightning.sharing.turns import _SETTINGS, PATIENCE, ProcessState, TrialTurn, TrialTurns
+from sp_lightning.torch_compat.private import attention_order, set_attention_order
 from tests.support.trials import interruptible
 
 PROGRAMS = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=30), min_size=1, max_size=6)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from sp_lightning.activations import offload
-from sp_lightning.tune.tuner import Tuner
+from sp_lightning.tuning.tuner import Tuner
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_lightning.device.accelerator import Accelerator
 from sp_lightning.device.device import Stream, Wait
-from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.torch_compat.modes import no_inference_mode
 from tests.support.wait_scenarios import IMPLIED, OF_RANKS, OF_TRIALS
 
 Slow = Literal["copies", "compute"]

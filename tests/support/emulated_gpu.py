@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 
+from sp_lightning.gpu_steps.on_device import StepsOnDevice
+from sp_lightning.gpu_steps.staying import StayingLayers
 from sp_lightning.kernels import gpu, gpu_norms, update
 from sp_lightning.kernels.gpu import find_confirmed
-from sp_lightning.optim.on_device import StepsOnDevice
-from sp_lightning.optim.staying import StayingLayers
 from tests.support.simdevice import SimDevice, simulated
 
 Floats = NDArray[np.float32]

@@ -15,11 +15,11 @@ from sp_lightning.device.device import Device
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.module_calls import Visits
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.layers.gradients import Gradients
+from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.layers.slots import Slots
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.weights.gradients import Gradients
-from sp_lightning.weights.layer import Kind, Slot, StreamedLayer
-from sp_lightning.weights.slots import Slots
 
 
 def streamer_of(strategy: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from sp_lightning.optim.like_gpu import LikeGpu
+from sp_lightning.kernels.like_gpu import LikeGpu
 from tests.support.models import CASES
 from tests.support.runs import Batches, LossRecorder, Make, fit, fused, loader
 

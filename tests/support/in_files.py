@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from sp_lightning.store.weights_in_files import place_of
-from sp_lightning.trainer import disk_tier
+from sp_lightning.disk import tier as disk_tier
+from sp_lightning.disk.weights_in_files import place_of
 
 
 def stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,10 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.optim import state_on_disk
-from sp_lightning.plan import state_placement
-from sp_lightning.plan.state_placement import least_room, place_state, staging_bytes
-from sp_lightning.store import mapped_file
-from sp_lightning.store.away import OnDiskTensor
-from sp_lightning.trainer import disk_tier
+from sp_lightning.disk import mapped_file, state_on_disk, state_placement
+from sp_lightning.disk import tier as disk_tier
+from sp_lightning.disk.away import OnDiskTensor
+from sp_lightning.disk.state_placement import least_room, place_state, staging_bytes
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:

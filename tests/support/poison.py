@@ -13,13 +13,13 @@ from torch import Tensor
 
 from sp_lightning.activations.offload import Offload, OffloadedStorage
 from sp_lightning.device.layout import part
-from sp_lightning.device.modes import no_dispatch_modes
-from sp_lightning.optim.staying import StayingLayers
+from sp_lightning.gpu_steps.staying import StayingLayers
+from sp_lightning.layers import slots, writes
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.swap import ParameterSwap
+from sp_lightning.layers.writes import digest
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights import slots, writes
-from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.swap import ParameterSwap
-from sp_lightning.weights.writes import digest
+from sp_lightning.torch_compat.modes import no_dispatch_modes
 from tests.support.simdevice import poison
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sp_lightning.plan.plan import Plan
-from sp_lightning.tune.visits import Visit
+from sp_lightning.tuning.visits import Visit
 
 
 def schedule_visits(plan: Plan, seconds: Sequence[float], *, training: bool) -> list[Visit]:

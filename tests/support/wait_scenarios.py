@@ -268,7 +268,7 @@ OF_RANKS = (
     Wait.UPDATE_AFTER_LANDING,
     Wait.READ_AFTER_FILL,
 )
-"""Waits that several devices alone have: ``tests/device/test_rank_waits.py`` leaves them out."""
+"""Waits that several devices alone have: ``tests/ranks/test_rank_waits.py`` leaves them out."""
 
 OF_TRIALS = (Wait.SHARE_AFTER_BRING, Wait.BRING_AFTER_SHARE)
 """Waits between trials that share a base: ``tests/sharing/test_waits.py`` leaves them out."""

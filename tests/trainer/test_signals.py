@@ -22,9 +22,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.signals import DeferredSignals
+from sp_lightning.layers import swap
 from sp_lightning.trainer import optimizer_steps
-from sp_lightning.weights import swap
+from sp_lightning.trainer.signals import DeferredSignals
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.tiers import first

@@ -1,0 +1,257 @@
+"""The optimizer's state on a disk. That of a layer is in memory while it is updated, and the next one's is read meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.device.layout import Span, bytes_of, part, whole_pages
+from sp_lightning.device.lease import shared
+from sp_lightning.disk.away import OnDiskTensor, can_go_away, give, return_to, send_away
+from sp_lightning.disk.direct_file import ScratchFile, aligned_memory
+from sp_lightning.disk.state_placement import AccessPredictor, StatePlacement
+from sp_lightning.disk.state_transfers import StateTransfers, Stored
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.patched import state_of
+from sp_lightning.torch_compat.private import tree_leaves
+
+LEAST = 2**16
+"""Bytes of the smallest tensor that goes to the disk. Numbers of steps and the state of biases and norms stay in memory."""
+
+
+Key = tuple[StreamedLayer, Optimizer]
+"""Whose state it is: a layer's in one optimizer. Several optimizers may update parameters of one layer."""
+
+
+class StateOnDisk:
+    """The state of a run's optimizers, that of some layers on a disk.
+
+    A layer's state in one optimizer has one extent of the file. It is read to a buffer, of which the optimizer's
+    tensors are views during the update, and written from there. The layers that were updated next in the last step are read
+    ahead, as far as there are buffers: in forward, when nothing is updated, too. Writes are waited for when buffers are needed.
+
+    Args:
+        file: where state is written.
+        placement: which layers' state stays in memory, and how much memory the others' passes through.
+        still: a context in which no update is under way, for user code that looks at state, in any thread.
+    """
+
+    def __init__(
+        self, file: ScratchFile, placement: StatePlacement, still: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._transfers = StateTransfers(file, placement.staging, self._coming)
+        self._stay = frozenset(placement.in_memory)
+        self._still = still
+        # Several threads of users' may look at state, and the disk's go on by themselves.
+        self._lock = self._transfers.lock
+        self._stored: dict[Key, Stored] = {}
+        self._updates = AccessPredictor[Key](1)
+        self._roomy: set[Key] = set()  # those for whose new state there was room, whether it came or not
+        self._seen: list[tuple[Tensor, Stored, Span]] = []  # what users have looked at, and where it was
+        self._looking: set[int] = set()  # the threads that have
+
+    # ------------------------------------------------------------------ around an update
+
+    def load(self, key: Key, part_of: Any) -> None:
+        """Has the state of a layer in memory before its update.
+
+        Args:
+            key: the layer, and the user's optimizer.
+            part_of: the layer's part of that optimizer, with the optimizer's state.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        tensors = _tensors(part_of)
+        away = [tensor for tensor in tensors if type(tensor) is OnDiskTensor]
+        # An earlier run had them, or they were given to a layer whose state stays in memory, where nothing writes them.
+        give([tensor for tensor in away if tensor.owner is not self or key[0].name in self._stay])
+        away = [tensor for tensor in away if type(tensor) is OnDiskTensor]
+        with self._lock:
+            none_yet = not tensors and key[0].name not in self._stay and key not in self._roomy
+            # A step may make state for parameters that have a gradient.
+            if none_yet and any(p.grad is not None for group in part_of.param_groups for p in group["params"]):
+                self._transfers.make_room()
+                self._roomy.add(key)
+            for stored in _places(away):
+                self._transfers.load(stored)
+            for tensor in away:
+                stored = tensor.stored
+                assert stored.buffer is not None
+                tensor.data = part(stored.buffer, tensor.span)
+            self._updates.note(key)
+            self._transfers.read_ahead()
+
+    def _coming(self) -> Iterator[Stored]:
+        """What the updates after the last one will load, if they have the order of the last step."""
+        return (self._stored[key] for key in self._updates.coming() if key in self._stored)
+
+    def store(self, key: Key, part_of: Any) -> None:
+        """Writes the state of a layer after its update, unless it stays. Small tensors, and those with views, stay in memory.
+
+        Args:
+            key, part_of: as for :meth:`load`.
+        """
+        leaving = [tensor for tensor in _tensors(part_of) if can_go_away(tensor, LEAST)]
+        if not leaving or key[0].name in self._stay:
+            return
+        with self._lock:
+            old = _places(tensor for tensor in leaving if type(tensor) is OnDiskTensor)
+            stored = self._stored_for(key, leaving)
+            if stored.buffer is None:
+                stored.buffer = self._transfers.take(stored.extent.nbytes)
+            stored.tensors = [weakref.ref(tensor) for tensor in leaving]
+            for tensor, span in zip(leaving, stored.spans, strict=True):
+                memory = part(stored.buffer, span)
+                if memory.data_ptr() != tensor.data_ptr():
+                    memory.copy_(tensor)
+                if type(tensor) is OnDiskTensor or not shared(tensor):
+                    send_away(tensor, self, span, stored)
+            for each in old:
+                if each is not stored:
+                    self._transfers.release(each)
+            # What users have looked at and what is stored again, or was replaced, is forgotten: its place has other bytes now.
+            again = set(map(id, leaving))
+            self._seen = [seen for seen in self._seen if seen[1] is not stored and id(seen[0]) not in again]
+            self._transfers.write(stored)
+
+    def absorb(self, optimizers: Iterable[Optimizer], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
+        """Writes state that has come from elsewhere: from a checkpoint, or from an optimizer's own set-up.
+
+        Args:
+            optimizers: all of the run. No update is under way.
+            layer_of: the layer that a parameter is updated with.
+        """
+        with torch.DisableTorchFunctionSubclass(), torch.no_grad(), no_inference_mode(), self._lock:
+            self._stored.clear()
+            self._roomy.clear()
+            by_key = defaultdict[Key, list[nn.Parameter]](list)
+            for optimizer in optimizers:
+                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                    if (layer := layer_of(parameter)) is not None:
+                        by_key[layer, optimizer].append(parameter)
+            self._updates = AccessPredictor(1)
+            for key, parameters in by_key.items():
+                part_of = SimpleNamespace(state=state_of(key[1]), param_groups=[{"params": parameters}])
+                self.load(key, part_of)
+                self.store(key, part_of)
+            self._updates = AccessPredictor(1)  # updates have an order of their own
+
+    def _stored_for(self, key: Key, tensors: Sequence[Tensor]) -> Stored:
+        spans, end = list[Span](), 0
+        for tensor in tensors:
+            stride = tensor.span.stride if type(tensor) is OnDiskTensor else tensor.stride()
+            spans.append(Span("", end, tensor.nbytes, tensor.shape, tuple(stride), tensor.dtype))
+            end += whole_pages(tensor.nbytes)
+        found = self._stored.get(key)
+        # Users exchange tensors, and parameters get other places in their groups. There a write would overwrite other tensors.
+        same = found is not None and found.spans == tuple(spans) and _are(found.tensors, tensors)
+        if found is None or not same:
+            found = self._stored[key] = Stored(self._transfers.file.allocate(end), tuple(spans))
+        elif found in self._transfers.behind:  # all of it was looked at since
+            self._transfers.written(found)
+        elif found in self._transfers.ahead:
+            self._transfers.release(found)
+        return found
+
+    # ------------------------------------------------------------------ what users see
+
+    def bring_for_user(self, tensors: Sequence[OnDiskTensor], beside: Collection[Any]) -> None:
+        """Gives tensors that user code looks at memory of their own, until their next update or until others need the room."""
+        with self._still(), self._lock, no_dispatch_modes(), torch.no_grad():
+            tensors = [
+                tensor for tensor in tensors if type(tensor) is OnDiskTensor
+            ]  # another thread may have been first
+            self._looking.add(threading.get_ident())
+            if self._alone():
+                self._make_room(sum(tensor.span.nbytes for tensor in tensors), set(map(id, beside)))
+            for tensor in dict.fromkeys(tensors):
+                stored, span = tensor.stored, tensor.span
+                self.give(tensor)
+                self._seen.append((tensor, stored, span))
+
+    def _alone(self) -> bool:
+        """Whether no other thread may be computing with what was looked at: its memory would be freed under an operator.
+
+        That a thread reads what another one has loaded is not noticed, so any thread that may be a user's counts.
+        """
+        others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+        ours = "superpipeline"  # how our threads' names begin
+        return all((each.daemon and each.ident not in self._looking) or each.name.startswith(ours) for each in others)
+
+    def give(self, tensor: OnDiskTensor) -> None:
+        span = replace(tensor.span, offset=0)
+        with no_inference_mode():
+            memory = torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="cpu")
+        memory.copy_(part(self._read(tensor), span))
+        return_to(tensor, memory)
+
+    def _make_room(self, nbytes: int, beside: Collection[int]) -> None:
+        """Writes tensors that were looked at, the first ones first, so that no more are in memory than buffers may be.
+
+        Args:
+            nbytes: of those that come.
+            beside: the ``id`` of what stays, because the same call looks at it.
+        """
+        nbytes += sum(span.nbytes for _, _, span in self._seen)
+        for seen in [each for each in self._seen if id(each[0]) not in beside]:
+            if nbytes <= self._transfers.limit:
+                return
+            tensor, stored, span = seen
+            nbytes -= span.nbytes
+            if can_go_away(tensor, 0) and tensor.nbytes == span.nbytes and not shared(tensor):
+                memory = aligned_memory(span.nbytes)
+                part(memory, replace(span, offset=0)).copy_(tensor)
+                if stored in self._transfers.behind:
+                    self._transfers.written(stored)
+                self._transfers.release(stored)
+                self._transfers.file.begin_write(stored.extent.offset + span.offset, memory).wait()
+                send_away(tensor, self, span, stored)
+                self._seen = [each for each in self._seen if each is not seen]  # "==" would look at the tensors
+
+    def read(self, tensor: OnDiskTensor) -> Tensor:
+        """Returns the bytes of one tensor, from the disk or from the buffer that they are in just now."""
+        with self._still():
+            return self._read(tensor)
+
+    def _read(self, tensor: OnDiskTensor) -> Tensor:
+        stored, span = tensor.stored, tensor.span
+        with self._lock:
+            memory = aligned_memory(span.nbytes)
+            if stored in self._transfers.ahead:
+                try:
+                    stored.transfer.wait()
+                except OSError:  # it was read ahead for an update, which will read it again
+                    self._transfers.release(stored)
+            if stored.buffer is None:
+                self._transfers.file.begin_read(stored.extent.offset + span.offset, memory).wait()
+                return memory
+            memory[: span.nbytes].copy_(bytes_of(stored.buffer, span))
+            return memory
+
+
+def _tensors(optimizer: Any) -> list[Tensor]:
+    """All tensors of the state of an optimizer's parameters, each once."""
+    state = state_of(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    leaves = (leaf for p in parameters if p in state for leaf in tree_leaves(state[p]) if isinstance(leaf, Tensor))
+    return list({id(leaf): leaf for leaf in leaves}.values())
+
+
+def _are(references: Sequence[weakref.ref[Tensor]], tensors: Sequence[Tensor]) -> bool:
+    return all(reference() is tensor for reference, tensor in zip(references, tensors, strict=True))
+
+
+def _places(tensors: Iterable[Any]) -> list[Stored]:
+    return list(dict.fromkeys(tensor.stored for tensor in tensors))

@@ -1,0 +1,334 @@
+"""What of a run is on a disk, as far as host memory does not hold it: optimizer state first, then gradients and trained weights.
+
+Weights that are in the user's files stay there: in training those of frozen weights, otherwise any.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sp_lightning.device.host_memory import free_garbage, return_free_memory, return_large_blocks
+from sp_lightning.device.layout import whole_pages
+from sp_lightning.disk import state_on_disk
+from sp_lightning.disk.direct_file import ScratchFile, file_system, refuse_full
+from sp_lightning.disk.mapped_file import is_on_disk, supported
+from sp_lightning.disk.state_on_disk import StateOnDisk
+from sp_lightning.disk.state_placement import WINDOW, StatePlacement, choose_in_files, choose_on_disk, place_state
+from sp_lightning.disk.weights_in_files import BOUNCE, FilePlace, Mappings
+from sp_lightning.engine.host_source import WINDOW as STAGED
+from sp_lightning.engine.placement import ONE_DEVICE, FilePlacement, Placement, ScratchPlacement
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.model.found import Found, Layer
+from sp_lightning.observe.messages import say_once
+from sp_lightning.plan.host_memory import room_for
+from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger, state_tensors
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.units import human_bytes
+from sp_lightning.trainer.options import Options
+
+
+class DiskTier:
+    """The disk of one run.
+
+    Args:
+        folder: where the scratch file is.
+        host_memory: bytes that the process may take, or a share of what is free; None for all that is free.
+        log: where a user's messages go.
+
+    Raises:
+        OSError: no file can be created in the folder.
+
+    Attributes:
+        placement: what is where, once :meth:`place` has decided it.
+        state: loads and stores optimizers' state; None if all of it is in memory.
+        steps: how many steps optimizers have taken.
+    """
+
+    placement: StatePlacement
+
+    def __init__(self, folder: Path, host_memory: int | float | None, log: logging.Logger) -> None:
+        self._file = ScratchFile(folder)
+        return_large_blocks()
+        self._host_memory = host_memory
+        self.state: StateOnDisk | None = None
+        self.steps = 0
+        self._moved_first = 0  # bytes, in the first step, in which there is no state to be read
+        if file_system(folder) in ("tmpfs", "ramfs"):
+            tmpfs = "is on a tmpfs, which is host memory and no disk. It saves none: name a folder on a drive."
+            say_once(log, f"Superpipeline: disk={str(folder)!r} {tmpfs}")
+        elif not self._file.direct:
+            copied = "has no direct I/O: bytes are copied once more."
+            say_once(log, f"Superpipeline: the file system of disk={str(folder)!r} {copied}")
+
+    def place(
+        self,
+        optimizers: Sequence[Any],
+        layer_of: Callable[[nn.Parameter], StreamedLayer | None],
+        still: Callable[[], AbstractContextManager[None]],
+        others: int,
+        elsewhere: int,
+        beside: int,
+    ) -> None:
+        """Decides which layers' state is on the disk, and reserves room for it there.
+
+        Args:
+            optimizers: whose state it is.
+            layer_of: the layer that a parameter is updated with.
+            still: a context in which no update is under way.
+            others: bytes of host memory that gradients will take, and the device's own memory if it computes on the host.
+            elsewhere: bytes that other processes have taken, if several have ``host_memory`` in common.
+            beside: bytes of weights and gradients that are on the disk.
+
+        Raises:
+            ValueError: the size of an optimizer's state is not known.
+            MemoryError: host memory does not suffice even so.
+            OSError: the disk has no room.
+        """
+        small, on_disk = _state_bytes(optimizers, layer_of)
+        return_free_memory()
+        room = room_for(self._host_memory, elsewhere)
+        self.placement = place_state(on_disk, None if room is None else room - others - small, self._host_memory)
+        self._file.reserve(self.placement.disk_bytes, beside)
+        if self.placement.on_disk:
+            self.state = StateOnDisk(self._file, self.placement, still)
+
+    def count_step(self, where: Placement) -> None:
+        """Counts a step that an optimizer begins. ``where`` is where weights and gradients are."""
+        self.steps += 1
+        if self.steps == 2:
+            self._moved_first = self._moved(where)
+
+    def _moved(self, where: Placement) -> int:
+        """Bytes that were read and written so far."""
+        return self._file.read_bytes + self._file.written_bytes + where.moved
+
+    def note_in(self, ledger: Ledger, where: Placement) -> Ledger:
+        """Returns a ledger with the state on the disk, with the memory that all passes through, and with traffic.
+
+        Args:
+            ledger: as :func:`without` returns it.
+            where: where weights and gradients are.
+        """
+        each = (self._moved(where) - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
+        below = min(self.placement.disk_bytes, ledger.state or 0)
+        return replace(ledger, on_disk=below, staging=self.placement.staging + where.on_disk.window, disk_traffic=each)
+
+
+def _state_bytes(
+    optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]
+) -> tuple[int, Counter[str]]:
+    """Bytes of state that stay in host memory, as of small parameters, and those that may go to the disk, by their layers.
+
+    Raises:
+        ValueError: the size of an optimizer's state is not known.
+    """
+    size, on_disk = 0, Counter[str]()
+    for optimizer in optimizers:
+        if not has_known_state(optimizer):
+            raise ValueError(
+                f"disk= needs to know the size of the state before the first step, and {type(optimizer).__name__}'s is not "
+                "known. Use one of torch's (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Muon), or "
+                "leave disk= out."
+            )
+        for group in optimizer.param_groups:
+            count = state_tensors(optimizer, group)
+            for parameter in group["params"]:
+                layer = layer_of(parameter)
+                if layer is not None and parameter.requires_grad:
+                    size += count * parameter.nbytes
+                    if parameter.nbytes >= state_on_disk.LEAST:
+                        on_disk[layer.name] += count * whole_pages(parameter.nbytes)
+    return max(0, size - on_disk.total()), on_disk
+
+
+def without(ledger: Ledger, where: Placement) -> Ledger:
+    """Returns a ledger of what is in memory: without weights that are in files, and weights and gradients on the disk."""
+    weights, gradients = where.on_disk.weight_bytes, where.on_disk.gradient_bytes
+    return replace(
+        ledger,
+        weights=ledger.weights - where.bytes_in_files - weights,
+        gradients=max(0, ledger.gradients - gradients),  # fewer, if the mode was chosen after what is on the disk
+        weights_on_disk=weights,
+        gradients_on_disk=gradients,
+    )
+
+
+# ---------------------------------------------------------------------- where weights and gradients are
+
+_STATE = 2
+"""Tensors of state that an optimizer has for a parameter, as Adam has, before there is one."""
+
+_UNTIL_STATE = 16 * 2**20
+"""What the process itself may take until the optimizers' state is placed: the engine's objects, stacks of threads (3 MiB were
+measured). Without it, sizes of host_memory just above those at which one layer less goes to the disk would be refused."""
+
+
+Places = Sequence[FilePlace | None]
+
+
+@dataclass
+class WeightsInFiles:
+    """What of a model is in files.
+
+    Attributes:
+        places: the layers that can leave weights there, with the place of each weight.
+        sizes: bytes of those weights, by the layer.
+        others: bytes that come to memory whatever stays: weights that have to, and casts.
+        resident: bytes of the files that the process has mapped to its memory, which it will not have any more.
+    """
+
+    places: dict[str, Places] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    others: int = 0
+    resident: int = 0
+
+
+def place(found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int) -> Placement:
+    """Decides where weights are.
+
+    Args:
+        found, plan: the layers.
+        options: the user's.
+        device: where layers compute.
+        accumulate: how many micro-batches a step has; 0 if no weights are trained.
+
+    Returns:
+        The engine's parts for it.
+
+    Raises:
+        MemoryError: there is not even room for what does not stay in files.
+        OSError: no file can be created in the folder.
+    """
+    if options.disk is None:
+        return ONE_DEVICE
+    return_large_blocks()
+    free_garbage()
+    files = WeightsInFiles()
+    with suppress(FileNotFoundError, PermissionError):  # not every system says what is mapped
+        files = _in_files(found, plan, training=accumulate > 0)
+    inner = _place_in_files(files, found, plan, options.host_memory, device, training=accumulate > 0)
+    if not accumulate or not supported():
+        return inner
+    missing = missing_bytes(inner, files, found, plan, options, device, accumulate)
+    at_once = accumulate > 1 or options.optimizer_overlap != "backward"
+    but = inner.places if isinstance(inner, FilePlacement) else ()
+    chosen = choose_on_disk(plan, missing, but, gradients=at_once)
+    if not chosen.any:
+        return inner
+    sizes = {"trained weights": chosen.weight_bytes, "gradients": chosen.gradient_bytes}
+    with suppress(FileNotFoundError):  # there is an error of its own for that
+        refuse_full(options.disk, sizes)
+    what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)
+    remark = (
+        f"{what} are on the disk, and those of {WINDOW} layers in memory at a time, because "
+        f"{human_bytes(missing)} of host memory would be missing even with all optimizer state on the disk."
+    )
+    return ScratchPlacement(inner, options.disk, chosen, remark)
+
+
+def _place_in_files(
+    files: WeightsInFiles,
+    found: Found,
+    plan: Plan,
+    host_memory: int | float | None,
+    device: torch.device,
+    *,
+    training: bool,
+) -> Placement:
+    """Weights stay where they are as far as host memory has no room for them.
+
+    Raises:
+        MemoryError: there is not even room for what does not stay.
+    """
+    room = room_for(host_memory)
+    if room is None:
+        return ONE_DEVICE
+    if device.type == "cpu":  # the slots are host memory, too
+        room -= plan.slot_bytes + plan.residents.nbytes
+    if training:  # gradients of what is trained, and two tensors of Adam's state, take as much each
+        room -= 3 * sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if p.requires_grad)
+    room += files.resident
+    if not files.places:
+        if room >= 0 or training or not isinstance(host_memory, int):
+            return ONE_DEVICE
+        return Placement(
+            f"The process takes {human_bytes(-room)} more than host_memory leaves it, and no weights can be read in place, "
+            "because none are in memory that is mapped from a file. Build the module on the meta device, and give its weights "
+            "with ckpt_path= or SuperpipelineStrategy(load_weights_from=FILE)."
+        )
+    largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
+    names = choose_in_files(files.sizes, files.others, room, STAGED * whole_pages(largest) + BOUNCE, host_memory)
+    if not names:
+        return ONE_DEVICE
+    stay, nbytes = {name: files.places[name] for name in names}, sum(files.sizes[name] for name in names)
+    paths = sorted({place.path for each in stay.values() for place in each if place is not None})
+    others = f" and {len(paths) - 1} other files" if len(paths) > 1 else ""
+    remark = (
+        f"The weights of {len(stay)} layers ({human_bytes(nbytes)}) are read in place from {paths[0]}{others}, because "
+        f"{human_bytes(max(room, 0))} of host memory are left for weights."
+    )
+    return FilePlacement(stay, remark, nbytes)
+
+
+def missing_bytes(
+    inner: Placement,
+    files: WeightsInFiles,
+    found: Found,
+    plan: Plan,
+    options: Options,
+    device: torch.device,
+    accumulate: int,
+) -> int:
+    """Returns how much host memory is missing for weights, gradients, and the state of layers on its way."""
+    room = room_for(options.host_memory)
+    if room is None:
+        return 0
+    stay = inner.places if isinstance(inner, FilePlacement) else {}
+    needed = files.others + sum(nbytes for name, nbytes in files.sizes.items() if name not in stay) - files.resident
+    needed += sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if is_on_disk(p))
+    early = options.optimizer_overlap == "backward"
+    needed += make_ledger(plan, (), Steps(early, accumulate, clips=None, scales=False)).gradients
+    needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained) + _UNTIL_STATE
+    return needed + plan.allocated_bytes * (device.type == "cpu") - room  # there, device memory is host memory
+
+
+def _layers(found: Found) -> Sequence[Layer]:
+    return *found.layers, *found.masters, *found.tables, found.residents
+
+
+def _in_files(found: Found, plan: Plan, *, training: bool) -> WeightsInFiles:
+    mappings, files = Mappings(), WeightsInFiles()
+
+    def place(parameter: nn.Parameter) -> FilePlace | None:
+        ordinary = type(parameter) is nn.Parameter and parameter.is_contiguous()
+        return mappings.place(parameter) if ordinary else None
+
+    for layer, planned in zip(found.layers, plan.layers, strict=True):
+        places = [place(parameter) for _, parameter in layer.parameters]
+        files.others += sum(cast.nbytes for cast in planned.casts) + _nbytes(layer, places)
+        if training:
+            places = [
+                None if p.requires_grad or p.grad is not None else each
+                for each, (_, p) in zip(places, layer.parameters, strict=True)
+            ]
+        if stays := _nbytes(layer, places):
+            files.others -= stays
+            files.places[planned.name], files.sizes[planned.name] = places, stays
+    for layer in (*found.masters, *found.tables, found.residents):
+        files.others += _nbytes(layer, [place(parameter) for _, parameter in layer.parameters])
+    files.resident = mappings.resident_bytes
+    return files
+
+
+def _nbytes(layer: Layer, places: Places) -> int:
+    pairs = zip(layer.parameters, places, strict=True)
+    return sum(parameter.nbytes for (_, parameter), place in pairs if place is not None)

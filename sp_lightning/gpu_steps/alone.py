@@ -1,0 +1,170 @@
+"""Optimizers that step each parameter by itself: known ones, and those of which their users say so, which are held to it."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.device import Device
+from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tree_leaves
+from sp_lightning.updates.fused import is_separable
+
+_ALONE = {
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+}  # fmt: skip
+"""torch's optimizers that step each parameter by itself. LBFGS and SparseAdam do not."""
+
+DECLARES = "steps_each_parameter_alone"
+"""The attribute by which a class of a user's says so."""
+
+
+def steps_alone(optimizer: Any) -> bool:
+    """Whether an optimizer steps each parameter by itself, so that on one device a layer's step has the bits of the whole."""
+    return not is_declared(optimizer) or bool(getattr(type(optimizer), DECLARES, False))
+
+
+def is_declared(optimizer: Any) -> bool:
+    """Whether that is known from nobody but its user."""
+    if is_torchs(optimizer):
+        return type(optimizer).__name__ not in _ALONE
+    # Stochastic rounding draws random numbers in the order of all parameters.
+    return not (is_of_bitsandbytes(optimizer) or is_separable(optimizer))
+
+
+def is_torchs(optimizer: Any) -> bool:
+    """Whether an optimizer is of one of torch's own classes, and of no class that derives from it."""
+    kind = type(optimizer)
+    return getattr(torch.optim, kind.__name__, None) is kind
+
+
+def is_of_bitsandbytes(optimizer: Any) -> bool:
+    """Whether an optimizer is one of that package, whose kernels are for devices."""
+    return type(optimizer).__module__.startswith("bitsandbytes.optim.")
+
+
+def constants_of(optimizer: Any) -> frozenset[str]:
+    """Names of the state that parameters share and no step writes: bitsandbytes' tables of what its codes stand for."""
+    return frozenset(("qmap1", "qmap2") if is_of_bitsandbytes(optimizer) else ())
+
+
+def depends_on_places(optimizer: Any) -> str:
+    """What an optimizer knows of parameters by their identity or their place in it, which those on the device do not have."""
+    if not is_of_bitsandbytes(optimizer) or not hasattr(optimizer, "mng"):  # its PytorchLARS is an ordinary optimizer
+        return ""
+    if optimizer.is_paged:
+        return (
+            f"{type(optimizer).__name__} pages its state by itself. Its class without Paged needs no more memory here"
+        )
+    manager = optimizer.mng
+    if manager.index2config or manager.pid2config or manager.module_weight_config_triple:
+        return "bitsandbytes' GlobalOptimManager has settings for single parameters, which it finds by their places"
+    return ""
+
+
+class DeclaredStep:
+    """What a step of a class of a user's may not change, because it would be lost: all but parameters and their own state.
+
+    Args:
+        part_of: the part of the optimizer that steps, with its settings.
+        twins: its parameters on the device.
+        device: the device.
+    """
+
+    def __init__(self, part_of: Any, twins: Sequence[nn.Parameter], device: Device) -> None:
+        self._device = device
+        self._part = part_of
+        self._twins = twins
+        self._attributes = _settings(vars(part_of))
+        self._groups = [_settings(group) for group in part_of.param_groups]
+        self._of_twins = [dict(vars(twin)) for twin in twins]
+        self._gradients = [twin.grad for twin in twins]
+        self._known = set(part_of.state)  # a state holds its parameter as its key
+        self._random = device.random_states()
+        self._own_generators = _generator_states([self._attributes, *self._groups])
+        # Other threads (of a logger, say) may draw from these, so they are compared in the first step of each layer alone.
+        self._python = None if self._known else _python_states()
+        self._references = [sys.getrefcount(twin) for twin in twins]
+
+    def compare(self, state: dict[Any, Any]) -> None:
+        """Compares it with what the step has left.
+
+        Args:
+            state: of the parameters on the device.
+
+        Raises:
+            RuntimeError: something else was changed, or the state is of such a kind that it cannot pass.
+        """
+        part_of, twins = self._part, self._twins
+        groups = [_settings(group) for group in part_of.param_groups]
+        new = [twin in state and twin not in self._known for twin in twins]
+        allowed = [count + each for count, each in zip(self._references, new, strict=True)]
+        kept = [sys.getrefcount(twin) for twin in twins]
+        reasons = {
+            "writes its param_groups": not all(map(_same, self._groups, groups)),
+            "writes attributes of the optimizer": not _same(self._attributes, _settings(vars(part_of))),
+            "keeps state that is no parameter's": any(all(key is not twin for twin in twins) for key in state),
+            "empties state": any(not state.get(twin) for twin in twins if twin in state or twin in self._known),
+            "draws random numbers": not all(map(torch.equal, self._random, self._device.random_states()))
+            or self._own_generators != _generator_states([self._attributes, *self._groups])
+            or self._python not in (None, _python_states()),
+            "sets p.grad": any(twin.grad is not was for twin, was in zip(twins, self._gradients, strict=True)),
+            "writes attributes of parameters": not all(map(_same, self._of_twins, (vars(twin) for twin in twins))),
+            "keeps parameters": any(now > most for now, most in zip(kept, allowed, strict=True)),
+        }
+        what = next((what for what, holds in reasons.items() if holds), None) or _cannot_pass(state, twins)
+        if what is not None:
+            raise RuntimeError(
+                f'optimizer_on="gpu": {type(part_of).__name__}.step {what}, although it has {DECLARES} = True: it may read '
+                "and write one parameter, its gradient and its state[p] at a time, and nothing else. Leave optimizer_on out: "
+                "then the host steps."
+            )
+
+
+def _python_states() -> tuple[Any, ...]:
+    """The random states of Python and NumPy."""
+    _, numbers, position, *_ = cast(tuple[Any, ...], np.random.get_state())
+    return random.getstate(), bytes(numbers), position
+
+
+def _generator_states(settings: Iterable[dict[str, Any]]) -> list[bytes]:
+    """The states of random generators that an optimizer has of its own."""
+    values = [value for each in settings for value in each.values()]
+    states = [bytes(value.get_state().numpy()) for value in values if isinstance(value, torch.Generator)]
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
+    others = [value for value in values if isinstance(value, kinds) and not isinstance(value, random.SystemRandom)]
+    return [*states, *map(pickle.dumps, others)]
+
+
+def _settings(of: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in of.items() if name not in ("params", "param_groups", "state")}
+
+
+def _same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return before.keys() == after.keys() and all(after[name] is value for name, value in before.items())
+
+
+def _cannot_pass(state: dict[Any, Any], twins: Iterable[nn.Parameter]) -> str | None:
+    """Why some state cannot pass through the device; None if all of it can."""
+    memory = {
+        tensor.data_ptr() for twin in twins for tensor in (twin, twin.grad) if tensor is not None and tensor.numel()
+    }
+    places = set[int]()
+    for leaf in tree_leaves([dict(each) for each in state.values()]):
+        if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, (bool, int, float, complex, str, bytes, type(None))):
+                return f"keeps a {type(leaf).__name__} in its state"
+            continue
+        if leaf.layout is not torch.strided or leaf.requires_grad:
+            return "keeps a sparse tensor, or one that requires a gradient, in its state"
+        if leaf.numel() and not is_traceable_wrapper_subclass(leaf):
+            if leaf.data_ptr() in memory | places:
+                return "keeps a view of a parameter, of its gradient, or of other state in its state"
+            places.add(leaf.data_ptr())
+    return None

@@ -1,0 +1,125 @@
+"""An optimizer's state on the host, where the device steps: what of it passes through the device, in memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.device.layout import lay_out, part, total_bytes, view
+from sp_lightning.device.lease import lend
+from sp_lightning.disk.away import OnDiskTensor
+from sp_lightning.torch_compat.private import tree_leaves
+
+
+class SeparateState:
+    """A layer's state whose tensors are in memory of their own, as those are that go to a disk between two updates.
+
+    Args:
+        tensors: what the user finds in the optimizer's ``state``.
+
+    Attributes:
+        tensors: as given.
+        spans: where each tensor lies on the device.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.spans = lay_out(("", each) for each in tensors)
+        self.tensors = list(tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on the device."""
+        return total_bytes(self.spans)
+
+    def coming(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The targets in the device's memory, and the sources, of copies to the device."""
+        return [part(memory, span) for span in self.spans], self.leaving()
+
+    def leaving(self) -> list[Tensor]:
+        """The targets of copies from the device, one for each tensor."""
+        return [each.data for each in self.tensors]
+
+    def is_like(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors have the same shapes, dtypes and strides."""
+        return len(tensors) == len(self.spans) and all(
+            (each.shape, each.dtype, each.stride()) == (span.shape, span.dtype, span.stride)
+            for each, span in zip(tensors, self.spans, strict=True)
+        )
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors are the ones that are here, in their order and in the memory in which they were."""
+        return False
+
+
+class HostState(SeparateState):
+    """A layer's state in one memory, which comes as one.
+
+    Args:
+        device: allocates the memory.
+        like: tensors of the same shapes, dtypes and strides.
+        pin: whether it is page-locked.
+
+    Attributes:
+        tensors: what the user finds in the optimizer's ``state``, each a view with a storage of its own.
+    """
+
+    def __init__(self, device: Device, like: Sequence[Tensor], *, pin: bool) -> None:
+        super().__init__(like)
+        self._memory = PinnedMemory(device, self.nbytes, pin=pin)
+        self._bytes = self._memory.bytes[: self.nbytes]
+        self.tensors = [view(lend(self._bytes[s.offset :][: s.nbytes]), replace(s, offset=0)) for s in self.spans]
+
+    def coming(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        return [memory], [self._bytes]
+
+    def leaving(self) -> list[Tensor]:
+        return [part(self._bytes, span) for span in self.spans]
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        begin = self._bytes.data_ptr()
+        return len(tensors) == len(self.tensors) and all(
+            each is own and each.data_ptr() == begin + span.offset and each.shape == span.shape
+            for each, own, span in zip(tensors, self.tensors, self.spans, strict=True)
+        )
+
+
+def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Collection[int]) -> Iterator[Tensor]:
+    """The tensors of the state of parameters that are on the device on plain Lightning.
+
+    These are the ``known`` ones, by ``id``, which a step has made there; and of a state that was loaded what torch's
+    ``load_state_dict`` puts there: all but counters of steps, unless a kernel of the device reads those.
+    """
+    seen = set[int]()
+    for group in groups:
+        counts_there = bool(group.get("capturable") or group.get("fused"))
+        for p in group["params"]:
+            for name, value in dict.get(state, p, {}).items():
+                for leaf in tree_leaves(value):
+                    counts = name == "step" and not counts_there and id(leaf) not in known
+                    if is_plain(leaf) and leaf.layout is torch.strided and id(leaf) not in seen and not counts:
+                        seen.add(id(leaf))
+                        yield leaf
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a part of a state is a tensor as torch makes it. One that was on a disk until its update has a class of its own."""
+    return type(leaf) in (Tensor, OnDiskTensor)
+
+
+def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: Set[str]) -> None:
+    """Gives these parameters constants that others do not share: state that was loaded has one tensor for all layers."""
+    own = dict[Tensor, Tensor]()
+    for entry in [dict.get(state, p, {}) for group in groups for p in group["params"]]:
+        for name in constants & entry.keys():
+            entry[name] = own.setdefault(entry[name], entry[name].clone())
+
+
+def ids_of(state: dict[Any, Any], constants: Set[str]) -> set[int]:
+    """The ``id`` of each constant in a state."""
+    return {id(values[name]) for values in state.values() for name in constants & values.keys()}

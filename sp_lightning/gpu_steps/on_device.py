@@ -1,0 +1,416 @@
+"""Steps on the device: what an update needs of a layer comes there, the optimizer's own code steps it, and it leaves again.
+
+Weights and the optimizer's state stay on the host, in memory that transfers read and write. For its update a layer's weights,
+gradients and state come to one of two slots, so that the next layer's come while this one steps and the last one's leave. The
+optimizer sees ordinary parameters and tensors there, in the form (foreach, fused, capturable) that its user chose.
+
+All of that has a stream of its own. On the model's, the next forward's kernels would wait for the state of layers that they do
+not need yet. The two share no memory: weights go through the host, or are fetched from what a step has made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.layout import aligned, lay_out, part, total_bytes
+from sp_lightning.device.timeline import Kind
+from sp_lightning.gpu_steps.alone import DeclaredStep, constants_of
+from sp_lightning.gpu_steps.host_state import HostState, SeparateState, ids_of, is_plain, of_device, unshare
+from sp_lightning.gpu_steps.staying import StayingLayers
+from sp_lightning.gpu_steps.step_slots import StepSlot, StepSlots
+from sp_lightning.gpu_steps.twins import for_fetch, made_on, to_host, twin_of, written_by
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.narrow_gradient import Change, made_of
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.patched import state_of
+from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tree_map
+
+FRESH = 2
+"""Layers whose casts are there until the second one after them is stepped: then the host has them, too."""
+
+_HALF = 128 * 2**20
+"""The maximum bytes of each half of the buffer to which gradients are uploaded for their norms."""
+
+Key = tuple[StreamedLayer, Optimizer]
+"""Whose state it is: a layer's in one optimizer."""
+
+
+class StepsOnDevice:
+    """Steps layers on the device. The background calls it, one layer after the other.
+
+    Args:
+        device: copies, and says in which order.
+        pin: whether the memory of state is page-locked.
+        slots: how many slots of the largest layer's size there are, as :class:`StepSlots` takes it.
+    """
+
+    def __init__(self, device: Device, *, pin: bool, slots: int) -> None:
+        self._device = device
+        device.steps = True
+        self._pin = pin
+        self._slots = StepSlots(device, slots)
+        self._states: dict[Key, SeparateState] = {}
+        self._loose = self._ahead = False
+        # The layers that were stepped last, whose next fetch may need nothing of the host.
+        self._fresh = deque[StreamedLayer]()
+        self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
+        self.staying = StayingLayers(device, self)
+
+    def arrange(self, *, loose: bool, ahead: bool) -> None:
+        """Says how the steps of a run go.
+
+        Args:
+            loose: whether state goes to a disk between two updates.
+            ahead: whether the next forward waits for them, layer by layer. It finds the casts of new weights here then.
+        """
+        self._loose, self._ahead = loose, ahead
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the slots take, and layers that stay beside theirs."""
+        return self._slots.nbytes + self.staying.nbytes
+
+    def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
+        """Runs the step of a layer. An error of the optimizer's leaves its weights and its state as they were.
+
+        Args:
+            key: the layer, and the user's optimizer.
+            part_of: the layer's part of that optimizer, with the host's parameters in its groups.
+            step: the optimizer's own code, which steps ``part_of``.
+            declared: whether its user says that it steps each parameter alone, which is checked.
+
+        Raises:
+            RuntimeError: it does other things.
+        """
+        groups, state = part_of.param_groups, state_of(part_of)
+        # What steps, and no other: else the state of a part that has no gradient would be taken for that of one of its shapes.
+        going = [
+            {**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups
+        ]
+        stepped = [p for group in going for p in group["params"]]
+        if not stepped:
+            return
+        held = self.bring_together(key, going, state)
+        with self._device.on(Stream.STEP):
+            try:
+                slot, twins, there = self._bring(key[0].index, stepped, held)
+                gradients: list[Any] = [twin.grad for twin in twins]
+                versions = [None if declared or gradient is None else gradient._version for gradient in gradients]
+                stay = self._exchange(part_of, going, dict(zip(map(id, stepped), twins, strict=True)), there)
+                contract = DeclaredStep(part_of, twins, self._device) if declared else None
+                step()
+                if contract is not None:
+                    contract.compare(part_of.state)
+                # A class of a user's may write a gradient through its .data, which no version shows.
+                written = [
+                    g if g is not None and g._version != v and g is twin.grad else None
+                    for g, twin, v in zip(gradients, twins, versions, strict=True)
+                ]
+                pairs = list(zip(stepped, twins, written, strict=True))
+                self._take_back(key, slot, pairs, (part_of.state, state, stay))
+                part_of.param_groups, part_of.state = groups, state
+            except BaseException:
+                self._settle(key[0])
+                raise
+
+    def _settle(self, layer: StreamedLayer) -> None:
+        """After an error: nothing uses the host's weights or a slot any more that the failed update has begun with."""
+        device = self._device
+        for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
+            device.wait(Stream.STEP, device.record(stream), Wait.STEP_AFTER_BRING)
+        layer.landed = device.record(Stream.STEP)
+        device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+
+    def close(self) -> None:
+        """Frees device memory. State stays on the host."""
+        self._slots.free()
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes of weights, gradients and state that came to the device, and that left it."""
+        return self._moved[Stream.UPLOAD], self._moved[Stream.DOWNLOAD]
+
+    def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
+        nbytes = sum(each.nbytes for each in copied)
+        self._moved[stream] += nbytes
+        self._device.note(kind, layer, begun, stream, nbytes)
+
+    # ------------------------------------------------------------------ before the step
+
+    def _bring(
+        self, layer: int, trained: Sequence[nn.Parameter], held: SeparateState | None
+    ) -> tuple[StepSlot, list[nn.Parameter], dict[int, Tensor]]:
+        """Sends what a layer's update needs to a slot, but for gradients that have stayed on the device.
+
+        Returns:
+            The slot; the parameters there, with their gradients; the tensors of the state there, by the ``id`` of the host's.
+        """
+        device = self._device
+        made = [made_of(p.grad) for p in trained]
+        computed = [getattr(p.grad, "computed", None) for p in trained]
+        coming = [came for (came, _), event in zip(made, computed, strict=True) if event is None and came is not None]
+        spans = lay_out(("", each) for each in (*trained, *coming))
+        begin = total_bytes(spans)
+        nbytes = begin + (0 if held is None else held.nbytes)
+        slot = self._slots.take(nbytes)
+        memory = slot.memory
+        targets, sources = [part(memory, span) for span in spans], [*trained, *coming]
+        if held is not None:
+            there, here = held.coming(memory[begin:nbytes])
+            targets += there
+            sources += here
+        begun = device.mark(Stream.UPLOAD)
+        device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
+        self.note("bring", layer, begun, Stream.UPLOAD, sources)
+        device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
+        device.access(memory[:nbytes], Stream.STEP, write=True)
+        for event in {id(each): each for each in computed if each is not None}.values():
+            # Backward runs on another stream than the background where its user has chosen one.
+            device.wait(Stream.STEP, event, Wait.DRAIN_AFTER_GRADIENT)
+        arrived = iter(targets[len(trained) :])
+        twins = []
+        for p, weight, (came, changes), event in zip(trained, targets, made, computed, strict=False):
+            twins.append(twin := twin_of(p, weight))
+            if event is not None:
+                device.access(came, Stream.STEP, write=True)
+            if came is None:
+                continue
+            gradient = came if event is not None else next(arrived)
+            twin.grad = gradient.data if gradient.dtype is twin.dtype else gradient.to(twin.dtype)
+            for change in changes:
+                change(twin.grad)
+        pairs = () if held is None else zip(held.tensors, held.spans, strict=True)
+        return slot, twins, {id(tensor): part(memory[begin:], span).data for tensor, span in pairs}
+
+    def _exchange(
+        self, part_of: Any, going: Sequence[dict[str, Any]], twins: dict[int, nn.Parameter], there: dict[int, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Gives a part of an optimizer the device's parameters, by the ``id`` of the host's, and the tensors of its state there.
+
+        Args:
+            part_of: the part of the optimizer.
+            going: its groups, with those of the host's parameters that step.
+            twins: the device's.
+            there: the tensors of its state on the device, by the ``id`` of the host's.
+
+        Returns:
+            The tensors of the state that stay on the host, with what is stepped in their place: it counts if there is no error.
+        """
+        part_of.state, stay = self.state_there(
+            [p for group in going for p in group["params"]], twins, state_of(part_of), there
+        )
+        part_of.param_groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in going]
+        return stay
+
+    def state_there(
+        self,
+        parameters: Iterable[nn.Parameter],
+        twins: dict[int, nn.Parameter],
+        state: dict[Any, Any],
+        there: dict[int, Tensor],
+    ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
+        """Returns the state of parameters on the device, and the tensors of it that :meth:`_exchange` returns.
+
+        Args:
+            parameters: the host's parameters.
+            twins: the device's, by the ``id`` of the host's.
+            state: the user's state.
+            there: the tensors of it on the device, by the ``id`` of the host's.
+        """
+        stay = list[tuple[Tensor, Tensor]]()
+
+        def to_device(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # quantised state, which is small
+                return leaf.to(self._device.device)
+            if is_plain(leaf) and id(leaf) not in there:
+                stay.append((leaf, leaf.clone()))
+                return stay[-1][1]
+            return there.get(id(leaf), leaf)
+
+        found = defaultdict[Any, dict[Any, Any]](dict)
+        for p in parameters:
+            if values := dict.get(state, p):
+                found[twins[id(p)]] = tree_map(to_device, dict(values))
+        return found, stay
+
+    def forget(self, key: Key) -> None:
+        """The user's optimizer alone holds a layer's state on the host."""
+        self._states.pop(key, None)
+
+    def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
+        """Returns what of a layer's state is on the device on plain Lightning, each tensor in its own memory; None if nothing is.
+
+        The layer is kept on the device, so what was noted of its state on the host is forgotten.
+        """
+        held = self._states.pop(key, None)
+        known = set() if held is None else set(map(id, held.tensors))
+        if constants := constants_of(key[1]):
+            unshare(groups, state, constants)
+        tensors = list(of_device(groups, state, known))
+        return SeparateState(tensors) if tensors else None
+
+    def bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
+        """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
+        held = self._states.get(key)
+        known = set() if held is None else set(map(id, held.tensors))
+        tensors = list(of_device(groups, state, known))
+        if held is not None and held.holds(tensors):
+            return held
+        if constants := constants_of(key[1]):
+            unshare(groups, state, constants)
+            tensors = list(of_device(groups, state, known))
+        if not tensors:
+            self._states.pop(key, None)
+            return None
+        if self._loose:
+            held = SeparateState(tensors)
+        else:
+            held = self._anew(tensors)
+            for own, each in zip(held.tensors, tensors, strict=True):
+                own.copy_(each)
+                with no_inference_mode():
+                    each.data = own
+            held.tensors = tensors
+        self._states[key] = held
+        return held
+
+    # ------------------------------------------------------------------ after it
+
+    def _take_back(
+        self,
+        key: Key,
+        slot: StepSlot,
+        stepped: Sequence[tuple[nn.Parameter, nn.Parameter, Tensor | None]],
+        states: tuple[dict[Any, Any], dict[Any, Any], list[tuple[Tensor, Tensor]]],
+    ) -> None:
+        """Sends what a step has made to the host, and gives the user's optimizer its state there.
+
+        Args:
+            key: the layer, and the user's optimizer.
+            slot: where the layer is.
+            stepped: parameters on the host and on the device, with the gradient there if the step has written it.
+            states: what the step has left, by the device's parameters; the user's, by the host's; tensors of it that stay on
+                the host, with what was stepped in their place.
+        """
+        layer, device = key[0], self._device
+        pairs = [(p, twin) for p, twin, _ in stepped]
+        what = f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}"
+        copies = list(written_by(what, stepped))  # to the host, from the device
+        current, places = layer.casts.current, layer.casts.places(Stream.STEP)
+        casts = {id(p): twin.detach().to(places[id(p)].dtype) for p, twin in pairs if id(p) in places}
+        copies += [(places[index], cast) for index, cast in casts.items()]
+        copies += self.give_state(key, pairs, *states)
+        targets, sources = map(list, zip(*copies, strict=True))
+        made = for_fetch(layer, casts, pairs) if self._ahead else []
+        constants = ids_of(states[0], constants_of(key[1]))  # which no step writes, and the layer before may still send
+        device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.STEP, write=True)
+        device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
+        begun = device.mark(Stream.DOWNLOAD)
+        device.copy(targets, sources, Stream.DOWNLOAD)
+        self.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
+        slot.left = layer.landed = device.record(Stream.DOWNLOAD)
+        slot.alive, layer.made, layer.stepped = sources, made, device.record(Stream.STEP)
+        self._fresh.append(layer)
+        if len(self._fresh) > FRESH:
+            self._fresh.popleft().made = ()
+        with no_inference_mode():
+            for p, twin in pairs:
+                if twin._version:  # as on plain Lightning: a fused step of some versions of torch shows none
+                    increment_version(p)
+        if places and (current or set(places) <= {id(p) for p, _ in pairs}):
+            layer.casts.mark_current()
+        elif layer.masters is not None:
+            device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+            layer.casts.refresh(by=Stream.UPDATE)
+
+    def give_state(
+        self,
+        key: Key,
+        pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
+        new: dict[Any, Any],
+        state: dict[Any, Any],
+        stay: Iterable[tuple[Tensor, Tensor]],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Gives the user's optimizer its new state. Returns the tensors of it on the host and on the device, to be copied."""
+        entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
+        of_host = {id(there): here.copy_(there) for here, there in stay}
+        copies = list[tuple[Tensor, Tensor]]()
+        if made := made_on(self._device.device, (values for _, values in entries)):
+            held = self._states.get(key)
+            if held is None or not held.is_like(made):
+                held = self._states[key] = self._anew(made)
+            copies = list(zip(held.leaving(), made, strict=True))
+            of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
+        for p, values in entries:
+            entry, now = state.setdefault(p, {}), tree_map(lambda leaf: to_host(leaf, of_host), values)
+            entry.clear()
+            entry.update(now)
+        return copies
+
+    def _anew(self, like: Sequence[Tensor]) -> SeparateState:
+        """Memory on the host for new state."""
+        if self._loose:
+            return SeparateState([torch.empty_like(each, device="cpu") for each in like])
+        return HostState(self._device, like, pin=self._pin)
+
+    # ------------------------------------------------------------------ clipping
+
+    def norms(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The norms of gradients as the device computes them: tensors without dimensions there. See :meth:`read`.
+
+        Gradients are uploaded in groups, alternately to the two halves of a buffer, so that uploads overlap with the computation
+        of norms. A gradient that is larger than a half uses the whole buffer.
+        """
+        device, made = self._device, list(map(made_of, gradients))
+        if all(getattr(gradient, "computed", None) is not None for gradient in gradients):  # they are there
+            return [_norm_of(came, each.dtype, changes) for each, (came, changes) in zip(gradients, made, strict=True)]
+        sizes = [aligned(came.nbytes) for came, _ in made]
+        largest = max(sizes, default=0)
+        half = min(sum(sizes), _HALF)
+        memory = device.upload_target(max(largest, 2 * half))
+        halves = deque([(memory[:half], None), (memory[half : 2 * half], None)])
+        found, at = list[Tensor](), 0
+        while at < len(gradients):
+            end, used = at + 1, sizes[at]
+            while end < len(gradients) and used + sizes[end] <= half:
+                used += sizes[end]
+                end += 1
+            there, read = (memory, halves[-1][1]) if used > half else halves[0]
+            if read is not None:  # of what came before the half, or all of it
+                device.wait(Stream.UPLOAD, read, Wait.FETCH_AFTER_USE)
+            came = [each for each, _ in made[at:end]]
+            targets = [part(there, span) for span in lay_out(("", each) for each in came)]
+            device.copy(targets, came, Stream.UPLOAD)
+            device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
+            device.access(there[:used], Stream.COMPUTE, write=True)  # changes are made there
+            for target, gradient, (_, changes) in zip(targets, gradients[at:end], made[at:end], strict=True):
+                found.append(_norm_of(target, gradient.dtype, changes))
+            computed = device.record(Stream.COMPUTE)
+            if used > half:
+                halves = deque((each, computed) for each, _ in halves)
+            else:
+                halves.popleft()
+                halves.append((there, computed))
+            at = end
+        return found
+
+    def read(self) -> None:
+        """Waits until the device has read the gradients whose norms it computes: what comes next may write them."""
+        self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.CLIP_AFTER_NORM)
+
+
+def _norm_of(came: Tensor, dtype: torch.dtype, changes: Sequence[Change]) -> Tensor:
+    """The norm of a gradient on the device as it would be in its own dtype, with its changes."""
+    wide = came.to(dtype, copy=bool(changes))
+    for change in changes:
+        change(wide)
+    return get_total_norm([wide])

@@ -1,0 +1,376 @@
+"""Layers that stay on the device: their optimizer steps them in their slots, and nothing of them crosses the link in a step.
+
+Such a layer has a slot of its own. The first step brings its weights and its optimizer state there. From then on the device's
+copy *counts* (``layer.kept``): the host's parameters have a class that brings the layer to the host when user code asks for
+one of them (:class:`~sp_lightning.updates.background.BackgroundUpdates`). Once it has, user code may have written anything, so
+the next step begins from the host's values again.
+
+Steps are issued to a stream that waits for what compute had to do when the background was given the step (:meth:`Device.later`).
+So a step writes the slot after the last kernel that read it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.layout import lay_out, part, total_bytes
+from sp_lightning.device.timeline import Kind
+from sp_lightning.gpu_steps.alone import DeclaredStep
+from sp_lightning.gpu_steps.host_state import SeparateState
+from sp_lightning.gpu_steps.twins import resemble, twin_of, written_by
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.narrow_gradient import NarrowGradient, made_of
+from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.patched import state_of
+from sp_lightning.torch_compat.private import tree_leaves
+
+Key = tuple[StreamedLayer, Optimizer]
+
+
+class Exchange(Protocol):
+    """What exchanges an optimizer's state between host and device: :class:`~sp_lightning.gpu_steps.on_device.StepsOnDevice`."""
+
+    def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
+        """Notes copies in the counters and in the timeline."""
+
+    def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
+        """Returns what of a layer's state is on the device on plain Lightning; None if nothing is."""
+
+    def state_there(
+        self,
+        parameters: Iterable[nn.Parameter],
+        twins: dict[int, nn.Parameter],
+        state: dict[Any, Any],
+        there: dict[int, Tensor],
+    ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
+        """Returns the state by the device's parameters, and the tensors of it that stay on the host."""
+
+    def give_state(
+        self,
+        key: Key,
+        pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
+        new: dict[Any, Any],
+        state: dict[Any, Any],
+        stay: Iterable[tuple[Tensor, Tensor]],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Gives the user's optimizer its state on the host. Returns the tensors there and on the device, to be copied."""
+
+    def forget(self, key: Key) -> None:
+        """The user's optimizer alone holds a layer's state on the host."""
+
+
+@dataclass(eq=False)
+class _Weights:
+    """The weights of a layer and of its masters on the device.
+
+    Attributes:
+        targets: where each is, by the ``id`` of the host's parameter: in the layer's slot, or, of masters, beside it.
+        casts: the masters' casts in the slot, by the same.
+        memory: of the masters.
+        parameters: the host's parameters, in the order of ``targets``.
+    """
+
+    targets: dict[int, Tensor]
+    casts: dict[int, Tensor]
+    memory: Tensor | None
+    parameters: list[nn.Parameter]
+
+
+@dataclass(eq=False)
+class _Part:
+    """What one optimizer has of a layer on the device.
+
+    Attributes:
+        twins: the parameters there, by the ``id`` of the host's.
+        state: the optimizer's state, by the parameters there.
+        of_host: tensors of the state that are on the host on plain Lightning, too: the user's, and what is stepped instead.
+        nbytes: bytes of the state on the device.
+        counted: of how many parameters' state.
+    """
+
+    twins: dict[int, nn.Parameter]
+    state: dict[Any, Any]
+    of_host: list[tuple[Tensor, Tensor]]
+    nbytes: int = 0
+    counted: int = 0
+
+
+class StayingLayers:
+    """The layers that stay, as the background steps them and as the host asks for them.
+
+    Args:
+        device: copies, and says in which order.
+        steps: what steps other layers on the device; both exchange an optimizer's parameters and state in the same way.
+
+    Attributes:
+        nbytes: bytes of device memory beside the slots: of masters and of state.
+    """
+
+    def __init__(self, device: Device, steps: Exchange) -> None:
+        self._device = device
+        self._steps = steps
+        self._weights: dict[StreamedLayer, _Weights] = {}
+        self._parts: dict[StreamedLayer, dict[Optimizer, _Part]] = {}
+        self.nbytes = 0
+
+    def _count(self) -> None:
+        """Counts :attr:`nbytes` anew, which is asked for several times for each layer."""
+        masters = sum(each.memory.nbytes for each in self._weights.values() if each.memory is not None)
+        self.nbytes = masters + sum(each.nbytes for parts in self._parts.values() for each in parts.values())
+
+    def has_state(self, layer: StreamedLayer, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+        """Returns True if the state of a host parameter is on the device."""
+        part_of = self._parts.get(layer, {}).get(optimizer) if layer.kept else None
+        twin = None if part_of is None else part_of.twins.get(id(parameter))
+        return twin is not None and bool(part_of and part_of.state.get(twin))
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
+        """Runs the step of a layer in its slot. After an error of the optimizer's, weights are as it has left them.
+
+        The arguments are those of :meth:`StepsOnDevice.step`.
+
+        Raises:
+            RuntimeError: a step that its user has declared as one of each parameter alone does other things.
+        """
+        layer, optimizer = key
+        device, groups, state = self._device, part_of.param_groups, state_of(part_of)
+        with device.on(Stream.STEP):
+            self.keep(layer)
+            kept = self._parts[layer].setdefault(optimizer, _Part({}, defaultdict(dict), []))
+            self._bring_state(key, groups, state, kept)
+            going = [
+                {**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups
+            ]
+            stepped = [p for group in going for p in group["params"]]
+            if not stepped:
+                return
+            twins = [kept.twins[id(p)] for p in stepped]
+            for p, twin in zip(stepped, twins, strict=True):
+                resemble(twin, p)
+            gradients = self._give_gradients(stepped, twins)
+            # A class of a user's may write a gradient through its .data, which no version shows.
+            before = [(t._version, None if declared or t.grad is None else t.grad._version) for t in twins]
+            part_of.state = kept.state
+            part_of.param_groups = [{**g, "params": [kept.twins[id(p)] for p in g["params"]]} for g in going]
+            layer.ahead = True
+            try:
+                contract = DeclaredStep(part_of, twins, device) if declared else None
+                step()
+                if contract is not None:
+                    contract.compare(part_of.state)
+                kept.state = part_of.state
+                self._take_over(key, stepped, twins, before)
+            finally:
+                part_of.param_groups, part_of.state = groups, state
+                for twin in twins:
+                    twin.grad = None
+                layer.spent = gradients
+                layer.stepped = device.record(Stream.STEP)
+            if len(kept.state) > kept.counted:
+                leaves = [
+                    each for each in tree_leaves(dict(kept.state)) if isinstance(each, Tensor) and device.has(each)
+                ]
+                kept.counted, kept.nbytes = len(kept.state), sum(each.nbytes for each in leaves)
+                self._count()
+
+    def bring(self, layer: StreamedLayer) -> None:
+        """Brings a layer that is not stepped."""
+        with self._device.on(Stream.STEP):
+            self.keep(layer)
+
+    def keep(self, layer: StreamedLayer) -> None:
+        """Has the device's copy of a layer count, which is brought there first unless it does already."""
+        if layer.kept:
+            return
+        device, slot = self._device, layer.own_slot
+        assert slot is not None
+        owned = layer.block.parameters
+        masters = () if layer.masters is None else layer.masters.block.parameters
+        found = self._weights.get(layer)
+        if found is None:
+            places = [part(slot.memory, span) for span in layer.spans]
+            spans = lay_out(("", each) for each in masters)
+            memory = device.empty(total_bytes(spans)) if masters else None
+            targets = dict(zip(map(id, owned), places, strict=False))
+            if memory is not None:
+                targets |= {id(p): part(memory, span) for p, span in zip(masters, spans, strict=True)}
+            casts = dict(zip(map(id, masters), places[len(owned) :], strict=True))
+            found = self._weights[layer] = _Weights(targets, casts, memory, [*owned, *masters])
+        self._parts[layer] = {}
+        sources = [p.detach() for p in (*owned, *masters)]
+        device.wait(Stream.UPLOAD, device.record(Stream.STEP), Wait.FETCH_AFTER_USE)
+        begun = device.mark(Stream.UPLOAD)
+        device.copy(list(found.targets.values()), sources, Stream.UPLOAD)
+        self._steps.note("bring", layer.index, begun, Stream.UPLOAD, sources)
+        self._arrive(sources, found.memory, slot.memory)
+        for p in masters:
+            found.casts[id(p)].copy_(found.targets[id(p)])
+        layer.casts.mark_current()
+        layer.stepped = device.record(Stream.STEP)
+        layer.kept = layer.ahead = True
+        self._count()
+
+    def hide(self, layer: StreamedLayer) -> None:
+        """Takes the host's memory from a layer that is kept. Its parameters have the class that brings it."""
+        for member in layer.family:
+            if not member.block.hidden:
+                member.block.hide()
+
+    def _arrive(self, sources: Iterable[Tensor], *memory: Tensor | None) -> None:
+        """Has steps wait for what was sent to this memory, and the host, where user code may write the sources from now on."""
+        device, sent = self._device, self._device.record(Stream.UPLOAD)
+        device.wait(Stream.STEP, sent, Wait.STEP_AFTER_BRING)
+        device.access([each for each in memory if each is not None], Stream.STEP, write=True)
+        device.synchronize(sent, Wait.REUSE_AFTER_BRING)
+        device.access(sources, Stream.UPDATE, write=True)
+
+    def _bring_state(self, key: Key, groups: Sequence[dict[str, Any]], state: dict[Any, Any], kept: _Part) -> None:
+        """Brings the state of a layer's parameters in one optimizer that are not in ``kept`` yet. It leaves the host."""
+        groups = [{**group, "params": [p for p in group["params"] if id(p) not in kept.twins]} for group in groups]
+        if not any(group["params"] for group in groups):
+            return
+        layer, device, weights = key[0], self._device, self._weights[key[0]]
+        held, there = self._steps.apart(key, groups, state), dict[int, Tensor]()
+        if held is not None:
+            memory = device.upload_target(held.nbytes, Stream.STEP)
+            targets, sources = held.coming(memory)
+            begun = device.mark(Stream.UPLOAD)
+            device.copy(targets, sources, Stream.UPLOAD)
+            self._steps.note("bring", layer.index, begun, Stream.UPLOAD, sources)
+            self._arrive(sources, memory)
+            there = {id(each): part(memory, span).data for each, span in zip(held.tensors, held.spans, strict=True)}
+        parameters = [p for group in groups for p in group["params"]]
+        twins = {id(p): twin_of(p, weights.targets[id(p)]) for p in parameters}
+        own, of_host = self._steps.state_there(parameters, twins, state, there)
+        for p in parameters:
+            if p in state:
+                state[p] = {}
+        kept.twins |= twins
+        kept.state.update(own)
+        kept.of_host += of_host
+
+    def _give_gradients(self, stepped: Sequence[nn.Parameter], twins: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Gives the parameters on the device their gradients. Returns those that backward has left there."""
+        device = self._device
+        made = [(p, twin, *made_of(p.grad)) for p, twin in zip(stepped, twins, strict=True)]
+        stayed = [came for p, _, came, _ in made if getattr(p.grad, "computed", None) is not None]
+        for event in {id(e): e for p in stepped if (e := getattr(p.grad, "computed", None)) is not None}.values():
+            device.wait(Stream.STEP, event, Wait.DRAIN_AFTER_GRADIENT)
+        known = set(map(id, stayed))
+        coming = [came for _, _, came, _ in made if came is not None and id(came) not in known]
+        arrived = iter(self._upload(coming) if coming else ())
+        for _, twin, came, changes in made:
+            if came is None:
+                continue
+            stays = id(came) in known
+            gradient = came if stays else next(arrived)
+            if stays:
+                device.access(came, Stream.STEP, write=False)
+            if gradient.dtype is not twin.dtype:
+                twin.grad = gradient.to(twin.dtype)
+            else:  # user code may read what has stayed, which the changes are no part of
+                twin.grad = gradient.clone() if stays and changes else gradient.data
+            for change in changes:
+                change(twin.grad)
+        return stayed
+
+    def _upload(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        device, spans = self._device, lay_out(("", each) for each in gradients)
+        memory = device.upload_target(total_bytes(spans), Stream.STEP)
+        targets = [part(memory, span) for span in spans]
+        device.copy(targets, list(gradients), Stream.UPLOAD)
+        self._arrive(gradients, memory)
+        return targets
+
+    def _take_over(
+        self,
+        key: Key,
+        stepped: Sequence[nn.Parameter],
+        twins: Sequence[nn.Parameter],
+        before: Sequence[tuple[int, int | None]],
+    ) -> None:
+        """Has the host's parameters show that they were written, and casts be those of the new weights."""
+        layer, device, weights = key[0], self._device, self._weights[key[0]]
+        what = f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}"
+        list(written_by(what, ((p, twin, None) for p, twin in zip(stepped, twins, strict=True))))
+        written = list[tuple[Tensor, Tensor]]()
+        for p, twin, (version, gradients) in zip(stepped, twins, before, strict=True):
+            place = weights.targets[id(p)]
+            if twin.data_ptr() != place.data_ptr():  # twin.data = other
+                place.copy_(twin.detach())
+                twin.data = place
+            if id(p) in weights.casts:
+                weights.casts[id(p)].copy_(place)
+            if twin._version != version:  # as on plain Lightning: a fused step of some versions of torch shows none
+                increment_version(p)
+            if twin.grad is not None and p.grad is not None and twin.grad._version != gradients:
+                written.append((p.grad, twin.grad))
+        for gradient, there in written:
+            if type(gradient) is NarrowGradient:
+                gradient.made_of = there, ()
+            else:
+                device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
+                device.copy([gradient], [there], Stream.DOWNLOAD)
+        if written:
+            # User code may read it at any time, so the host waits. Few optimizers write gradients.
+            for stream in (Stream.STEP, Stream.DOWNLOAD):
+                device.synchronize(device.record(stream), Wait.READ_AFTER_TAKE)
+        layer.casts.mark_current()
+
+    # ------------------------------------------------------------------ the host asks
+
+    def land(self, layer: StreamedLayer) -> None:
+        """Has the host have the weights of a layer, and its state. The device's copy still counts."""
+        if layer.ahead:
+            with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+                self._land(layer)
+
+    def _land(self, layer: StreamedLayer) -> None:
+        device, weights = self._device, self._weights[layer]
+        for member in layer.family:
+            member.block.show()
+        copies = [(p.data, weights.targets[id(p)]) for p in weights.parameters]
+        places = layer.casts.places(Stream.DOWNLOAD, others=False)  # graphs have saved those of the device
+        copies += [(places[key], cast) for key, cast in weights.casts.items() if key in places]
+        # Not those of the optimizer's groups: user code may take a parameter out of them, whose state it finds as before.
+        known = {id(p): p for p in weights.parameters}
+        for optimizer, kept in self._parts[layer].items():
+            pairs = [(known[key], twin) for key, twin in kept.twins.items()]
+            state = state_of(optimizer)
+            copies += self._steps.give_state((layer, optimizer), pairs, kept.state, state, kept.of_host)
+            self._steps.forget((layer, optimizer))
+        targets, sources = map(list, zip(*copies, strict=True))
+        device.wait(Stream.DOWNLOAD, layer.stepped, Wait.TAKE_AFTER_STEP)
+        device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_USE)
+        begun = device.mark(Stream.DOWNLOAD)
+        device.copy(targets, sources, Stream.DOWNLOAD)
+        self._steps.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
+        device.synchronize(device.record(Stream.DOWNLOAD), Wait.READ_AFTER_TAKE)
+        layer.casts.mark_current()
+        layer.ahead = False
+
+    def leave(self, layer: StreamedLayer) -> None:
+        """The host's values of a layer count from now on. It has them. The slot may be written by others again."""
+        self._device.synchronize(layer.stepped, Wait.READ_AFTER_TAKE)
+        layer.kept = False
+        self._parts.pop(layer, None)
+        self._count()
+
+    def forget(self, layers: Iterable[StreamedLayer]) -> None:
+        """The slots of these layers are freed, in which nothing counts."""
+        for layer in layers:
+            self._weights.pop(layer, None)
+            self._parts.pop(layer, None)
+            layer.own_slot = None
+        self._count()

@@ -1,0 +1,111 @@
+"""Where optimizers step faster, on the host or on the device: by what a step sends, reads, writes and multiplies at least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.plan.ledger import Ledger
+from sp_lightning.tuning.machine import NBYTES
+from sp_lightning.updates.fused import is_separable
+
+EIGHT_BITS_SECONDS = 21e-9
+"""Per parameter of an optimizer with a state of few bits on the host. Measured on two cores:
+tests/results/2026-11-22-updates-cpu.md."""
+
+_WIDTH = 512  # of the matrices that are multiplied to see how fast the host is
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast a machine is, as far as steps need it.
+
+    Attributes:
+        upload, download: bytes per second to the device, and from it.
+        host_memory: bytes per second that the host reads and writes.
+        flops: multiplications and additions per second of the host, in ``bfloat16``.
+    """
+
+    upload: float
+    download: float
+    host_memory: float
+    flops: float
+
+
+def measure(device: Device) -> Machine:
+    """Measures a machine, in about a tenth of a second."""
+    here, there = device.host_empty(NBYTES, pin=True)[:NBYTES], device.upload_target(NBYTES)
+    here.fill_(1)
+    device.pin(here)
+    other = torch.ones_like(here)
+    matrix = torch.ones(_WIDTH, _WIDTH, dtype=torch.bfloat16)
+
+    def copy(stream: Stream, target: Tensor, source: Tensor) -> None:
+        device.copy([target], [source], stream)
+        device.synchronize(device.record(stream), Wait.CLOSE_AFTER_FETCH)
+
+    with torch.no_grad():
+        found = Machine(
+            NBYTES / _seconds(lambda: copy(Stream.UPLOAD, there, here)),
+            NBYTES / _seconds(lambda: copy(Stream.DOWNLOAD, here, there)),
+            2 * NBYTES / _seconds(lambda: other.copy_(here)),
+            2 * _WIDTH**3 / _seconds(lambda: matrix @ matrix),
+        )
+    device.unpin(here)
+    return found
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """The least of three times, after one that is not counted."""
+    work()
+    taken = []
+    for _ in range(3):
+        begun = perf_counter()
+        work()
+        taken.append(perf_counter() - begun)
+    return max(min(taken), 1e-9)
+
+
+def least_seconds(ledger: Ledger, machine: Machine, computing: float = 0.0) -> float:
+    """Seconds of a step with all its batches, if nothing but links, the host's memory or its processor takes time.
+
+    Args:
+        ledger: what a step with its optimizers, where they step, sends, reads and writes.
+        machine: how fast that goes.
+        computing: seconds of the host's processor.
+    """
+    up, down = ledger.sent
+    return max(up / machine.upload, down / machine.download, ledger.traffic / machine.host_memory, computing)
+
+
+def host_seconds_of(optimizers: Iterable[Any], machine: Machine) -> float:
+    """Seconds of the host's processor that steps there take, if they take more than passes over memory."""
+    total = 0.0
+    for optimizer in optimizers:
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if type(optimizer) is torch.optim.Muon:
+            total += muon_flops(trained) / machine.flops
+        elif is_separable(optimizer):
+            total += EIGHT_BITS_SECONDS * sum(p.numel() for p in trained)
+    return total
+
+
+def muon_flops(matrices: Iterable[Tensor]) -> int:
+    """What Muon multiplies in a step: five Newton–Schulz iterations for each matrix, as ``torch.optim.Muon`` does them.
+
+    An iteration of an m × n matrix, m ≤ n, has products of m·n·m, m·m·m and m·m·n multiplications and additions.
+
+    Args:
+        matrices: of shape ``(rows, columns)``.
+    """
+    total = 0
+    for matrix in matrices:
+        m, n = sorted(matrix.shape)
+        total += 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    return total

@@ -1,0 +1,87 @@
+"""Twins: parameters and state of a layer on the device, where they are stepped, and what of them goes where afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.layout import Span
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.roles import ParameterRole
+from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tree_leaves
+
+
+def twin_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter as its user made it, but on the device. Its version shows whether the step has written it."""
+    kind = type(parameter)
+    users = kind.users if issubclass(kind, ParameterRole) else kind
+    twin: Any = nn.Parameter(value.data, requires_grad=False)
+    if users is not nn.Parameter:
+        twin.__class__ = users
+    resemble(twin, parameter)
+    return twin
+
+
+def resemble(twin: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Gives a twin the attributes that the parameter has now."""
+    twin.requires_grad = parameter.requires_grad
+    vars(twin).clear()
+    vars(twin).update(vars(parameter))
+
+
+def written_by(
+    what: str, stepped: Iterable[tuple[nn.Parameter, nn.Parameter, Tensor | None]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The weights and gradients that a step has written, on the host and on the device.
+
+    Args:
+        what: how the error begins.
+        stepped: parameters on the host and on the device, with the gradient there if the step has written it.
+
+    Raises:
+        RuntimeError: it has given a parameter another dtype or shape.
+    """
+    for p, twin, gradient in stepped:
+        if (twin.shape, twin.dtype) != (p.shape, p.dtype):
+            raise RuntimeError(
+                f"{what} {twin.dtype} of shape {tuple(twin.shape)}; it was {p.dtype} of shape "
+                f"{tuple(p.shape)}. Exchange it between two batches."
+            )
+        yield p.data, twin.detach()  # its version is that of the step, whenever the copy is made
+        if gradient is not None and p.grad is not None:
+            yield p.grad, gradient
+
+
+def for_fetch(
+    layer: StreamedLayer, casts: Mapping[int, Tensor], pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
+) -> list[tuple[Span, Tensor]]:
+    """All that a fetch of the layer would bring, with its place in a slot, in memory beside that of steps; else nothing.
+
+    Args:
+        layer: the layer.
+        casts: what was cast of its new weights, by the ``id`` of the host's.
+        pairs: the parameters that were stepped, on the host and on the device.
+    """
+    parameters = [p for member in layer.family for p in member.block.parameters]
+    there = {id(p): twin.detach() for p, twin in pairs}
+    if not casts or any(id(p) not in there for p in parameters):  # without casts all of it would be copied once more
+        return []
+    parts = (casts[id(p)] if id(p) in casts else there[id(p)].clone() for p in parameters)
+    return list(zip(layer.spans, parts, strict=True))
+
+
+def made_on(device: torch.device, states: Iterable[Any]) -> list[Tensor]:
+    """The tensors of new state that are on the device, each once."""
+    leaves = [leaf for values in states for leaf in tree_leaves(values)]
+    plain = [each for each in leaves if type(each) is Tensor and each.layout is torch.strided]
+    return list({id(each): each for each in plain if each.device == device}.values())
+
+
+def to_host(leaf: Any, of_host: Mapping[int, Tensor]) -> Any:
+    """A part of new state as the user finds it: ``of_host`` by the ``id`` of a tensor on the device."""
+    if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
+        return leaf.to("cpu")
+    return of_host.get(id(leaf), leaf)

@@ -1,0 +1,265 @@
+"""Decides which CPU optimizer steps have the bits of plain Lightning's steps on the GPU, and gives the reason for the others.
+
+Plain Lightning's optimizer steps on the GPU: with torch's ``foreach`` operators, or with ``fused=True``. Where ``kernels`` has
+its formulas, and this GPU has confirmed them, an update on the CPU has the bits of the unchanged program's. All groups of an
+optimizer have to be confirmed, because weights that are stepped in two ways would be those of neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.layout import is_dense
+from sp_lightning.kernels.gpu_norms import has_norms_of
+from sp_lightning.kernels.jit import is_installed
+from sp_lightning.kernels.update import HALVES, is_confirmed
+from sp_lightning.kernels.variants import OPEN, Form, Kind, Like, Variant, is_near
+from sp_lightning.layers.narrow_gradient import as_it_came, stored
+from sp_lightning.layers.roles import ParameterRole
+from sp_lightning.torch_compat.patched import state_of
+from sp_lightning.torch_compat.private import unscales_by_itself
+from sp_lightning.updates.fused import KINDS, has_fused_step, may_get_gradients
+
+
+@dataclass(frozen=True)
+class LikeGpu:
+    """Steps of an optimizer that have a GPU's bits.
+
+    Args:
+        device: the GPU.
+        fuse: whether groups step fused for which their user has left that open.
+    """
+
+    device: torch.device
+    fuse: bool
+
+    def of(self, group: Mapping[str, Any]) -> Like:
+        """Returns the reference of a group's steps."""
+        return Like(self.device, "fused" if group.get("fused") or self.fuse else "foreach")
+
+    def against(self, optimizer: torch.optim.Optimizer, module: nn.Module, *, scaled: bool) -> str:
+        """Returns why an optimizer's steps differ from the GPU's in the last bits; empty if they do not.
+
+        Args:
+            optimizer: the optimizer.
+            module: the module that it trains.
+            scaled: whether gradients are scaled (``16-mixed``).
+        """
+        name = type(optimizer).__name__
+        tables = (nn.Embedding, nn.EmbeddingBag)
+        sparse = (name for name, each in module.named_modules() if isinstance(each, tables) and each.sparse)
+        if found := next(sparse, ""):
+            return f"{found} has sparse gradients"
+        if scaled and unscales_by_itself(optimizer):
+            return f"{name} unscales gradients by itself"
+        if not has_fused_step(optimizer):
+            return f"{name} is not one of torch's Adam, AdamW, SGD and Adagrad"
+        if not is_installed():
+            return "llvmlite is missing, which pip install llvmlite adds"
+        with torch.DisableTorchFunctionSubclass():  # updates may be under way; nothing here depends on them
+            reasons = (self._against(optimizer, group) for group in optimizer.param_groups)
+            return next((f"{name}: {reason}" for reason in reasons if reason), "")
+
+    def against_group(self, group: Mapping[str, Any], known: set[int]) -> str:
+        """Returns why a group's next step differs, although :meth:`against` found no reason at set-up; empty if it does not.
+
+        Settings may have changed since, and parameters may have been added. That formulas are confirmed is not asked here.
+
+        Args:
+            group: the group.
+            known: the ``id`` of parameters that need not be looked at again. Others are added.
+        """
+        if reason := _against_settings(group, self.of(group).form):
+            return reason
+        if any(map(_is_laid_out_otherwise, group["params"])):
+            return "a gradient's memory has another order than its weight's"
+        new = [p for p in group["params"] if id(p) not in known and may_get_gradients(p)]
+        if reason := next(filter(None, map(_against_parameter, new)), ""):
+            return reason
+        known.update(map(id, new))
+        return ""
+
+    def against_norms(self, optimizer: torch.optim.Optimizer) -> str:
+        """Returns why norms of an optimizer's gradients differ from the GPU's in the last bits; empty if they do not."""
+        with torch.DisableTorchFunctionSubclass():
+            trained = [p for group in optimizer.param_groups for p in group["params"] if may_get_gradients(p)]
+            if len({p.dtype for p in trained}) > 1:
+                return "weights have several dtypes"
+        largest = max((p.numel() for p in trained), default=0)
+        return "" if has_norms_of(self.device, largest) else "no formula has the bits of norms on this GPU"
+
+    def _against(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+        form = self.of(group).form
+        trained = [p for p in group["params"] if may_get_gradients(p)]
+        return (
+            _against_settings(group, form)
+            or next(filter(None, map(_against_parameter, trained)), "")
+            or _against_state(state_of(optimizer), trained)
+            or self._unconfirmed(KINDS[type(optimizer)], group, {p.dtype for p in trained})
+        )
+
+    def _unconfirmed(self, kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> str:
+        like = self.of(group)
+        if (kind, like.form) not in OPEN:
+            return "fused=True computes in double precision on a GPU"
+        if not all(map(is_confirmed, _variants(kind, group, dtypes, like))):
+            return f"no formula has the bits of its {like.form} step on this GPU"
+        return ""
+
+
+def _against_settings(group: Mapping[str, Any], form: Form) -> str:
+    for name in ("capturable", "differentiable", "foreach"):
+        if group.get(name):
+            return f"{name}=True"
+    if form == "foreach":
+        for name in ("fused", "foreach"):
+            if group.get(name) is False:
+                return f"{name}=False steps one parameter after the other"
+        if isinstance(group["lr"], Tensor):
+            return "the learning rate is a tensor"
+    if any(isinstance(each, Tensor) for each in group.get("betas", ())):
+        return "a beta is a tensor"
+    return ""
+
+
+def _against_parameter(parameter: nn.Parameter) -> str:
+    kind: Any = type(parameter)
+    kind = kind.users if issubclass(kind, ParameterRole) else kind
+    if kind not in (nn.Parameter, Tensor):
+        return f"a parameter is a {kind.__name__}"
+    if parameter.dtype not in (torch.float32, *HALVES):
+        return f"a parameter has the dtype {parameter.dtype}"
+    if not is_dense(parameter):
+        return "a parameter's memory has gaps"
+    return ""
+
+
+def _against_state(state: Mapping[Any, Any], parameters: Iterable[nn.Parameter]) -> str:
+    entries = ((p, value) for p in parameters for value in dict(state.get(p, {})).values())
+    others = [
+        v for p, v in entries if isinstance(v, Tensor) and v.shape == p.shape and v.dim() and v.dtype is not p.dtype
+    ]
+    return f"state has the dtype {others[0].dtype}, another one than its weight" if others else ""
+
+
+def _is_laid_out_otherwise(parameter: nn.Parameter) -> bool:
+    """Returns True if a gradient has other strides than its weight. torch steps such a group with other operators."""
+    gradient = as_it_came(stored(parameter))
+    return gradient is not None and gradient.layout is torch.strided and gradient.stride() != parameter.stride()
+
+
+def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if torch's ``foreach`` step writes gradients: SGD's with Nesterov momentum, without decay and maximize."""
+    return type(optimizer) is torch.optim.SGD and any(
+        group["nesterov"] and not group["weight_decay"] and not group["maximize"] for group in optimizer.param_groups
+    )
+
+
+def _variants(kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype], like: Like) -> Iterator[Variant]:
+    """The variants of a group's steps, with weight decay and without: a scheduler may change that."""
+    own: list[dict[str, Any]] = [{}]
+    if kind in ("adam", "adamw"):
+        own = [{"amsgrad": group["amsgrad"], "near": is_near(group["betas"][0])}]
+    elif kind == "sgd":
+        momentum, nesterov = group["momentum"] != 0, group["nesterov"]
+        own = [{"momentum": momentum, "nesterov": nesterov, "first": first} for first in {False, momentum}]
+    for dtype, decays, more in product(sorted(dtypes, key=str), {True, bool(group["weight_decay"])}, own):
+        yield Variant(kind, dtype, None, 0, maximize=group["maximize"], decays=decays, weight=dtype, like=like, **more)
+
+
+class GpuBits:
+    """The optimizers of a run whose CPU steps have a GPU's bits, and the reasons for the others.
+
+    Args:
+        device: the GPU on which plain Lightning steps; None if it steps on the CPU.
+
+    Attributes:
+        stepping: the optimizers whose steps have the GPU's bits.
+        clipping: those of them whose norms have them.
+        like: whose bits they have.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._why = self._why_norms = ""
+        self.stepping: set[torch.optim.Optimizer] = set()
+        self.clipping: set[torch.optim.Optimizer] = set()
+        self.like: LikeGpu | None = None
+
+    def decide(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        module: nn.Module,
+        against: str,
+        *,
+        fuse: bool,
+        scaled: bool,
+        clips: bool,
+    ) -> None:
+        """Decides, from the optimizers' present settings.
+
+        Args:
+            optimizers: the trainer's.
+            module: the module that they train.
+            against: a reason that holds for all of them; empty if there is none.
+            fuse: whether groups step fused for which their user has left that open.
+            scaled: whether gradients are scaled (``16-mixed``).
+            clips: whether norms may be needed.
+        """
+        self._why, self._why_norms, self.like = against, "", None
+        self.stepping, self.clipping = set(), set()
+        if self._device is None or against:
+            return
+        self.like = LikeGpu(self._device, fuse)
+        for optimizer in optimizers:
+            if why := self.like.against(optimizer, module, scaled=scaled):
+                self._why = self._why or why
+                continue
+            self.stepping.add(optimizer)
+            if not clips:
+                continue
+            if why := self.like.against_norms(optimizer):
+                self._why_norms = self._why_norms or why
+            else:
+                self.clipping.add(optimizer)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all steps have the GPU's bits, and all norms that may be needed."""
+        return self._device is not None and not (self._why or self._why_norms)
+
+    def sentences(self, *, automatic: bool, mixed: bool = False) -> list[str]:
+        """Returns what a user should know of this; nothing without a GPU.
+
+        Args:
+            automatic: whether Lightning clips (automatic optimization).
+            mixed: whether some layers stay on the GPU and are stepped there.
+        """
+        if self._device is None:
+            return []
+        alike, why = set[str](), self._why
+        for optimizer, group in [(each, group) for each in self.stepping for group in each.param_groups]:
+            assert self.like is not None
+            name = type(optimizer).__name__
+            if against := self.like.against_group(group, set()):  # settings that have changed since
+                why = why or f"{name}: {against}"
+            else:
+                alike.add(f"{name} ({self.like.of(group).form})")
+        said = []
+        if alike:
+            said.append(f"{' and '.join(sorted(alike))} steps on the CPU with the bits of its steps on this GPU.")
+        if alike and not automatic:
+            said.append("Norms that you take yourself, as in clip_gradients, have the CPU's last bits.")
+        if self._why_norms:
+            said.append(f"Norms for clipping differ from the GPU's in the last bits: {self._why_norms}.")
+        if why:
+            said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {why}.")
+            if mixed:
+                said.append("Layers that stay on the GPU step there: weights are those of neither place.")
+        return said

@@ -1,0 +1,166 @@
+"""Buffers that have to be where the weights are: averages of weights, and masks of pruned modules.
+
+Averages are kept in buffers by modules such as latent diffusion's ``LitEma``: ``average.type_as(weight)`` makes a copy if the
+two are on different devices, and what is written to that copy is lost. Between steps the buffers are on the host, as the
+weights are. Within a step the weights are on the device, and so are the buffers of such a module from the moment when one of
+them is asked for until the step is over.
+
+``torch.nn.utils.prune`` keeps a mask in a buffer, ``weight_mask``, and multiplies it before each forward with a parameter,
+``weight_orig``, which streams. The product stays in a plain attribute, ``weight``. When the user prunes again between two
+steps, torch computes a mask from the product and the mask before, and multiplies it with the parameter. All three then have
+to be on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import strided
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.private import forward_pre_hooks, pruned_attribute
+
+# A module with so few buffers may have them for another purpose, and only by chance the shapes of a small module's weights.
+_FEW = 2
+
+
+def find_averages(root: nn.Module) -> list[nn.Module]:
+    """Finds the modules without parameters whose buffers have the shapes of all, or all trained, weights of a module."""
+    bare = [module for module in root.modules() if not any(True for _ in module.parameters())]
+    weights = {tuple(p.shape for p in module.parameters()) for module in root.modules()}
+    weights |= {tuple(p.shape for p in module.parameters() if p.requires_grad) for module in root.modules()}
+    copies = {module: tuple(buffer.shape for buffer in module.buffers() if buffer.dim()) for module in bare}
+    return [module for module, shapes in copies.items() if len(shapes) > _FEW and shapes in weights]
+
+
+_Sent = tuple[dict[str, Tensor | None], str, Tensor, Tensor]
+"""A buffer on the device: the dictionary and the name that it has in its module, its tensor on the host, and the one sent."""
+
+
+class AveragesOnDevice:
+    """The buffers of a module: on the device once they are asked for within a step, and on the host after it.
+
+    Args:
+        module: the module that has the buffers.
+        device: the device that they are to be on.
+        in_step: says whether modules hold device parameters now.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, in_step: Callable[[], bool]) -> None:
+        self._owners = list(module.modules())
+        self._device = device
+        self._in_step = in_step
+        self._sent: list[_Sent] = []
+        for owner in self._owners:
+            owner._buffers = _Buffers(owner._buffers, self._send)
+
+    def send_back(self) -> None:
+        """Brings the buffers back to the host, with what was written on the device."""
+        sent, self._sent = self._sent, []
+        with torch.no_grad():
+            for buffers, name, host, device in sent:
+                now = dict.get(buffers, name)
+                if now is device:
+                    buffers[name] = host.copy_(device)
+                elif now is not None:
+                    buffers[name] = now.to(host.device)
+
+    def close(self) -> None:
+        """Brings the buffers back to the host for good, and gives the modules plain dictionaries of buffers again."""
+        self.send_back()
+        for owner in self._owners:
+            owner._buffers = dict(dict.items(owner._buffers))
+
+    def _send(self) -> None:
+        if self._sent or not self._in_step():
+            return
+        with no_inference_mode():  # training writes them, too
+            self._sent = [  # the device may have no memory for one of them, and then none is sent
+                (owner._buffers, name, host, torch.empty_like(host, device=self._device).copy_(host))
+                for owner in self._owners
+                for name, host in dict.items(owner._buffers)
+                if host is not None and host.device != self._device
+            ]
+        for buffers, name, _, sent in self._sent:
+            buffers[name] = sent
+
+
+class _Buffers(dict[str, Any]):
+    """A module's dictionary of buffers that calls ``ask`` before user code reads one of them."""
+
+    def __init__(self, buffers: dict[str, Any], ask: Callable[[], None]) -> None:
+        super().__init__(buffers)
+        self._ask = ask
+
+    def __getitem__(self, name: str) -> Any:
+        self._ask()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._ask()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._ask()
+        return super().items()
+
+    def values(self) -> Any:
+        self._ask()
+        return super().values()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies are plain dictionaries, because a copied module is a plain module."""
+        return dict, (dict(self.items()),)
+
+
+class PrunedWeights:
+    """The masks and products of all pruned modules; none are moved if the device is the host.
+
+    Args:
+        module: the root.
+        device: copies them.
+    """
+
+    def __init__(self, module: nn.Module, device: Device) -> None:
+        self._device = device
+        self._pruned = [  # the modules with a pruned weight, and the name of that weight
+            (child, pruned_attribute(hook))
+            for child in ([] if device.computes_on_host else module.modules())
+            for hook in forward_pre_hooks(child).values()
+            if isinstance(hook, BasePruningMethod)
+        ]
+        # A mask on the host, the version of it that was sent, and its copy on the device.
+        self._masks: dict[tuple[nn.Module, str], tuple[Tensor, int, Tensor]] = {}
+        self.hold_host()
+
+    def hold_device(self) -> None:
+        """Puts the masks on the device, as a step begins or goes on. Those that were not written since are there already."""
+        for module, name in self._pruned:
+            host = module._buffers.get(f"{name}_mask")
+            if host is None:  # the user has made the pruning permanent
+                continue
+            seen, version, sent = self._masks.get((module, name), (None, 0, host))
+            if seen is not host or version != host._version:
+                with no_inference_mode(), torch.no_grad():
+                    whole = host.detach().clone()  # dense memory, whatever the strides of the user's tensor
+                    flat = strided(whole, 0, torch.uint8, (whole.nbytes,), (1,))
+                    sent = strided(self._device.send(flat), 0, whole.dtype, whole.shape, whole.stride())
+                self._masks[module, name] = host, host._version, sent
+            module._buffers[f"{name}_mask"] = sent
+
+    def hold_host(self) -> None:
+        """Brings masks and products to the host, after a step that has ended or was interrupted."""
+        for module, name in self._pruned:
+            present = module._buffers.get(f"{name}_mask")
+            if present is None:
+                continue
+            host, _, sent = self._masks.get((module, name), (None, 0, None))
+            module._buffers[f"{name}_mask"] = host if sent is present else self._device.receive(present)
+            product = vars(module).get(name)
+            if isinstance(product, Tensor):
+                vars(module)[name] = self._device.receive(product.detach()).requires_grad_(product.requires_grad)

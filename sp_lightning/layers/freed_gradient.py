@@ -1,0 +1,78 @@
+"""``param.grad`` of a parameter that backward has updated, where gradients are freed then: plain Lightning has a tensor there.
+
+``optimizer_overlap="backward"`` frees a layer's gradients after its update, to save memory, if no hook of the user's could
+look at them before they are set to None. Code that reads one all the same gets an error, and not None.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.layers.roles import ParameterRole, leave, take
+from sp_lightning.torch_compat.private import subclasses_are_asked
+
+_tensor_grad: Any = Tensor.grad
+
+_SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_grad, Optimizer.zero_grad))
+"""They read ``param.grad`` only to reset it."""
+
+
+class _HasFreedGradient(ParameterRole):
+    """A host parameter whose gradient was freed after its update."""
+
+    rank = 4
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Nothing, in the engine and in updates.
+
+        Raises:
+            RuntimeError: user code asks.
+        """
+        if subclasses_are_asked() and _is_users(sys._getframe(1)):
+            raise RuntimeError(
+                f"param.grad was read of a parameter of shape {tuple(self.shape)} after the optimizer's step. "
+                'optimizer_overlap="backward" has freed it, because no hook of the module or of a callback runs there. Read it '
+                'in on_train_batch_end, or leave optimizer_overlap out: "auto" keeps gradients.'
+            )
+        return None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _tensor_grad.__set__(self, value)
+        leave(self, _HasFreedGradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        leave(self, _HasFreedGradient)
+
+
+def resets_gradients(frame: FrameType) -> bool:
+    """Returns True if torch's ``zero_grad`` reads a gradient only to set it to None."""
+    return frame.f_code in _SET_TO_NONE and bool(frame.f_locals.get("set_to_none", False))
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Returns True if a gradient is read by user code: not by this package, and not by torch's ``zero_grad``."""
+    while (
+        frame.f_code.co_name == "grad" and frame.f_back is not None
+    ):  # that of another class of the parameter asks for it
+        frame = frame.f_back
+    return frame.f_code not in _SET_TO_NONE and not frame.f_globals.get("__name__", "").startswith("sp_lightning.")
+
+
+def free(parameter: nn.Parameter) -> None:
+    """Frees a parameter's gradient. Reading it is an error until :func:`forget`, or until it has another one."""
+    parameter.grad = None
+    take(parameter, _HasFreedGradient)
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """From now on a parameter has no gradient, as after ``zero_grad``."""
+    leave(parameter, _HasFreedGradient)

@@ -1,0 +1,388 @@
+"""A streamed layer: what travels together, where it is on the host, and where its copy on the device is.
+
+Beside it is what a layer consists of: the :class:`Slot` that it is in, and what is asked of its rows (:class:`AllRows`) and
+casts (:class:`NoCasts`). Nearly all layers have these two; in ``expert_rows``, ``embedding_rows`` and ``host_casts`` are others.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sp_lightning.device.device import Stream
+from sp_lightning.device.layout import Span
+from sp_lightning.device.lease import Lease
+from sp_lightning.layers.casts import SavedValues
+from sp_lightning.layers.freed_gradient import forget
+from sp_lightning.layers.narrow_gradient import widen
+from sp_lightning.layers.parameter_group import ParameterGroup
+from sp_lightning.layers.writes import ViewDigests
+from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.store.block import HostBlock
+from sp_lightning.store.block_memory import BlockMemory
+
+Rows = frozenset[int] | None
+"""The numbers of rows; None for all of them."""
+NOTHING: frozenset[int] = frozenset()
+
+
+class AllRows:
+    """The rows of a layer that comes as a whole: all that is asked of rows, with nothing to do.
+
+    Attributes:
+        stacks: the indices of the parameters of which only rows may be on the device.
+        ahead: the rows that are worth a fetch before a call asks for them.
+        complete: whether the rows that the present use may read are in the layer's slot.
+        sparse_on_device: whether its gradient is sparse there in this backward, although ``param.grad`` is to be dense.
+        looked_up_bytes: bytes of the rows that look-ups have sent.
+        host_waits: how often the host has waited for the numbers of rows.
+        hits, misses: how many rows of experts uses have asked for that were on the device, and that were not.
+        sent_bytes: bytes of the experts that were sent, those of whole layers included.
+        cache: the :class:`~sp_lightning.experts.expert_cache.ExpertCache` that keeps rows that were used; None without one.
+    """
+
+    stacks: frozenset[int] = NOTHING
+    ahead: Rows = None
+    complete = True
+    sparse_on_device = False
+    cache: Any = None
+    looked_up_bytes = host_waits = hits = misses = sent_bytes = 0
+
+    def begin_step(self, *, training: bool) -> None:
+        """A step begins."""
+
+    def need(self, rows: Rows) -> None:
+        """The use of the layer that begins, or goes on, may read these rows."""
+
+    def begin_use(self) -> None:
+        """The layer comes into use; what it needs is known."""
+
+    def end_use(self) -> None:
+        """The layer is released."""
+
+    def send(self, slot: Slot, source: Tensor) -> int | None:
+        """Copies the rows that are needed to a slot. Returns how many bytes left the host; None if all of the layer has to."""
+        return None
+
+    def arrived(self, slot: Tensor) -> None:
+        """Compute has waited for what was sent to a slot."""
+
+    def lost(self) -> None:
+        """A transfer to the layer's slot has failed."""
+
+    def drop_cached(self) -> None:
+        """The host's weights were or may have been written: what the device keeps beside the slot is out of date."""
+
+    def may_compute_with_wrapped(self, use: Any, args: Sequence[Any], kwargs: Any) -> bool:
+        """Whether a wrapped weight may be used now although no use of the layer is announced."""
+        return False
+
+    def read_whole(self) -> None:
+        """Something computes with all of the weights, and its graph may reach any row."""
+
+    def saved_rows(self, index: int | None, view: Tensor | None = None, offset: int = 0) -> Rows:
+        """The rows that a saved tensor needs in backward.
+
+        Args:
+            index: of the parameter in which it begins.
+            view: a view of the slot's memory; None if a weight was saved itself.
+            offset: bytes from the start of the slot to the view.
+        """
+        return None
+
+    def completed(self, index: int, value: Tensor, slots: Collection[int]) -> Tensor:
+        """A weight's value on the device, with the host's rows where the slot, one of these addresses, has none."""
+        return value
+
+    def gradient_rows(self, index: int) -> Rows:
+        """The rows of a gradient that has arrived which may be other than zero. It counts as taken."""
+        return None
+
+    def unpin(self) -> None:
+        """Releases page locks."""
+
+
+class NoCasts:
+    """The casts of a layer whose weights travel as they are: there are none, and none is ever out of date."""
+
+    current = True
+    saved = False
+    """Whether a graph has saved views of them."""
+
+    def invalidate(self) -> None:
+        """Nothing depends on masters."""
+
+    def mark_current(self) -> None:
+        """Nothing depends on masters."""
+
+    def places(self, by: Stream, *, others: bool = True) -> Mapping[int, Tensor]:
+        """No places."""
+        return {}
+
+    def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
+        """Nothing is cast."""
+
+    def saved_values(self, offset: int) -> SavedValues | None:
+        """No part of the slot has casts."""
+        return None
+
+    def offer(self, views: Sequence[Tensor]) -> None:
+        """The layer is on the device: nothing stands for masters there."""
+
+    def withdraw(self) -> None:
+        """The layer leaves the device."""
+
+
+@dataclass(eq=False)
+class PendingGather:
+    """A layer of which some was sent to its slot; the rest is to come from other ranks, if these announce it, too.
+
+    Attributes:
+        number: of its gather, in the round.
+        layer: which it is.
+        target: its slot's memory, flat ``uint8``.
+        source: its bytes on the host.
+        part: bytes of each rank's part. What is left behind the last one was sent whole.
+        landed: is called once the rest was issued.
+    """
+
+    number: int
+    layer: StreamedLayer
+    target: Tensor
+    source: Tensor
+    part: int
+    landed: Callable[[], None]
+
+
+@dataclass(eq=False)
+class Slot:
+    """Device memory for one layer.
+
+    Attributes:
+        ring: the index of its ring in the plan.
+        memory: its memory as transfers write it, flat ``uint8``.
+        lease: the same memory as compute has it.
+        extra: whether it was made beyond the plan, because all others were in use or held.
+        layer: the layer whose weights are in it; None if they are out of date.
+        lent: whether it is in use.
+        escaped: whether views of it outlived its last use.
+        stale: whether its layer's weights were or may have been written on the host since it was fetched. Its layer is to
+            come to it again, because of those views.
+        digests: what such views are compared with, which may be written at any time; None within the step that took them.
+        filled: the event of the transfer into it.
+        coming: its layer, while other ranks have yet to announce that they bring it, too.
+        idle: the event after the last kernel that used it.
+        begun: the mark in the timeline, if there is one, at which its last use began.
+        backward: whether that use was in backward.
+        alive: tensors of :attr:`Stream.STEP` that the transfer into it reads, until that stream has waited for it.
+    """
+
+    ring: int
+    memory: Tensor
+    lease: Lease
+    extra: bool = False
+    layer: StreamedLayer | None = None
+    lent: bool = False
+    escaped: bool = False
+    stale: bool = False
+    digests: ViewDigests | None = None
+    filled: Any = None
+    coming: PendingGather | None = None
+    idle: Any = None
+    begun: Any = None
+    backward: bool = False
+    alive: Sequence[Tensor] = ()
+
+    @property
+    def held(self) -> bool:
+        """Whether some tensor still views it after its last use (an escaped view, a graph). It must not be overwritten."""
+        return not self.lent and self.lease.in_use
+
+    @property
+    def overwritable(self) -> bool:
+        """Whether another layer may be fetched into it."""
+        return not self.lent and not self.lease.in_use
+
+
+class Kind(enum.Enum):
+    """How a layer comes to the device."""
+
+    BLOCK = enum.auto()
+    """It passes through the slots of its ring when its module is called."""
+    MASTERS = enum.auto()
+    """The float32 weights of a block that travel as casts. They come only if something asks for them themselves."""
+    TABLE = enum.auto()
+    """An embedding of which only rows travel. All of it comes only if something but a look-up asks for its weight."""
+    RESIDENTS = enum.auto()
+    """It stays on the device while a step runs, in memory of its own."""
+
+
+class StreamedLayer:
+    """One layer: everything that the engine knows about it.
+
+    The device's copy is valid if :attr:`slot` is not None, nor ``stale``, and the copy is not :attr:`outdated`. Code that writes
+    the host's weights in a way that no version shows calls :meth:`invalidate`. Residents have a slot of their own, which
+    :class:`~sp_lightning.layers.residents.Residents` answers for. The prefetch asks for the slot alone: what it fetches in
+    vain, or not at all, is found out when the layer is used.
+
+    Args:
+        index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.
+        kind: how it comes to the device.
+        planned: where each of its parameters lies.
+        block: its memory on the host.
+        parameters: its device parameters.
+        expert: whether it comes only when something is routed to it.
+
+    Attributes:
+        spans: where each parameter, then each cast, lies in a slot.
+        casts: what travels in place of its masters: :class:`NoCasts` unless it has any.
+        masters: the layer of those masters; None if it has none.
+        family: the layer and its masters, which are updated together.
+        owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
+            layer that they belong to, otherwise the layer itself.
+        rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
+        whole: whether all of it comes, and as it is: neither its rows nor its casts have anything to do. What is done for each
+            weight asks this first, which saves a call.
+        update: its update in the background that the engine has not waited for yet. Masters have none of their own.
+        landed: of an update on the device: the event after which the host has what it made.
+        stepped: of such an update: the event after its kernels.
+        made: all that the layer's next fetch brings, if such an update has left it on the device: each tensor, with its place
+            in a slot. Empty if not.
+        own_slot: the slot that is this layer's alone, because the layer stays on the device; None of others.
+        kept: whether the device's copy in that slot counts: the device has stepped the layer, or brought it for that, and user
+            code has not come to the host's weights since.
+        ahead: whether the host has not what that copy has.
+        spent: gradients on the device that this step reads. They are there until compute has waited for it.
+        slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
+        transfer: the event of its last transfer to the device.
+        fetches: how often it was fetched.
+        running_calls: how many running calls use it. It is not released before they have returned.
+        layout: a number that layers share if their parameters lie alike in a slot.
+        visits: how often the running step's forward has taken it into use.
+        updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``), or tries to do
+            without the layer from now on.
+        needed: called with what needed the layer while backward tried that; None if it has begun the update.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        kind: Kind,
+        planned: PlannedLayer,
+        block: HostBlock,
+        parameters: ParameterGroup,
+        *,
+        expert: bool = False,
+    ) -> None:
+        self.index = index
+        self.kind = kind
+        self.planned = planned
+        self.block = block
+        self.parameters = parameters
+        self.casts = NoCasts()
+        self.masters: StreamedLayer | None = None
+        self.family: tuple[StreamedLayer, ...] = (self,)
+        self.expert = expert
+        self.owner = self
+        self.spans = (*planned.spans, *planned.casts)
+        self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
+        self.rows = AllRows()
+        self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
+        self.update: Future[None] | None = None
+        self.landed: Any = None
+        self.stepped: Any = None
+        self.made: Sequence[tuple[Span, Tensor]] = ()
+        self.own_slot: Slot | None = None
+        self.kept = self.ahead = False
+        self.spent: Sequence[Tensor] = ()
+        self.slot: Slot | None = None
+        self.transfer: Any = None
+        self.fetches = 0
+        self.running_calls = 0
+        self.visits = 0
+        self.layout = 0
+        self.updated_early = False
+        self.needed: Callable[[str], None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the layer's module, or of its parameter if that belongs to no layer's module."""
+        return self.planned.name
+
+    def use_gradients(self) -> bool:
+        """Has the gradients of the layer and of its masters in memory. Returns whether any of them were on a disk."""
+        found = [member.block.gradients.use() for member in self.family]
+        return any(found)
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether its next step may write its slot: nothing else holds that memory, and the host's weights lie where they did."""
+        slot = self.own_slot
+        return (
+            slot is not None
+            and slot.overwritable
+            and slot.digests is None
+            and not self.casts.saved
+            and not any(member.block.displaced or member.block.retyped for member in self.family)
+            and all(type(member.block.memory) is BlockMemory for member in self.family)
+            and all(type(p) is not Tensor for member in self.family for p in member.block.parameters)
+        )
+
+    @property
+    def frozen(self) -> bool:
+        """Whether none of its parameters is trained."""
+        return not any(p.requires_grad for member in self.family for p in member.block.parameters)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the host's weights were written since the layer was fetched, as far as versions show it."""
+        return self.parameters.stale or not self.casts.current
+
+    def refuse_updated(self, why: str = "its weights were needed again") -> None:
+        """Refuses what needs the layer's weights as they were before the running backward has updated them.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        owner = self.owner
+        if owner.updated_early and owner.needed is not None:
+            owner.needed(f"the gradients of layer {self.name!r} were complete when {why}")
+        elif owner.updated_early:
+            raise RuntimeError(
+                f'optimizer_overlap="backward" had updated layer {self.name!r} when, in the same backward, '
+                f'{why}. Some weights are already updated. Use SuperpipelineStrategy(optimizer_overlap="forward").'
+            )
+
+    def close(self) -> None:
+        """The run is over: drops the device parameters, and leaves ordinary ones on the host, whose gradients are wide."""
+        self.parameters.close()
+        self.rows.unpin()
+        for parameter in self.block.parameters:
+            widen(parameter)
+            forget(parameter)
+
+    def invalidate(self) -> None:
+        """Marks the device's copy as out of date, because the host's weights were or may have been written.
+
+        A slot that is viewed after its use stays the layer's, and the layer will come to it again: views of a weight follow it.
+        """
+        if self.slot is None or not self.slot.escaped or self.slot.lease.moved:
+            self.leave_slot()
+        else:
+            self.rows.drop_cached()
+            self.slot.stale = True
+
+    def leave_slot(self) -> None:
+        """As :meth:`invalidate`, but weights were given other memory: views of the old one keep the old values."""
+        self.rows.drop_cached()
+        if self.kind is Kind.RESIDENTS and self.slot is not None:
+            self.slot.stale = True  # they take another one when they are used next
+            return
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            slot.layer = None

@@ -1,0 +1,435 @@
+"""The device parameters of one layer. They are stand-ins while the layer is away."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, increment_version
+from torch.utils.hooks import RemovableHandle
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import Span, absent, addresses, versions
+from sp_lightning.device.own_threads import OwnThreads
+from sp_lightning.layers.casts import SavedValues
+from sp_lightning.layers.device_parameter import (
+    DeviceParameter,
+    OffloadedParameter,
+    Untouched,
+    gradient_edge,
+    set_class,
+    tensor_data,
+    tensor_requires_grad,
+)
+from sp_lightning.observe.messages import HIDDEN_READ
+from sp_lightning.torch_compat.cast_gradient import CastGradient
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.private import gradient_hooks
+
+
+class EngineCallbacks(Protocol):
+    """The calls by which uses of weights reach the engine: the only way up from this wing.
+
+    A ``layer`` is a :class:`~sp_lightning.layers.layer.StreamedLayer`, which the callers here only pass on.
+    """
+
+    device: Device
+    calls: Any  # ``calls.depth`` is how many calls of modules are running
+    lock: threading.RLock  # the engine's
+    threads: OwnThreads
+
+    def at_host(self) -> bool:
+        """Whether the present thread is given the host's parameters: no step, call or backward runs, or none is its own."""
+
+    def helping(self) -> AbstractContextManager[bool]:
+        """A context for an operation of another thread than the run's. Yields whether it may be given device parameters."""
+
+    def copied(self, layer: Any, index: int) -> Tensor | None:
+        """A copy of a weight that was or may have been written on the device; None if the host's has the present values."""
+
+    def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> AbstractContextManager[None]:
+        """A context during which these device parameters, or their ``casts``, are on the device."""
+
+    def saves_raw(self) -> bool:
+        """Whether autograd would now save tensors as they are, without the engine's hooks packing them."""
+
+    def gradient_arrived(self, layer: Any, index: int, parameter: Tensor) -> None:
+        """Called after autograd has put a gradient on a device parameter."""
+
+    def gradients_complete(self, layer: Any) -> None:
+        """Called when all parameters of a layer and of its masters have their gradients in this backward."""
+
+    def replacing(self, layer: Any, index: int, value: Tensor) -> None:
+        """Called before ``param.data = value``, while the layer is on the device."""
+
+    def take_back_writes(self, layer: Any) -> None:
+        """Has the host's weights be all that was written, on the device or by an update: recompute asks which weights were."""
+
+    def host_is_used(self, layer: Any) -> None:
+        """Called within a step before user code reads the host's weights of a layer, or writes them."""
+
+    def host_was_used(self, layer: Any, *, viewed: bool) -> None:
+        """Called within a step after user code has read the host's weights of a layer, written them, or made a view of one."""
+
+    def host_is_shown(self, layer: Any) -> None:
+        """Called within a step before user code gets the host's memory of a weight: writes there change no version."""
+
+    def device_is_used(self, layer: Any) -> None:
+        """Called before an operation that was given the host's weights of a layer is given the device's instead."""
+
+    def reading_rows(self, layer: Any) -> AbstractContextManager[tuple[Tensor, Any] | None]:
+        """A context in which no update writes a table's weight; yields its bytes, or None if all of it is on the device."""
+
+
+class ParameterGroup:
+    """The device parameters of one layer.
+
+    They are on the device (:meth:`attach`) while the layer is used, and away (:meth:`detach`) otherwise.
+
+    Args:
+        spans: where each parameter lies in the layer's memory.
+        hosts: the user's parameters, in the same order.
+        device: the device of the slots.
+        autocast: the dtype of these parameters' casts, if they are masters.
+
+    Attributes:
+        layer, doors: the layer, and the engine that is asked for it; set by :meth:`connect`.
+        by_rows: whether only rows of some parameters come to the device: these stay stand-ins (:meth:`notice_uses_of`).
+        compute: computes with a stand-in of which only rows are needed: it is given the stand-in and the arguments of
+            ``__torch_function__``, and returns NotImplemented if the whole layer has to come. None where all rows come.
+        resting: whether they are on the device although no call uses the layer.
+        shared: whether several threads use the parameters.
+        casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
+        present_values: for each weight, the values that graphs have saved views of.
+        exposed: indices of the weights whose ``.data`` was handed out. User code may write them at any time.
+        viewed: indices of those of which the layer's own memory may hold other values than the host: it was handed out.
+        retyped: by index, the weights that were given another dtype; they have device memory of their own.
+        replaced: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
+        away: the data that each parameter has while its layer is away.
+        counters: tensors that have the weights' versions, and can be asked for them without a call of Python's own.
+        unversioned_writes: how often each weight was written without a change of its version, as far as the engine knows: a
+            fused step of an optimizer is such a write.
+    """
+
+    layer: Any
+    doors: EngineCallbacks
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        hosts: Sequence[nn.Parameter],
+        device: torch.device,
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.spans = spans
+        self._offsets = [span.offset for span in spans]
+        self._beginning_at = {span.offset: index for index, span in enumerate(spans) if span.nbytes}
+        self.hosts = hosts
+        self.device = device
+        self.autocast = autocast
+        self.casts: Sequence[Tensor] | None = None
+        self.present_values = [SavedValues(span.offset) for span in spans]
+        self.exposed: set[int] = set()
+        self.viewed: set[int] = set()
+        self.retyped: dict[int, Tensor] = {}
+        self.replaced: dict[int, Tensor] = {}
+        self.unversioned_writes = [0] * len(spans)
+        self.attached = self.resting = self.shared = self.by_rows = False
+        self.compute: Callable[..., Any] | None = None
+        self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
+        self._absent = [_with_user_class(OffloadedParameter, type(host)) for host in hosts]
+        self._handles: list[RemovableHandle] = []
+        with no_inference_mode():
+            self.away = [self._absent_like(span, index) for index, span in enumerate(spans)]
+            self.all = [self._make(index) for index in range(len(spans))]
+        # An accumulator holds a reference to its parameter: kept alive, it adds one whether a graph is alive or not.
+        self._accumulators: list[GradientEdge | None] = [None] * len(spans)
+        self._synced: list[bool] | None = None
+        self._references: dict[int, int] = {}  # references to each parameter when its layer's forward began
+        self._held: dict[int, int] = {}  # the same, for those that autograd or user code has kept since then
+        with no_inference_mode(), Untouched():
+            self.counters = [parameter.detach() for parameter in self.all]
+            self._host_counters = [_counter(host) for host in hosts]
+        self._versions, self._host_versions = versions(self.counters), versions(hosts)
+        self._addresses = addresses(hosts)
+
+    def notice_uses_of(self, stacks: Iterable[int]) -> None:
+        """Has every use of a stack noticed although its layer is on the device, because some of its rows may be away."""
+        self.by_rows = True
+        for index in stacks:
+            self._present[index] = self._absent[index]
+
+    def connect(self, layer: Any, doors: EngineCallbacks) -> None:
+        """Sets the layer, and the engine that is asked for it. The parameters can be used from now on."""
+        self.layer = layer
+        self.doors = doors
+        for index, host in enumerate(self.hosts):
+            if host.is_floating_point() or host.is_complex():
+                # A frozen one takes no hooks, and may thaw later. What users register on a device parameter is the host's.
+                parameter, kind, requires = self.all[index], type(self.all[index]), host.requires_grad
+                set_class(parameter, nn.Parameter)
+                nn.Parameter.requires_grad_(parameter, True)
+                # The user's hooks, which the first one runs, run where they do on a plain parameter, with torch.autograd.grad
+                # as well. The second is called for each gradient: no frame is between.
+                arrived = partial(doors.gradient_arrived, layer, index)
+                self._handles += [
+                    Tensor.register_hook(parameter, partial(self._hooked, index)),
+                    Tensor.register_post_accumulate_grad_hook(parameter, arrived),
+                ]
+                nn.Parameter.requires_grad_(parameter, requires)
+                set_class(parameter, kind)
+
+    def _make(self, index: int) -> DeviceParameter:
+        host = self.hosts[index]
+        # The data is set afterwards, because a parameter that was made of _away would share its version.
+        away = torch.empty((), dtype=host.dtype, device=self.device).expand(host.shape)
+        parameter: Any = nn.Parameter(away, requires_grad=host.requires_grad)
+        tensor_data.__set__(parameter, self.away[index])
+        object.__setattr__(parameter, "_of", self)
+        object.__setattr__(parameter, "_index", index)
+        parameter.__class__ = _with_user_class(OffloadedParameter, type(host))
+        return parameter
+
+    def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
+        """Runs the user's hooks on a gradient, which each of them may replace."""
+        hooks = gradient_hooks(self.hosts[index])
+        if hooks and type(gradient) is CastGradient:
+            gradient = gradient.wide()
+        for hook in list(hooks.values()) if hooks else ():
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+        return gradient if hooks else None
+
+    def attach(self, views: Sequence[Tensor]) -> None:
+        """Gives every parameter its view of the slot, because the layer is on the device."""
+        if self.replaced:
+            views = [self.replaced.get(index, value) for index, value in enumerate(views)]
+        if self.retyped:
+            with no_inference_mode(), torch.no_grad(), Untouched():
+                retyped = {index: weight.copy_(self.hosts[index]) for index, weight in self.retyped.items()}
+            views = [retyped.get(index, value) for index, value in enumerate(views)]
+        with Untouched():
+            kinds = self._absent if self.shared else self._present
+            for parameter, value, kind in zip(self.all, views, kinds, strict=True):
+                tensor_data.__set__(parameter, value)
+                set_class(parameter, kind)
+        self.attached = True
+
+    def _absent_like(self, value: Span | Tensor, index: int) -> Tensor:
+        return absent(value, self.device, HIDDEN_READ.format(name=self.spans[index].name))
+
+    def set_retyped(self, index: int, value: Tensor) -> None:
+        """Keeps a weight that was given another dtype, for which the layer's memory has no place."""
+        with no_inference_mode():
+            self.retyped[index] = value
+            self.away[index] = self._absent_like(value, index)
+
+    def refuse_exchanged(self, index: int) -> None:
+        """Raises a RuntimeError if a weight that autograd saved in its layer's memory was given another dtype since."""
+        with Untouched():
+            now = self.all[index].dtype
+        if now is not self.spans[index].dtype:
+            raise RuntimeError(
+                f"Parameter {self.spans[index].name!r} was given {now} (param.data = other) between a forward that used it "
+                f"as {self.spans[index].dtype} and the backward. Exchange it before the forward."
+            )
+
+    def share(self, shared: bool) -> None:
+        """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
+        self.shared = shared
+        if self.attached:
+            self.ask(before_use=shared)
+
+    def ask(self, before_use: bool) -> None:
+        """Sets whether each use of the weights is noticed although they are on the device, as a stand-in's use is."""
+        for parameter, kind in zip(self.all, self._absent if before_use else self._present, strict=True):
+            set_class(parameter, kind)
+
+    def watch(self) -> None:
+        """Counts references as the layer's first forward since it came begins: hooks of autograd may keep parameters in it."""
+        self._references = self._references or dict(enumerate(map(sys.getrefcount, self.all))) | self._still_held()
+
+    def detach(self) -> bool:
+        """Turns the parameters into stand-ins. Returns whether none is held; if one is, until :meth:`free_dropped` says so.
+
+        A device parameter that a graph has kept since :meth:`watch` stays a view of the slot's memory, because autograd
+        would read it without a call. A checkpoint's recompute keeps frozen weights in this way, and so do saved-tensor
+        hooks that return what they are given. Every other use is noticed, as it is of all stand-ins.
+        """
+        self._held, self._references = self._references or self._held, {}
+        held = self._held = self._still_held()
+        set_data = tensor_data.__set__
+        with Untouched():
+            for index, (parameter, kind) in enumerate(zip(self.all, self._absent, strict=True)):
+                if index not in held:
+                    set_data(parameter, self.away[index])
+                set_class(parameter, kind)
+        self.attached = False
+        return not held
+
+    def free_dropped(self) -> bool:
+        """Takes the memory from the parameters that are held no more. Returns whether none are held now."""
+        if self._held and not self.attached:
+            before, self._held = self._held, self._still_held()
+            with Untouched():
+                for index in before.keys() - self._held.keys():
+                    tensor_data.__set__(self.all[index], self.away[index])
+        return not self._held
+
+    def _still_held(self) -> dict[int, int]:
+        """The parameters that still have more references than before they were kept, with the number before."""
+        now = list(map(sys.getrefcount, self.all)) if self._held else []
+        return {index: before for index, before in self._held.items() if now[index] > before}
+
+    def at(self, offset: int) -> int | None:
+        """The index of the parameter at ``offset`` bytes of the layer's memory; None between parameters, and in casts."""
+        if (beginning := self._beginning_at.get(offset)) is not None:  # nearly all saved views are of a whole weight
+            return beginning
+        index = bisect_right(self._offsets, offset) - 1
+        if index < 0:
+            return None
+        span = self.spans[index]
+        return index if offset < span.offset + max(span.nbytes, 1) else None
+
+    def version(self, index: int) -> int:
+        """The version of a weight: how often it was written on the host or on the device, as far as torch counts."""
+        return self.counters[index]._version
+
+    def version_once_fetched(self, index: int) -> int:
+        """What :meth:`version` will be once :meth:`fetched` has counted what was written on the host since."""
+        return self.counters[index]._version + (self._host_counters[index]._version != self._host_versions[index])
+
+    def writes(self, index: int) -> int:
+        """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not.
+
+        An update that is under way is waited for: it may show in a version at any moment until the background has done it.
+        """
+        written = index in self.exposed or self.version(index) != self._versions[index]
+        update = self.layer.owner.update
+        if written or (update is not None and not update.done()):
+            self.doors.take_back_writes(self.layer)
+        return self.version_once_fetched(index) + self.unversioned_writes[index]
+
+    def host_writes(self) -> tuple[list[int], list[int]]:
+        """Two numbers for each weight, which rise if the host gets other values. The device's writes are taken back first."""
+        if self.exposed or versions(self.counters) != self._versions:
+            self.doors.take_back_writes(self.layer)
+        return versions(self.hosts), list(self.unversioned_writes)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a weight was written on the device since :meth:`take_written`, as far as versions show it."""
+        return versions(self.counters) != self._versions
+
+    def written(self) -> bool:
+        """Whether :meth:`take_written` would return any, or a weight has other memory than the layer's."""
+        return bool(self.exposed or self.retyped) or self.changed
+
+    def take_written(self) -> list[int]:
+        """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.
+
+        They were written while the layer was there, or afterwards through a view that user code still holds.
+        """
+        now = versions(self.counters)
+        before, self._versions = self._versions, now
+        if now == before:
+            return sorted(self.exposed)
+        changed = {i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new}
+        self.viewed |= changed
+        return sorted(changed | self.exposed)
+
+    def alias(self, index: int) -> Tensor:
+        """Returns :meth:`value` with the version of the device parameter itself, so that writes to it show."""
+        with Untouched():
+            return self.all[index].detach()
+
+    def value(self, index: int) -> Tensor:
+        """The data of a device parameter, while the layer is attached."""
+        with Untouched():
+            return tensor_data.__get__(self.all[index])
+
+    def sync_requires_grad(self) -> None:
+        """Follows the host's parameters, which the user may freeze and unfreeze between two forwards."""
+        with Untouched():
+            wanted = [host.requires_grad for host in self.hosts]
+        if wanted == self._synced:
+            return
+        self._synced = wanted
+        for index, parameter in enumerate(self.all):
+            with Untouched():
+                if tensor_requires_grad.__get__(parameter) != wanted[index]:
+                    tensor_requires_grad.__set__(parameter, wanted[index])
+            if wanted[index] != (self._accumulators[index] is not None):
+                self._accumulators[index] = gradient_edge(parameter) if wanted[index] else None
+                for counted in (self._references, self._held):
+                    if index in counted:
+                        counted[index] += 1 if wanted[index] else -1
+
+    @property
+    def stale(self) -> bool:
+        """Whether a host parameter was written or exchanged since :meth:`fetched`."""
+        return versions(self.hosts) != self._host_versions or addresses(self.hosts) != self._addresses
+
+    def fetched(self) -> None:
+        """The device's copy is that of the host's parameters as they are now.
+
+        Where they changed, the device parameters' versions change too, so that autograd's in-place check sees an
+        optimizer step between forward and backward as it would on plain parameters.
+        """
+        now = versions(self.hosts)
+        if now == self._host_versions:  # nearly always in backward
+            return
+        changed = [i for i, (old, new) in enumerate(zip(self._host_versions, now, strict=True)) if old != new]
+        for index in changed:
+            with no_inference_mode(), Untouched():
+                increment_version(self.all[index])
+            self._versions[index] += 1
+        self._host_versions = now
+
+    def adopted(self) -> None:
+        """The host's parameters lie where their block has them now, which may be other memory than before."""
+        self._addresses = addresses(self.hosts)
+
+    def written_back(self) -> None:
+        """Notes that the host's versions have changed because the host took over what was written on the device."""
+        self._host_versions = versions(self.hosts)
+
+    def close(self) -> None:
+        """Drops everything, because autograd holds hooks where the garbage collector does not see them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._accumulators.clear()
+        self._held.clear()
+        self.all.clear()
+
+    def expose(self, index: int | None = None) -> None:
+        """Notes that a weight, by default any of the layer, may be written at any time without a change of its version."""
+        indices = range(len(self.all)) if index is None else (index,)
+        self.exposed.update(indices)
+        self.viewed.update(indices)
+
+    def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
+        """A context in which a parameter's layer is on the device."""
+        return self.doors.on_demand([parameter]) if isinstance(parameter, OffloadedParameter) else nullcontext()
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """A tensor without memory that has the version of another one, whatever is done with that one's memory."""
+    counter = tensor.detach()
+    counter.data = counter.new_empty(0)
+    return counter
+
+
+@cache
+def _with_user_class(kind: type[DeviceParameter], users: type[nn.Parameter]) -> type[DeviceParameter]:
+    """A class of device parameters that also derives from the user's subclass of ``Parameter``, if there is one."""
+    return kind if users in (nn.Parameter, Tensor) else type(f"{kind.__name__}{users.__name__}", (kind, users), {})

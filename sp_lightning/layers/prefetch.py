@@ -1,0 +1,257 @@
+"""Chooses which layers come next, and into which slots: Belady's choice along the trace, with two refinements.
+
+Overwriting the layer whose next use is farthest needs the fewest fetches. The first refinement: a fetch waits for another
+slot if that keeps a layer that is used sooner, and if the fetch can still hide behind the computation of a layer.
+The second: k' layers move as one transfer, so a fetch waits for the slots of the layers that it moves with, if those come.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, filterfalse, islice
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+from sp_lightning.layers.layer import NOTHING, Slot, StreamedLayer
+from sp_lightning.layers.slots import Slots
+from sp_lightning.plan.plan import Plan, schedule
+
+L = TypeVar("L", bound=Hashable)
+
+
+class Trace(Generic[L]):
+    """The order in which a phase (``train``, ``validate``, …) uses layers, and how far the running batch has come along it.
+
+    A trace that turns out wrong (conditional layers, several forwards) costs fetches on demand, never a result.
+
+    Args:
+        order: the order that is expected of the first batch.
+    """
+
+    def __init__(self, order: Iterable[L]) -> None:
+        self._expected: list[L] = []
+        self._uses: dict[L, list[float]] = {}  # the indices of each layer's uses in the order, then _NEVER
+        self._around: dict[L, list[float]] = {}  # the same for a cyclic order: those of the next round follow
+        self._recorded: list[L] = list(order)
+        self._at = 0
+        self.cyclic = False
+        """Whether the order repeats: the next batch finds the copies of this one valid, or this one has begun it again."""
+        self.may_go_on = False
+        """Whether a batch that has come to the end of the order may begin it again, as generation does for each token."""
+        self.start()
+
+    def start(self) -> None:
+        """Goes to the start of the order, for a batch or for fetches before it. It is now that of the last batch."""
+        if self._recorded and self._recorded != self._expected:
+            self._expected = self._recorded
+            self._uses = {layer: [] for layer in self._expected}
+            for index, layer in enumerate(self._expected):
+                self._uses[layer].append(index)
+            around = len(self._expected)
+            self._around = {
+                layer: [*uses, *(index + around for index in uses), *_NEVER] for layer, uses in self._uses.items()
+            }
+            for uses in self._uses.values():
+                uses += _NEVER
+        self._recorded = []
+        self._at = 0
+
+    def order(self) -> list[L]:
+        """The order of the running batch as far as it has come; that of the batch before if it has not begun."""
+        return self._recorded or self._expected
+
+    def visit(self, layer: L) -> None:
+        """Records that a layer is used now."""
+        self._recorded.append(layer)
+        uses = self._uses.get(layer, _NEVER)
+        index = uses[bisect_left(uses, self._at)]
+        if self.may_go_on and uses[0] < self._at == len(self._expected):
+            index, self.cyclic = uses[0], True
+        if index != math.inf:
+            self._at = int(index) + 1
+
+    def next_use(self, layer: L) -> float:
+        """How many uses of other layers come before ``layer`` is used again; infinite if no use of it is expected."""
+        return self.next_uses(layer)[0]
+
+    def next_uses(self, layer: L) -> tuple[float, float]:
+        """Does what :meth:`next_use` does, for the next use and for the one after it."""
+        uses = (self._around if self.cyclic else self._uses).get(layer, _NEVER)
+        index = bisect_left(uses, self._at)
+        return uses[index] - self._at, uses[index + 1] - self._at
+
+    def coming(self, there: Callable[[L], object], wanted: Callable[[L], bool], most: int) -> list[tuple[L, int]]:
+        """The next layers that are wanted, each once, with the number of uses of others before each.
+
+        Args:
+            there: says which layers are passed over. There may be hundreds, so this is no function of Python's own.
+            wanted: says which of the others are wanted.
+            most: how many are asked for.
+        """
+        distances: dict[L, int] = {}
+        ahead: Iterable[L] = islice(self._expected, self._at, None)
+        for layer in filterfalse(there, chain(ahead, self._expected[: self._at]) if self.cyclic else ahead):
+            if layer not in distances and wanted(layer):
+                distances[layer] = int(self.next_use(layer))
+                if len(distances) == most:
+                    break
+        return list(distances.items())
+
+
+_NEVER = [math.inf, math.inf]
+
+
+class Prefetch:
+    """Chooses transfers for one plan, along a trace for each phase (``train``, ``validate``, …).
+
+    Args:
+        plan, slots: the rings and the slots in them.
+        layers: the plan's layers by index.
+        ready: says whether a layer's weights on the host are up to date, so that a fetch need not wait for them.
+
+    Attributes:
+        rings: the indices of the rings that have slots.
+    """
+
+    def __init__(
+        self, plan: Plan, slots: Slots, layers: Sequence[StreamedLayer], ready: Callable[[StreamedLayer], bool]
+    ) -> None:
+        self._ready = ready
+        self._slots = slots
+        self._layers = layers
+        self._training = False
+        self.follow(plan)
+        self._traces: dict[str, Trace[StreamedLayer]] = {}
+        self.trace = Trace[StreamedLayer](())
+        """The order of the running batch."""
+
+    def follow(self, plan: Plan) -> None:
+        """Chooses for another plan of the same layers from now on."""
+        self._plan = plan
+        self.rings = [index for index, ring in enumerate(plan.rings) if ring.slots]
+        self._wanted_in = [partial(self._wanted, ring) for ring in range(len(plan.rings))]
+        self._awaited_in = [partial(self._awaited, ring) for ring in range(len(plan.rings))]
+
+    def start(self, phase: str, *, training: bool) -> None:
+        """Begins a batch, which is expected to do what the phase's last one did.
+
+        The first batch of a phase is expected to run forward and, in training, backward.
+        """
+        self._training = training
+        if phase not in self._traces:
+            self._traces[phase] = Trace(self._schedule(training))
+        self.trace = self._traces[phase]
+        self.trace.start()
+        self.trace.cyclic = False
+        self.trace.may_go_on = not training
+
+    def order(self, phase: str) -> Iterator[StreamedLayer]:
+        """The layers in the order in which the phase's last batch used them, or its next is expected to."""
+        trace = self._traces.get(phase)
+        return iter(self._schedule(False) if trace is None else trace.order())
+
+    def _schedule(self, training: bool) -> list[StreamedLayer]:
+        return [self._layers[index] for index in schedule(self._plan, training=training)]
+
+    def _wanted(self, ring: int, layer: StreamedLayer) -> bool:
+        """Whether an absent layer is worth a fetch ahead of time.
+
+        An expert is in training only: the many tokens of such a batch make it likely that it is used again. The few
+        tokens of a step of generation do not. Of stacked experts the last calls show which rows are.
+        """
+        if layer.planned.ring != ring:
+            return False
+        return layer.rows.ahead != NOTHING if layer.planned.rows else self._training or not layer.expert
+
+    def _awaited(self, ring: int, layer: StreamedLayer) -> bool:
+        """Whether an absent layer is not worth a fetch ahead of time, and so comes on demand if at all."""
+        return layer.planned.ring == ring and not self._wanted(ring, layer)
+
+    def next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
+        """The next transfer of a ring that can begin now: its next k' absent layers, with the slots for them.
+
+        Each has to be issued before the next one is asked for.
+
+        Returns:
+            The pairs of layer and slot, none if it is better to wait until there are slots for all of these layers; and
+            whether another transfer may follow. None follows if no other slot's layer is used later than the last of
+            these layers, because what would come then is needed later still.
+        """
+        size = min(self._plan.k_prime, self._plan.rings[ring].slots)
+        pairs: list[tuple[StreamedLayer, Slot]] = []
+        coming = self.trace.coming(_slot_of, self._wanted_in[ring], size)
+        slots = list(self._slots.planned[ring]) if coming else []
+        if coming and self._plan.experts:
+            self._leave_one(ring, slots, before=coming[0][1])
+        more = False
+        for layer, needed in coming:
+            if (own := layer.own_slot) is not None:  # which nobody else uses
+                if not own.overwritable or not self._ready(layer):
+                    return [], False
+                pairs.append((layer, own))
+                more = True
+                continue
+            best, may_go, more = self._choose(slots, float(needed))
+            while best is not None and best.held:  # asked last: to ask that takes the host longer than to choose a slot
+                slots.remove(best)
+                best, may_go, more = self._choose(slots, float(needed))
+            if best is None:
+                break  # every layer that could be overwritten is used sooner
+            if not may_go or not self._ready(layer):
+                return [], False
+            slots.remove(best)
+            pairs.append((layer, best))
+        return pairs, more
+
+    def _leave_one(self, ring: int, slots: list[Slot], *, before: int) -> None:
+        """Leaves out the slot that the next layer on demand will overwrite, if it comes before so many other uses.
+
+        Without it, a layer that is fetched ahead into that slot is overwritten before its use, and fetched again after each
+        such layer. One slot is enough: a layer on demand that follows overwrites the one before it.
+        """
+        awaited = self.trace.coming(_slot_of, self._awaited_in[ring], 1)
+        if awaited and awaited[0][1] < before:
+            best, _, _ = self._choose(slots, float(awaited[0][1]))
+            if best is not None:
+                slots.remove(best)
+
+    def _choose(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, bool, bool]:
+        """The slot whose overwriting gains most for a layer that is used after ``needed`` other uses.
+
+        Returns:
+            That slot, if any gains; whether it may be overwritten now; and whether others may be, too, and would gain.
+        """
+        empty = [slot for slot in slots if slot.layer is None and not slot.lent]
+        if len(empty) > 1:
+            return empty[0], True, True  # nothing gains more; there may be hundreds of slots
+        best, most, may_go, free = None, needed, False, 0
+        for slot in slots:
+            gain, now = self._gain(slot, needed)
+            free += now and gain > needed
+            if gain > most or (gain == most and now and not may_go and best is not None):
+                best, most, may_go = slot, gain, now
+        return best, may_go, free > 1
+
+    def _gain(self, slot: Slot, needed: float) -> tuple[float, bool]:
+        """What is gained by overwriting a slot for a layer that is used after ``needed`` other uses.
+
+        A layer that is used before that counts with its use after that one, if another layer runs in between.
+
+        Returns:
+            After how many uses the slot's present layer is used again (-1 if it has to stay), and whether the slot may be
+            overwritten now.
+        """
+        if slot.layer is None:
+            return math.inf, not slot.lent
+        soon, later = self.trace.next_uses(slot.layer)
+        if slot.lent:
+            return (soon if needed >= 1 else -1), False
+        if soon > needed:
+            return soon, True
+        return (later if soon <= needed - 2 else -1), False
+
+
+_slot_of = attrgetter("slot")  # None of an absent layer

@@ -1,0 +1,129 @@
+"""Residents: the weights outside all layers. They stay on the device in one piece of memory and are sent as one."""
+
+from __future__ import annotations
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.lease import Lease
+from sp_lightning.layers.layer import Slot, StreamedLayer
+from sp_lightning.layers.lent_weights import BoundWeights
+from sp_lightning.layers.slots import BlockSource
+from sp_lightning.torch_compat.modes import no_inference_mode
+
+
+class Residents:
+    """The device's copy of the resident weights, in a slot of their own that no other layer comes to.
+
+    Args:
+        layer: the layer that they form. Its device parameters are attached from the beginning.
+        source: brings the layer's bytes on the host up to date.
+        lent: takes back what was written on the device.
+
+    Attributes:
+        nbytes: bytes of device memory.
+    """
+
+    def __init__(self, layer: StreamedLayer, source: BlockSource, lent: BoundWeights) -> None:
+        self.layer = layer
+        self.group = layer.parameters
+        self._source = source
+        self._lent = lent
+        self._device: Device = lent.device
+        self._slot = self._new_slot(0)
+        self._take_memory()
+        self._current = False
+
+    @property
+    def address(self) -> int:
+        """The address of the residents' memory."""
+        return self._slot.memory.data_ptr()
+
+    def refresh(self) -> None:
+        """Brings the device's copy up to date for everything that is computed from now on."""
+        group, layer = self.group, self.layer
+        if layer.update is not None:
+            self._source.wait(layer)
+        if not group.hosts or (self._current and not group.stale):
+            return
+        if not group.stale or self._slot.digests is not None:
+            self.take_back_writes()
+        weights, staged = self._source.stage(layer)
+        if self._slot.stale:
+            # The user gave a host parameter other memory (param.data = other). Graphs keep the memory that they have saved
+            # views of, as they do with plain autograd.
+            self._take_memory()
+        memory = self._slot.memory
+        self._device.access(memory, Stream.COMPUTE, write=False)
+        self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.RESIDENTS_AFTER_USE)
+        if staged is not None:
+            self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
+        self._device.copy([memory], [weights], Stream.UPLOAD)
+        layer.transfer = self._device.record(Stream.UPLOAD)
+        self._device.wait(Stream.COMPUTE, layer.transfer, Wait.USE_AFTER_RESIDENTS)
+        self._device.access(memory, Stream.COMPUTE, write=False)
+        if group.retyped:
+            self._attach()
+        group.fetched()
+        group.sync_requires_grad()
+        self._current = True
+        if self._slot.digests is not None:
+            self._lent.take_digests(self._slot)
+
+    def distrust(self) -> None:
+        """Has the host's weights copied anew before their next use, because they are about to be written unseen."""
+        self._current = False
+
+    def invalidate(self) -> None:
+        """Marks the device's copy as out of date, because host weights were or may have been written.
+
+        Views of it that user code keeps see the present weights at once, as views of a plain parameter do.
+        """
+        self._current = False
+        if self._slot.digests is not None:
+            self.refresh()
+
+    def take_back_writes(self) -> None:
+        """Takes what was written on the device over to the host."""
+        written, replaced = self._lent.take_back_slot(self._slot)
+        if replaced:
+            # A parameter was given other memory on the device (param.data = other). A graph that has saved a view
+            # keeps the values that it saw, as with plain autograd.
+            left = self._slot
+            self._take_memory()
+            self._lent.leave_views(left, replaced)
+        if written:
+            self._attach()
+            self._current = False
+        if self.group.hosts and self._held:
+            self._lent.take_digests(self._slot)
+        else:
+            self._slot.digests = None
+            self.group.exposed.clear()
+
+    @property
+    def _held(self) -> bool:
+        """Whether anything but the device parameters holds the memory."""
+        own = sum(
+            self.group.value(index).untyped_storage().data_ptr() == self.address for index in range(len(self.group.all))
+        )
+        return self._slot.lease.in_use_beside(own)
+
+    def close(self) -> None:
+        """Frees the device memory."""
+        self._slot = self._new_slot(0)
+
+    def _take_memory(self) -> None:
+        """Takes new memory. Views of the old one keep its values."""
+        self._lent.resident_storages.discard(self.address)
+        self._slot = self._new_slot(self.layer.planned.nbytes)
+        self._lent.resident_storages.add(self.address)
+        self._attach()
+
+    def _new_slot(self, nbytes: int) -> Slot:
+        memory = self._device.empty(nbytes)
+        self.nbytes = memory.nbytes
+        self.layer.slot = Slot(-1, memory, Lease(memory), layer=self.layer, lent=True)
+        return self.layer.slot
+
+    def _attach(self) -> None:
+        with no_inference_mode():  # a batch that is trained may follow a prediction
+            self.group.attach(self._slot.lease.views(0, self.group.spans))

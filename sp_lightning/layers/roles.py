@@ -1,0 +1,185 @@
+"""Roles of host parameters: classes that a parameter has for a while beside its user's, because its uses differ meanwhile.
+
+A parameter may have several: its update is under way, its gradient is narrow, modules hold another in its place. They are
+taken and left in any order, and the class that is made of them has the name of the user's, as error messages show it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import DisableTorchFunctionSubclass, Tensor, nn
+
+from sp_lightning.layers.device_parameter import DeviceParameter, set_class
+from sp_lightning.torch_compat.metadata import METADATA
+from sp_lightning.torch_compat.private import tree_map_only
+
+_lock = threading.RLock()  # an update may end in another thread
+
+
+class ParameterRole(nn.Parameter):
+    """A role. Its methods come before those of the roles with a higher :attr:`rank`, and before those of the user's class.
+
+    Attributes:
+        rank: its place among the roles of a parameter.
+        roles, users: of a made class: what it is made of.
+        made: the classes that begin with this role, which live as long as it does.
+    """
+
+    rank: ClassVar[int]
+    roles: ClassVar[tuple[type[ParameterRole], ...]] = ()
+    users: ClassVar[type[nn.Parameter]]
+    made: ClassVar[dict[Any, type[nn.Parameter]]]
+
+    def __init_subclass__(cls) -> None:
+        cls.made = {}
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """Lets ``type(p)(data)`` make an ordinary parameter."""
+        return cls.users(data, requires_grad)
+
+    @classmethod
+    def is_foreign(cls) -> bool:
+        """Whether the present thread is not the run's, so that it must not take the role from a parameter."""
+        return False
+
+    def __eq__(self, other: object) -> Any:
+        """Dictionaries and sets compare their keys by this; a device parameter is the same key as its host parameter."""
+        if issubclass(type(other), DeviceParameter) and other.host is self:  # type: ignore[attr-defined]
+            return True
+        return super().__eq__(other)
+
+    __hash__ = nn.Parameter.__hash__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        kind: Any = type(self)  # once: another thread may take the role at any time
+        roles = kind.roles if issubclass(kind, ParameterRole) else ()
+        if any(role.is_foreign() for role in roles):
+            return kind.users.__deepcopy__(self, memo)
+        with left([self], roles):
+            return copy.deepcopy(self, memo)
+
+
+OF_THE_PARAMETER = METADATA | {
+    *(getattr(getattr(Tensor, name), how) for name in ("grad", "requires_grad") for how in ("__get__", "__set__")),
+    *(getattr(Tensor, name) for name in (
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "stride", "data_ptr", "untyped_storage",
+        "storage_offset", "is_contiguous", "is_shared", "share_memory_", "retain_grad",
+    )),
+    *(getattr(getattr(Tensor, name), how) for name, how in (("grad", "__delete__"), ("data", "__get__"))),
+}  # fmt: skip
+"""What is the host parameter's own: its attributes, its hooks, its memory."""
+
+_IN_PLACE = {
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__ipow__",
+    "__imatmul__",
+    "__iand__",
+    "__ior__",
+    "__ixor__",
+    "__ilshift__",
+    "__irshift__",
+    "__setitem__",
+}
+
+
+def writes_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch writes one of its arguments, as far as its name shows."""
+    name = getattr(func, "__name__", "")
+    by_name = name.endswith("_") and not name.endswith("__")
+    return by_name or name in _IN_PLACE or "out" in kwargs
+
+
+def looked_at(func: Callable[..., Any], args: Any, kwargs: Any, present: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Calls a function with what host parameters show at this moment, for a thread that only looks at them.
+
+    Args:
+        func: the function.
+        args, kwargs: its arguments.
+        present: is given a host parameter with a view of its memory, and returns what the function is given.
+    """
+
+    def seen(each: Tensor) -> Tensor:
+        if not issubclass(type(each), ParameterRole):
+            return each
+        with DisableTorchFunctionSubclass():
+            view = each.detach()
+        return present(each, view)
+
+    args, kwargs = tree_map_only(Tensor, seen, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def take(parameter: nn.Parameter, role: type[ParameterRole]) -> None:
+    """Gives a parameter a role, unless it has it."""
+    take_all((parameter,), role)
+
+
+def leave(parameter: nn.Parameter, role: type[ParameterRole]) -> None:
+    """Takes a role, or a role that derives from it, from a parameter that may have it."""
+    leave_all((parameter,), role)
+
+
+def take_all(parameters: Sequence[nn.Parameter], role: type[ParameterRole]) -> None:
+    """Gives parameters a role. Each of them nearly always has the plain class, or none but this role, which is done at once."""
+    with _lock:
+        plain = _class_of((role,), nn.Parameter)
+        for parameter in parameters:
+            if type(parameter) is nn.Parameter:
+                set_class(parameter, plain)
+            else:
+                _change(parameter, lambda roles: (*roles, role))
+
+
+def leave_all(parameters: Sequence[nn.Parameter], role: type[ParameterRole]) -> None:
+    """Takes a role from parameters, as :func:`take_all` gives it."""
+    with _lock:
+        plain = _class_of((role,), nn.Parameter)
+        for parameter in parameters:
+            if type(parameter) is plain:
+                set_class(parameter, nn.Parameter)
+            elif type(parameter) is not nn.Parameter:
+                _change(parameter, lambda roles: tuple(each for each in roles if not issubclass(each, role)))
+
+
+@contextmanager
+def left(parameters: Sequence[nn.Parameter], roles: Sequence[type[ParameterRole]]) -> Iterator[None]:
+    """A context in which parameters, which have these roles, are without them."""
+    for role in roles:
+        for parameter in parameters:
+            leave(parameter, role)
+    try:
+        yield
+    finally:
+        for role in roles:
+            for parameter in parameters:
+                take(parameter, role)
+
+
+def _change(
+    parameter: Any, change: Callable[[tuple[type[ParameterRole], ...]], tuple[type[ParameterRole], ...]]
+) -> None:
+    kind = type(parameter)
+    before = kind.roles if issubclass(kind, ParameterRole) else ()
+    after = change(before)
+    roles = tuple(sorted(set(after), key=lambda role: role.rank)) if len(after) > 1 else after
+    if roles != before:
+        users = kind.users if before else kind
+        set_class(parameter, _class_of(roles, users) if roles else users)
+
+
+def _class_of(roles: tuple[type[ParameterRole], ...], users: type[nn.Parameter]) -> type[nn.Parameter]:
+    made = roles[0].made
+    if (roles, users) not in made:
+        attributes = {"__module__": users.__module__, "roles": roles, "users": users}
+        made[roles, users] = type(users.__name__, (*roles, users), attributes)
+    return made[roles, users]

@@ -1,0 +1,387 @@
+"""Swaps what modules hold: the host's parameters between steps, the device's while a step runs.
+
+User code may have captured host parameters: in a list in ``__init__``, in another object, in an optimizer's groups. A step's
+graph is made of device parameters, so that ``torch.autograd.grad`` would not find a captured one there, and a loss of it would
+be another leaf, whose gradients are added up in another order. While a step runs, the host's parameters therefore have a role:
+what is computed with one for a graph is computed with the device's.
+
+So is what is computed with another tensor that is on the device. Else reads and writes outside of graphs (in ``torch.no_grad``,
+of ``.data`` and ``.grad``) are those of the host's memory: between backward and an optimizer's step gradients are there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import DisableTorchFunctionSubclass, Tensor, nn
+from torch.compiler import is_compiling
+from torch.jit import ScriptModule
+
+from sp_lightning.device.own_threads import LateError, OwnThreads
+from sp_lightning.layers.buffers import AveragesOnDevice, PrunedWeights
+from sp_lightning.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins
+from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.layers.residents import Residents
+from sp_lightning.layers.roles import (
+    OF_THE_PARAMETER,
+    ParameterRole,
+    leave_all,
+    left,
+    looked_at,
+    take_all,
+    writes_in_place,
+)
+from sp_lightning.layers.writes import WeightWatch
+from sp_lightning.model.found import Place
+from sp_lightning.model.wrapped import OffloadedWrapper, parts
+from sp_lightning.torch_compat.modes import never_compiled
+from sp_lightning.torch_compat.private import is_view, tree_leaves, tree_map_only
+
+_Exchange = tuple[nn.Module, bool, str, Any, Any]
+"""A module, whether its ``__setattr__`` is to be called, its attribute, the host parameter and its device parameter."""
+
+
+class ParameterSwap:
+    """Swaps all streamed and resident parameters of a module, and buffers beside them. The caller holds the engine's lock.
+
+    Args:
+        module: the root.
+        places: the places of each parameter in the module tree. A shared parameter has several.
+        layers: the layers, whose host and device parameters are in the same order.
+        wrapped: the stand-in of each wrapped parameter, which takes its place in the module.
+        residents: the residents, which are up to date whenever modules hold the device's parameters.
+        pruned: the masks, which are on the device only within a step.
+        watch: looks for writes of the host's weights, if ``debug_writes`` asks for it; otherwise None.
+        threads: the threads that belong to the run. Every other one finds the host's parameters in modules at any time.
+
+    Attributes:
+        averages: the buffers that are on the device from their first use in a step until its end.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        places: dict[nn.Parameter, tuple[Place, ...]],
+        layers: Sequence[StreamedLayer],
+        wrapped: Mapping[nn.Parameter, Any],
+        residents: Residents,
+        pruned: PrunedWeights,
+        watch: WeightWatch | None,
+        threads: OwnThreads,
+    ) -> None:
+        self.threads = threads
+        self._residents = residents
+        self._pruned = pruned
+        self._watch = watch
+        self.averages: list[AveragesOnDevice] = []
+        self.blocks = [layer.block for layer in layers]
+        self._module = module
+        # A ScriptModule, which is moved whole, has wrappers in place of dictionaries, and they equal nothing.
+        self._modules = [each for each in module.modules() if not isinstance(each, ScriptModule)]
+        plain = [pair for layer in layers for pair in zip(layer.block.parameters, layer.parameters.all, strict=True)]
+        # nn.RNNBase keeps a list of its weights, which its __setattr__ renews.
+        pairs = [
+            ((place[0], isinstance(place[0], nn.RNNBase), place[1]), *pair)
+            for pair in (*plain, *wrapped.items())
+            for place in places.get(pair[0], ())
+        ]
+        self._pairs: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
+        of = {id(host): device for host, device in plain if isinstance(host, nn.Parameter)}
+        self._captured = [device.host for device in of.values()]
+        self._role: type[_HostParameterInStep] = type(
+            "InStep", (_HostParameterInStep,), {"device_of": of, "swap": self}
+        )
+        self._wrapped = list(wrapped)
+        # What changed() compares. It is asked before each batch, so it walks along lists, and calls no function of Python's own.
+        self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
+        held = [(each, name, p) for each in self._modules for name, p in each._parameters.items()]
+        self._held = [(each, name, p, p.dtype, p.shape, p.stride()) for each, name, p in held if p is not None]
+        self._nothing = [(each, name) for each, name, p in held if p is None]
+        self._parts = self._parts_of_wrapped()
+        for each in {place[0] for place, *_ in pairs}:
+            vars(each)["_parameters"] = ByThread(each._parameters, threads)
+        self.on_device = False
+        """Whether the modules hold device parameters now."""
+
+    def to_device(self) -> None:
+        """Puts the device's parameters into the modules, which hold the host's."""
+        self._residents.group.ask(before_use=False)
+        self.on_device = True
+        _swap(self._pairs, to_device=True)
+        self._pruned.hold_device()
+
+    def to_host(self) -> None:
+        """Puts the host's parameters into the modules."""
+        if not self.on_device:
+            return
+        self._residents.group.ask(before_use=True)
+        self._pruned.hold_host()
+        for average in self.averages:
+            average.send_back()
+        if self._watch is not None:
+            self._watch.forget()
+        self.watch_captured(False)
+        _swap(self._pairs, to_device=False)
+        for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
+            parameters: dict[str, Any] = module._parameters
+            for attribute, parameter in dict.items(parameters) if parameters else ():
+                kind = type(parameter)
+                # isinstance is slow: the metaclass of Parameter checks in Python.
+                if kind is not nn.Parameter and issubclass(kind, (DeviceParameter, OffloadedWrapper)):
+                    parameters[attribute] = parameter.host
+        self.on_device = False  # set last, so that a call that was interrupted is repeated
+
+    def watch_captured(self, watch: bool) -> None:
+        """Sets whether what is computed with the host's parameters for a graph is computed with the device's.
+
+        Args:
+            watch: whether it is. Otherwise each use is an ordinary one: an optimizer's, or one between steps.
+        """
+        if watch:
+            take_all(self._captured, self._role)
+        else:
+            leave_all(self._captured, self._role)
+
+    @property
+    def captured_used(self) -> bool:
+        """Whether user code has computed with a host parameter in a step."""
+        return self._role.used
+
+    def changed(self) -> bool:
+        """Whether modules or parameters were replaced or renamed, or parameters changed their dtype, shape or strides."""
+        # Updates may be under way. Neither weights nor gradients are read here, so nothing is to wait for them.
+        with DisableTorchFunctionSubclass():
+            for module, children, count in self._children:
+                if module._modules != children or len(module._parameters) != count:
+                    return True
+            for module, name, p, dtype, shape, stride in self._held:
+                if module._parameters.get(name) is not p or p.dtype is not dtype or p.shape != shape:
+                    return True
+                if p.stride() != stride:
+                    return True
+            missing = any(module._parameters.get(name, self) is not None for module, name in self._nothing)
+            return missing or self._parts_of_wrapped() != self._parts
+
+    def close(self) -> None:
+        """Drops the device parameters. Buffers stay on the host for good."""
+        for module in self._modules:
+            if type(module._parameters) is ByThread:
+                vars(module)["_parameters"] = dict(dict.items(module._parameters))
+        self._pairs.clear()
+        for average in self.averages:
+            average.close()
+
+    def _parts_of_wrapped(self) -> list[object]:
+        return [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]
+
+
+def _swap(exchanges: Iterable[_Exchange], *, to_device: bool) -> None:
+    """Puts device parameters into every place that holds their hosts, or back. User code has filled the other places."""
+    for module, keeps_list, attribute, host, device in exchanges:
+        old, new = (host, device) if to_device else (device, host)
+        parameters = module._parameters
+        if dict.get(parameters, attribute) is old:
+            parameters[attribute] = new
+            if keeps_list:
+                setattr(module, attribute, new)
+
+
+class ByThread(dict[str, Any]):
+    """A module's ``_parameters`` while a run lasts. A thread that is not the run's finds the host's parameters there at any time.
+
+    Device parameters change their memory and their class while it looks at them. A copy is an ordinary dictionary.
+
+    Args:
+        parameters: those of the module.
+        threads: the threads that belong to the run.
+    """
+
+    __slots__ = ("_threads",)
+
+    def __init__(self, parameters: Mapping[str, Any], threads: OwnThreads) -> None:
+        super().__init__(parameters)
+        self._threads = threads
+
+    def _seen(self, found: Any) -> Any:
+        """What the present thread finds in place of what is there."""
+        kind = type(found)
+        if kind is nn.Parameter or not issubclass(kind, (DeviceParameter, OffloadedWrapper)) or self._threads.own:
+            return found
+        return found.host
+
+    # torch.compile traces these methods, in the run's thread, and knows no threads.
+
+    def __getitem__(self, name: str) -> Any:
+        found = dict.__getitem__(self, name)
+        return found if is_compiling() or get_ident() == self._threads.main else self._seen(found)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = dict.get(self, name, default)
+        return found if is_compiling() or get_ident() == self._threads.main else self._seen(found)
+
+    def items(self) -> Any:
+        direct = is_compiling() or get_ident() == self._threads.main
+        return dict.items(self) if direct else self.copy().items()
+
+    def values(self) -> Any:
+        direct = is_compiling() or get_ident() == self._threads.main
+        return dict.values(self) if direct else self.copy().values()
+
+    def copy(self) -> dict[str, Any]:
+        return {name: self._seen(found) for name, found in dict.items(self)}
+
+    def __copy__(self) -> dict[str, Any]:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        copied = memo[id(self)] = copy.deepcopy(self.copy(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
+
+class _HostParameterInStep(ParameterRole):
+    """A host parameter while a step runs."""
+
+    rank = 2
+    device_of: dict[int, DeviceParameter]
+    swap: ParameterSwap
+    used = False
+
+    @classmethod
+    def is_foreign(cls) -> bool:
+        return not cls.swap.threads.own
+
+    @classmethod
+    @never_compiled
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Another thread may take the role from a parameter at any time: its class is not asked again.
+        role = next(each for each in cls.roles if issubclass(each, _HostParameterInStep))
+        of = role.device_of
+        if not role.swap.threads.own:
+            return _elsewhere(role, func, args, kwargs)
+        if func in OF_THE_PARAMETER:
+            if func == _GET_DATA:
+                role.used = True
+                device = of[id(args[0])]
+                if role.in_use([args[0]]):
+                    return device.data
+                device._of.doors.host_is_shown(device._of.layer)
+            if func == _SET_GRADIENT and args[1] is not None and id(args[0]) in of:
+                args = args[0], of[id(args[0])]._of.doors.device.on_host(args[1])
+            with Untouched():
+                return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        hosts = [leaf for leaf in leaves if id(leaf) in of]
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in of]
+        role.used = True
+        groups = {of[id(host)]._of for host in hosts}
+        if _on_device(func, hosts, others, role):
+            for group in groups:
+                group.doors.device_is_used(group.layer)
+            args, kwargs = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
+            if func == _SET_DATA:
+                args[0].data = args[1]
+                return None
+            return func(*args, **kwargs)
+        for group in groups:  # the host's weights have what was written on the device, and no transfer reads them
+            group.doors.host_is_used(group.layer)
+        # No update is waited for here: what has that role, too, was asked first. Other classes among the arguments are asked.
+        with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
+            output = func(*args, **kwargs)
+        viewed = func in _DETACH or (type(output) is Tensor and is_view(output))
+        for group in groups:
+            group.doors.host_was_used(group.layer, viewed=viewed)
+        return output
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Tensor.set_``, which torch calls without asking classes."""
+        return type(self).__torch_function__(Tensor.set_, (type(self),), (self, *args), kwargs)
+
+    @classmethod
+    def in_use(cls, hosts: Iterable[Tensor]) -> bool:
+        """Whether the running step has all of them on the device, in use or viewed: then those there are the weights.
+
+        Other threads look at the host's memory, which never leaves.
+        """
+        if not cls.swap.on_device or get_ident() != cls.swap.threads.main:
+            return False
+        return all(_is_in_use(cls.device_of[id(host)]._of.layer.owner) for host in hosts)
+
+
+def _is_in_use(layer: StreamedLayer) -> bool:
+    """Whether a layer is used on the device, or viewed. Residents are there all the time, and used in calls of any modules."""
+    if layer.kind is Kind.RESIDENTS:
+        return bool(layer.parameters.doors.calls.depth)
+    return layer.parameters.attached or (layer.slot is not None and layer.slot.held)
+
+
+def _elsewhere(
+    role: type[_HostParameterInStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """A use of host parameters in a thread that is not the run's: it helps in a forward, or looks at the host's memory."""
+    of = role.device_of
+    if func in OF_THE_PARAMETER or func == _SET_DATA:
+        with Untouched():
+            found = func(*args, **kwargs)
+        return _present(role, args[0], found) if func == _GET_DATA else found
+    others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) not in of]
+    doors = next(iter(of.values()))._of.doors
+    computes = func not in _DETACH and (_on_device(func, [], others, role) or not doors.device.computes_on_host)
+    writes = writes_in_place(func, kwargs)
+    if computes or writes:
+        try:
+            with doors.helping() as helps:
+                if helps:
+                    role.used = True
+                    given, named = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
+                    return func(*given, **named)
+        except LateError:
+            if writes or any(map(doors.device.has, others)):
+                raise
+    return looked_at(func, args, kwargs, lambda host, seen: _present(role, host, seen) if id(host) in of else seen)
+
+
+def _present(role: type[_HostParameterInStep], host: Tensor, seen: Tensor) -> Tensor:
+    """What a thread that is not the run's sees of a host parameter: its memory, or a copy if the device has other values."""
+    group = role.device_of[id(host)]._of
+    copied: Tensor | None = group.doors.copied(group.layer, role.device_of[id(host)]._index)
+    return seen if copied is None else copied
+
+
+def _on_device(
+    func: Callable[..., Any], hosts: Sequence[Tensor], others: Sequence[Tensor], role: type[_HostParameterInStep]
+) -> bool:
+    """Whether a call is to be given the device's parameters: for a graph, or because another argument is on the device."""
+    device = next(iter(role.device_of.values()))._of.doors.device
+    if func == _SET_DATA:
+        return len(others) == 1 and role.in_use(hosts) and (device.computes_on_host or device.has(others[0]))
+    if func in _OF_GRAPHS or any(issubclass(type(other), DeviceParameter) for other in others):
+        return True
+    if func in _DETACH:
+        # It may be written. Other threads look at the host's memory, which never leaves.
+        return role.swap.on_device and get_ident() == role.swap.threads.main
+    others = [other for other in others if other.ndim]
+    if any(map(device.has, others)):
+        return True
+    if others and not device.computes_on_host:
+        return False
+    return torch.is_grad_enabled() or role.in_use(hosts)
+
+
+_OF_GRAPHS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+"""What looks for parameters in a graph."""
+
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
+
+_DETACH = {Tensor.detach, torch.detach}

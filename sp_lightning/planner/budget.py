@@ -1,0 +1,306 @@
+"""What a time is enough for: ``plan --hours`` looks for the fastest way to train, and says what it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sp_lightning.plan.units import in_gib, number
+from sp_lightning.planner.answer import Answer, answer, stepped
+from sp_lightning.planner.arguments import PLACES, AskedOverlap, Question, command
+from sp_lightning.planner.estimate import Estimate, estimate_model
+from sp_lightning.planner.report import ROUNDED, rounds
+from sp_lightning.planner.scaling import FITTED_TO, LAW, expected_loss
+from sp_lightning.planner.verdict import beside, strategy, strategy_options, trainer_options
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_ACCUMULATED = (4, 16)
+_OVERLAPS: tuple[AskedOverlap, ...] = ("auto", "backward")
+_PRECISIONS = ("bf16-mixed", "bf16-true")
+_SHOWN = 5  # ways
+_WINDOWS = 4  # that are tried with accumulation, too
+_GAIN = 1.02  # a larger batch has to be so much faster: a smaller one leaves more steps
+_REPEATED = 4  # times that data may come with as much use as new data, by Muennighoff et al., arXiv 2305.16264
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one way to train reaches in the time.
+
+    Attributes:
+        answer: how, with the best window.
+        seconds: of the whole time.
+        count: tokens, images or samples of an optimizer step, of all devices.
+        unit: which of them.
+    """
+
+    answer: Answer
+    seconds: float
+    count: int
+    unit: str
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from one optimizer step to the next."""
+        return self.answer.shown.prediction.seconds * self.answer.question.accumulate_grad_batches
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that fit."""
+        return int(self.seconds / self.step_seconds)
+
+    @property
+    def total(self) -> int:
+        """Tokens, images or samples in all of them."""
+        return self.steps * self.count
+
+    @property
+    def epochs(self) -> float | None:
+        """How often the data comes; None if nobody has said how much there is."""
+        return None if self.data is None else self.total / self.data
+
+    @property
+    def data(self) -> int | None:
+        """Tokens, images or samples that there are, if somebody has said so."""
+        question = self.answer.question
+        if self.unit == "tokens":
+            return question.samples * question.tokens if question.samples else question.dataset_tokens
+        return None if self.unit == "batches" else question.samples
+
+    @property
+    def cost(self) -> float | None:
+        """The price of the time; None if nobody has said one."""
+        price = self.answer.question.price
+        return None if price is None else price * self.seconds / 3600
+
+
+def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
+    """Ways to train that fit, in no order.
+
+    Args:
+        asked: what is given is kept; the rest is tried.
+        say: is told what takes its time.
+
+    Raises:
+        ValueError: the model takes no such batch; the data cannot be counted; the data, or the time, is less than one step.
+    """
+    found: list[Budget] = []
+    reasons: list[ValueError] = []
+    for precision in _PRECISIONS if "precision" not in asked.given else (asked.precision,):
+        fastest = 0
+        for batch in _BATCHES if "batch_size" not in asked.given and _takes_batches(asked) else (asked.batch_size,):
+            question = asked.but(precision=precision, batch_size=batch)
+            say(f"runs a batch of {batch} in {precision}")
+            try:
+                estimate = estimate_model(question)
+            except ValueError as error:  # one batch or precision of several may be what the model cannot take
+                reasons.append(error)
+                continue
+            fitting = _fitting(estimate)
+            if not fitting and question.activations == "auto" and "activations" not in asked.given:
+                # What "auto" needs in the batches in which it measures may be more than what computing all again takes.
+                fitting = _fitting(replace(estimate, question=question.but(activations="recompute")))
+            found += fitting
+            before, fastest = fastest, max((each.total for each in fitting), default=0)
+            if fastest < before * _GAIN or not fitting:
+                break  # larger batches are no faster, or fit still less
+    if not found and reasons:
+        raise reasons[0]
+    return _with_enough(found, asked)
+
+
+def _with_enough(found: list[Budget], asked: Question) -> list[Budget]:
+    """Those ways for which there is data; a ValueError if it cannot be counted, or if data or time is less than one step."""
+    if not found:
+        return []
+    unit = found[0].unit
+    if found[0].data is None and (asked.samples or asked.dataset_tokens):
+        instead = "--samples in place of --dataset-tokens"
+        if unit == "batches":
+            instead = "--input SIZE SIZE …, which says how many a batch has"
+        raise ValueError(
+            f"How much data there is cannot be counted in {unit}, which {asked.model!r} takes: give {instead}."
+        )
+    quickest = min(each.step_seconds for each in found)
+    if all(not each.steps for each in found):
+        raise ValueError(f"--hours {asked.hours:g} is less than one step, which takes {quickest:.3g} s. Give more.")
+    enough = [each for each in found if each.data is None or each.count <= each.data]
+    if not enough:
+        least = min(each.count for each in found)
+        raise ValueError(
+            f"The data has {found[0].data:,} {unit}, and one step takes {least:,}. Give more data, or smaller --batch-size, "
+            "--tokens or --accumulate-grad-batches."
+        )
+    return enough
+
+
+def _fitting(estimate: Estimate) -> list[Budget]:
+    return [_budget(each) for each in _ways(estimate) if each.best is not None]
+
+
+def best_first(found: Iterable[Budget]) -> list[Budget]:
+    """Whole updates before rounded ones, enough steps before too few; then the most tokens, or of too few the most steps."""
+
+    def kind(each: Budget) -> tuple[bool, bool]:
+        return rounds(each.answer.question), each.steps < each.answer.question.least_steps
+
+    def order(each: Budget) -> tuple[bool, bool, int, int]:
+        rounded, too_few = kind(each)
+        return rounded, too_few, -(each.steps if too_few else each.total), each.count
+
+    ordered = sorted(found, key=order)
+    if ordered:
+        # Of nearly as many tokens, the smallest step leaves the most steps.
+        alike = [each for each in ordered if kind(each) == kind(ordered[0]) and each.total * _GAIN >= ordered[0].total]
+        first = min(alike, key=lambda each: each.count)
+        ordered = [first, *(each for each in ordered if each is not first)]
+    return ordered
+
+
+def _takes_batches(asked: Question) -> bool:
+    """True if the model takes --batch-size. A factory's model has its own batch."""
+    return ":" not in asked.model
+
+
+def _ways(estimate: Estimate) -> Iterator[Answer]:
+    """The answers for each time and place of the optimizer, and accumulation, of those that are not given."""
+    asked = estimate.question
+    for place in PLACES if "optimizer_on" not in asked.given else (asked.optimizer_on,):
+        for overlap in _OVERLAPS if "optimizer_overlap" not in asked.given else (asked.optimizer_overlap,):
+            other = stepped(estimate, overlap, place)
+            if other is not None:
+                yield from _accumulated(answer(other))
+
+
+def _accumulated(found: Answer) -> Iterator[Answer]:
+    """An answer, and those with accumulation, if nobody has said it, of the windows that are fastest without."""
+    yield found
+    question = found.question
+    if "accumulate_grad_batches" in question.given or found.best is None:
+        return
+    rows = sorted((row for row in found.rows if row.fits), key=lambda row: row.prediction.seconds)[:_WINDOWS]
+    ks = sorted({row.plan.k for row in rows})
+    for accumulate in _ACCUMULATED:
+        more = answer(replace(found.estimate, question=question.but(k=ks, accumulate_grad_batches=accumulate)))
+        yield replace(more, question=question.but(accumulate_grad_batches=accumulate))
+
+
+def _budget(found: Answer) -> Budget:
+    count, unit = found.batch
+    return Budget(found, (found.question.hours or 0) * 3600, count * found.question.accumulate_grad_batches, unit)
+
+
+# ---------------------------------------------------------------------- words
+
+
+def in_words(found: list[Budget], asked: Question) -> list[str]:
+    """The best way, what it reaches, how it is written, and others."""
+    best = found[0]
+    question, row = best.answer.question, best.answer.shown
+    lines = [
+        f"In {asked.hours:g} h: {best.steps:,} steps of {best.count:,} {best.unit}, {best.step_seconds:.3g} s each, "
+        f"{number(best.total)} {best.unit}{_epochs(best)}{_cost(best)}.",
+        f"  {trainer_call(best)}",
+        f"  {row.prediction.binds} binds; {in_gib(row.device_bytes)} of GPU and {in_gib(best.answer.estimate.host.nbytes)} of "
+        "host memory",
+        f"  {command(question)}",
+    ]
+    if best.steps < asked.least_steps:
+        lines.append(
+            f"  No way that fits reaches {asked.least_steps:,} steps (--least-steps); more hours do, or fewer --tokens."
+        )
+    rounded = [each for each in found if rounds(each.answer.question) and each.total > best.total * _GAIN]
+    if rounded and not rounds(question):
+        precision, most = rounded[0].answer.question.precision, number(rounded[0].total)
+        lines.append(f"  {precision} reaches {most} {best.unit}, but {ROUNDED} (--precision {precision}).")
+    others = list(_different(found[1:]))[: _SHOWN - 1]
+    lines += ["", "other ways, and what they reach:"] * bool(others)
+    lines += [
+        f"  {number(each.total):>8} {each.unit} in {each.steps:,} steps: {_way(each.answer.question)}"
+        for each in others
+    ]
+    return lines
+
+
+def _way(question: Question) -> str:
+    return (
+        f"--precision {question.precision} --batch-size {question.batch_size} "
+        f"--accumulate-grad-batches {question.accumulate_grad_batches} "
+        f"--optimizer-overlap {question.optimizer_overlap} --optimizer-on {question.optimizer_on}"
+        + f" --gpu-layers {question.gpu_layers}"
+        * bool(question.gpu_layers)
+    )
+
+
+def _different(found: list[Budget]) -> Iterator[Budget]:
+    """The best way with each place and time of the optimizer, and each precision."""
+    seen = set()
+    for each in found:
+        question = each.answer.question
+        key = question.precision, question.optimizer_overlap, question.optimizer_on
+        if key not in seen:
+            seen.add(key)
+            yield each
+
+
+def trainer_call(best: Budget) -> str:
+    """The Trainer as it is to be written."""
+    question = best.answer.question
+    accumulate = f", accumulate_grad_batches={question.accumulate_grad_batches}" * (
+        question.accumulate_grad_batches > 1
+    )
+    devices = f", {options}" if (options := trainer_options(question)) else ""
+    seconds = max(1, round(best.seconds))
+    time = f'max_time={{"seconds": {seconds}}}' if seconds % 3600 else f'max_time={{"hours": {seconds // 3600}}}'
+    options = f'precision="{question.precision}"{accumulate}{devices}, {time}, max_epochs=-1'
+    return f"Trainer(strategy={strategy(best.answer.estimate, best.answer.shown.plan)}, {options}){beside(best.answer.estimate)}"
+
+
+def _epochs(best: Budget) -> str:
+    if best.epochs is None:
+        return ""
+    often = "; data that comes more than four times teaches little more" * (best.epochs > _REPEATED)
+    return f", {best.epochs:.3g} epochs{often}"
+
+
+def _cost(best: Budget) -> str:
+    return "" if best.cost is None else f", for {best.cost:.4g}"
+
+
+def sizes(found: list[Budget]) -> list[str]:
+    """Which of several sizes of a language model expects the least loss; nothing where no size is one, or there is but one."""
+    if len(found) < 2 or any(each.unit != "tokens" for each in found):
+        return []
+    losses = [(expected_loss(each.answer.estimate.parameters, _fresh(each)), each) for each in found]
+    lines = ["", f"expected loss by {LAW}, an estimate of nats per token on web text:"]
+    lines += [
+        f"  {number(each.answer.estimate.parameters):>8} parameters, {number(each.total):>8} tokens: {loss:.3f}"
+        for loss, each in losses
+    ]
+    _, best = min(losses, key=lambda each: each[0])
+    if any(each.answer.estimate.parameters < FITTED_TO for each in found):
+        lines.append(
+            f"  The law was fitted to {FITTED_TO // 10**6}M parameters and more: of smaller models it says nothing."
+        )
+    return [*lines, f"  the least: {number(best.answer.estimate.parameters)}"]
+
+
+def _fresh(each: Budget) -> float:
+    """Tokens, as many as there are of the data up to four times."""
+    return max(1, each.total if each.data is None else min(each.total, _REPEATED * each.data))
+
+
+def fields(best: Budget) -> dict[str, Any]:
+    """The best way for programs."""
+    question = best.answer.question
+    return {
+        "budget": {
+            "hours": question.hours, "batch_size": question.batch_size, "tokens": question.tokens,
+            "accumulate_grad_batches": question.accumulate_grad_batches,
+            "steps": best.steps, "seconds_per_step": best.step_seconds, f"total_{best.unit}": best.total, "epochs": best.epochs,
+            "cost": best.cost,
+        },
+        "strategy": strategy_options(best.answer.estimate, best.answer.shown.plan),
+        "trainer": trainer_call(best),
+    }  # fmt: skip

@@ -1,0 +1,382 @@
+"""Models of diffusers: the part of a pipeline that is trained, the arguments of its forward, the size of the other parts."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.plan.units import in_gib
+from sp_lightning.planner.known_values import answered
+from sp_lightning.torch_compat.private import disable_dispatch_modes
+
+INDEX = "model_index.json"
+"""The file that names the parts of a pipeline."""
+_TRAINED = ("transformer", "unet")
+# By the name of a dtype in the header of a safetensors file.
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+# What an image encoder makes of the first frame, in Wan: CLIP's patches and its class token.
+_IMAGE_TOKENS = 257
+# Sizes of the image and of its crop, which SDXL is conditioned on.
+_TIME_IDS = 6
+
+
+@dataclass(frozen=True)
+class _Family:
+    """The inputs of a class of diffusers, and the usual sizes, which are the defaults of its pipeline.
+
+    Attributes:
+        layout: dimensions of the latents: ``image`` (batch, channels, height, width), ``video`` (batch, channels, frames, height,
+            width), ``frames`` (the same, frames first), ``packed`` (batch, tokens, channels), or a ``list`` of images.
+        text: the field of the config with the width of prompt embeddings; empty if the model takes no prompts.
+        tokens: of a prompt.
+        masked: whether pipelines pass a mask of the prompt's tokens.
+        scale: pixels on each side of a latent.
+        pack: latents on each side of a token, if the pipeline and not the model makes tokens of them.
+        size: height and width in pixels, if the config has no sample_size.
+        frames: of a video; 0 for images.
+        frame_scale: frames of a latent. The first latent is one frame.
+    """
+
+    layout: Literal["image", "packed", "list", "video", "frames"]
+    text: str = ""
+    tokens: int = 0
+    masked: bool = False
+    scale: int = 8
+    pack: int = 1
+    size: tuple[int, int] = (1024, 1024)
+    frames: int = 0
+    frame_scale: int = 4
+
+
+_FAMILIES = {
+    "FluxTransformer2DModel": _Family("packed", "joint_attention_dim", 512, pack=2),
+    "Flux2Transformer2DModel": _Family("packed", "joint_attention_dim", 512, pack=2),
+    "ChromaTransformer2DModel": _Family("packed", "joint_attention_dim", 512, pack=2),
+    "QwenImageTransformer2DModel": _Family("packed", "joint_attention_dim", 512),
+    "SD3Transformer2DModel": _Family("image", "joint_attention_dim", 77 + 256),  # CLIP's and T5's
+    "AuraFlowTransformer2DModel": _Family("image", "joint_attention_dim", 256),
+    "ZImageTransformer2DModel": _Family("list", "cap_feat_dim", 512),
+    "Lumina2Transformer2DModel": _Family("image", "cap_feat_dim", 256, masked=True),
+    "SanaTransformer2DModel": _Family("image", "caption_channels", 300, masked=True, scale=32),
+    "PixArtTransformer2DModel": _Family("image", "caption_channels", 300, masked=True),
+    "DiTTransformer2DModel": _Family("image"),
+    "UNet2DConditionModel": _Family("image", "cross_attention_dim", 77),
+    "UNet2DModel": _Family("image"),
+    "WanTransformer3DModel": _Family("video", "text_dim", 512, size=(480, 832), frames=81),
+    "HunyuanVideoTransformer3DModel": _Family(
+        "video", "text_embed_dim", 256, masked=True, size=(720, 1280), frames=129
+    ),
+    "CogVideoXTransformer3DModel": _Family("frames", "text_embed_dim", 226, size=(480, 720), frames=49),
+    "LTXVideoTransformer3DModel": _Family(
+        "packed", "caption_channels", 128, masked=True, scale=32, size=(512, 704), frames=161, frame_scale=8
+    ),
+}
+
+
+def import_diffusers(model: str, kind: str) -> Any:
+    """The library, imported with values: its modules may make tensors.
+
+    Raises:
+        ImportError: diffusers is not installed.
+    """
+    try:
+        with disable_dispatch_modes():
+            import diffusers
+    except ImportError as error:
+        raise ImportError(
+            f"{model!r} is a config of diffusers ({kind}), and diffusers is not installed: pip install diffusers"
+        ) from error
+    return diffusers
+
+
+def is_module(kind: object) -> bool:
+    """Returns True if a library has a module class with this name. Schedulers and tokenizers are not modules."""
+    return isinstance(kind, type) and issubclass(kind, nn.Module)
+
+
+def is_pipeline(raw: dict[str, Any]) -> bool:
+    """Returns True if a config is a pipeline's index: it names the parts, each with its library and class."""
+    return str(raw["_class_name"]).endswith("Pipeline")
+
+
+def trained_part(raw: dict[str, Any], file: Path) -> str:
+    """The name of the part of a pipeline that is trained, which is that of its folder.
+
+    Raises:
+        ValueError: the pipeline has neither a transformer nor a UNet, or the config of that is missing.
+    """
+    name = next((name for name in _TRAINED if _is_part(raw.get(name))), None)
+    if name is None:
+        parts = ", ".join(name for name, value in raw.items() if _is_part(value))
+        raise ValueError(
+            f"{str(file)!r}: expected a part named {' or '.join(_TRAINED)}, found {parts}. Give the folder of the part that you "
+            f"train, {str(file.parent / 'NAME')!r}."
+        )
+    if not (config := file.parent / name / "config.json").is_file():
+        raise ValueError(
+            f"{str(file)!r}: expected {str(config)!r}, which does not exist. Copy the part's config there."
+        )
+    return name
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, str) for each in value)
+
+
+def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
+    """Sentences on the parts of a pipeline beside the trained one: their sizes, and which of them are not counted."""
+    sizes: dict[str, int] = {}
+    unknown: list[str] = []
+    for name, value in raw.items():
+        if name == trained or not _is_part(value):
+            continue
+        try:
+            module = _made(folder / name, *value)
+        except Exception as error:  # a config that is missing or of another version; the report has the reason
+            said = str(error).splitlines()[0] if str(error) else ""
+            unknown.append(f"{name} ({value[1]}: {type(error).__name__}: {said})")
+            continue
+        if module is not None:
+            dtype = stored_dtype(folder / name / "config.json") or torch.float32
+            named = f"{name} ({value[1]}, {str(dtype).removeprefix('torch.')})"
+            sizes[named] = sum(weight.numel() for weight in module.parameters()) * dtype.itemsize
+    notes = []
+    if sizes:
+        each = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in sizes.items())
+        notes.append(
+            f"{raw['_class_name']}: these sizes are of its {trained}. Other parts: {each}. Frozen in the LightningModule, they "
+            f"need {in_gib(sum(sizes.values()))} of host memory more. Compute latents and prompt embeddings before training "
+            "to leave them out (examples/guide/diffusion.md)."
+        )
+    if unknown:
+        notes.append(f"parts of the pipeline that could not be counted: {', '.join(unknown)}")
+    return notes
+
+
+def _made(folder: Path, library: str, kind: str) -> nn.Module | None:
+    """A part of a pipeline, without memory; None if it has no weights, as schedulers and tokenizers."""
+    if library not in ("transformers", "diffusers"):
+        raise ValueError(f"its library is {library}; expected transformers or diffusers")
+    with disable_dispatch_modes():
+        found: Any = getattr(importlib.import_module(library), kind)
+    if not is_module(found):
+        return None
+    raw = json.loads((folder / "config.json").read_text())
+    if library == "diffusers":
+        return answered(partial(found.from_config, raw))
+    with disable_dispatch_modes():
+        config = found.config_class.from_dict(raw)
+    return answered(partial(found, config))
+
+
+def stored_dtype(config: Path) -> torch.dtype | None:
+    """The dtype of a model's weights, by its config, or else by the first file beside it; None if neither is known."""
+    raw = json.loads(config.read_text())
+    named = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
+    if isinstance(named, torch.dtype):
+        return named
+    for file in sorted(config.parent.glob("*.safetensors"))[:1]:
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        weights = [_DTYPES.get(value["dtype"]) for name, value in header.items() if name != "__metadata__"]
+        return next(iter(weights), None)
+    return None
+
+
+def squared_error(outputs: Sequence[Tensor]) -> Tensor:
+    """The loss of diffusion: how far a prediction is from the noise, or from the velocity."""
+    return torch.stack(
+        [(each.float() - torch.zeros_like(each, dtype=torch.float32)).square().mean() for each in outputs]
+    ).sum()
+
+
+class LatentInputs:
+    """The arguments of the forward of a diffusion model.
+
+    Attributes:
+        tokens: of a prompt; 0 if the model takes none.
+        usual: height and width of an image or a frame in pixels, by the config or the pipeline's default.
+        unit: ``images`` or ``videos``.
+    """
+
+    def __init__(self, module: nn.Module, file: Path, batch: int, tokens: int | None, frames: int | None) -> None:
+        """Looks at the config of a model.
+
+        Args:
+            module: of diffusers.
+            file: its config, for messages.
+            batch: how many images or videos.
+            tokens: of a prompt; None for the usual number.
+            frames: of a video; None for the usual number.
+
+        Raises:
+            ValueError: the arguments of such a forward are not known, or it takes no prompts, no videos, or not as many frames.
+        """
+        kind = type(module).__name__
+        if kind not in _FAMILIES:
+            raise ValueError(
+                f"{str(file)!r}: `plan` does not know the inputs of {kind}. It reads {', '.join(_FAMILIES)}. For another model, "
+                "give a function that returns it with example_input_array, plan my_file:make_model "
+                "(examples/guide/diffusion.md), or compare your LightningModule: check my_file:Module. "
+                "print(trainer.strategy.plan) lists the memory of a run."
+            )
+        self._kind, self._family, self._batch = kind, _FAMILIES[kind], batch
+        self._config: Any = module.config
+        self._taken = list(inspect.signature(module.forward).parameters)
+        family = self._family
+        if tokens is not None and not family.text:
+            raise ValueError(f"--tokens {tokens}: {kind} takes no prompts. Leave --tokens out.")
+        if frames is not None and not family.frames:
+            raise ValueError(f"--frames {frames}: {kind} takes images. Leave --frames out.")
+        places = next(iter(self._of("axes_lens") or ()), math.inf)
+        if tokens is not None and tokens >= places:
+            raise ValueError(f"--tokens {tokens}: {str(file)!r} has {places} positions. Use --tokens {places - 1}.")
+        self.tokens = tokens or self._of("max_text_seq_length") or int(min(family.tokens, places - 1))
+        self.unit = "videos" if family.frames else "images"
+        self._frames = frames or self._of("sample_frames") or family.frames
+        if family.frames and (more := (self._frames - 1) % family.frame_scale):
+            raise ValueError(
+                f"--frames {self._frames}: {kind} takes 1 frame and a multiple of {family.frame_scale}. Use --frames "
+                f"{self._frames - more}."
+            )
+        # Of pixel channels, each latent is a pixel. Wan's VAE with 48 channels has 16 × 16 pixels in each.
+        self._scale = 1 if self._of("in_channels") == 3 else 16 if self._of("in_channels") == 48 else family.scale
+        sample = self._of("sample_size")
+        sides = [sample, sample] if isinstance(sample, int) else sample
+        sides = sides or [self._of("sample_height"), self._of("sample_width")]
+        height, width = family.size
+        self.usual = (sides[0] * self._scale, sides[1] * self._scale) if all(sides) else (height, width)
+
+    def _of(self, name: str) -> Any:
+        """A field of the config; None if it has none."""
+        return getattr(self._config, name, None)
+
+    @property
+    def _patch(self) -> tuple[int, int, int] | None:
+        """Frames, rows and columns of latents that are one token; None for a UNet."""
+        size = self._of("patch_size") or next(iter(self._of("all_patch_size") or ()), None)
+        if size is None:
+            return None
+        if not isinstance(size, int):
+            return tuple(size)
+        side = size * self._family.pack
+        return self._of("patch_size_t") or 1, side, side
+
+    def _latents(self, size: tuple[int, int]) -> tuple[int, int, int]:
+        """Frames, rows and columns of latents.
+
+        Raises:
+            ValueError: the pixels are no whole number of latents, or these are no whole number of tokens.
+        """
+        time, *sides = self._patch or (1, 1, 1)
+        steps = [self._scale * side for side in sides]
+        fit = [max(pixels - pixels % step, step) for pixels, step in zip(size, steps, strict=True)]
+        if (*fit,) != size:
+            asked, instead = ("x".join(map(str, each[:1] if size[0] == size[1] else each)) for each in (size, fit))
+            pixels = " × ".join(str(step) for step in dict.fromkeys(steps))
+            raise ValueError(
+                f"--image {asked}: {self._kind} takes multiples of {pixels} pixels. Use --image {instead}."
+            )
+        frames = (max(self._frames, 1) - 1) // self._family.frame_scale + 1
+        return -(-frames // time) * time, size[0] // self._scale, size[1] // self._scale
+
+    def _grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
+        """Frames, rows and columns of tokens; of latents for a UNet."""
+        frames, rows, columns = self._latents(size)
+        time, height, width = self._patch or (1, 1, 1)
+        return frames // time, rows // height, columns // width
+
+    def positions(self, size: tuple[int, int]) -> int:
+        """How many tokens an image or a video is; latents for a UNet."""
+        frames, rows, columns = self._grid(size)
+        return frames * rows * columns
+
+    def items(self, size: tuple[int, int]) -> str:
+        """A batch in words; the size is in pixels."""
+        frames, rows, columns = self._latents(size)
+        one = "video" if self._family.frames else "image"
+        what = f"{self._batch} {one}{'s' * (self._batch > 1)} of {size[0]} × {size[1]}"
+        what += f" × {self._frames} frames" * (frames > 1)
+        what += f" (latents {rows} × {columns}" + f" × {frames} frames" * (frames > 1)
+        what += "" if self._patch is None else f", {self.positions(size)} tokens"
+        return f"{what})" + f", {'a prompt' if self._batch == 1 else 'prompts'} of {self.tokens} tokens" * bool(
+            self.tokens
+        )
+
+    def arguments(self, size: tuple[int, int]) -> dict[str, Any]:
+        """The arguments of the forward: numbers with a fraction in torch's default dtype."""
+        batch, made = self._batch, dict[str, Any]()
+        # The latents come first in each forward.
+        made[self._taken[0]] = self._noise(size)
+        for name, value in self._more(size):
+            if name in self._taken:
+                made[name] = value()
+        for name in ("timestep", "t"):
+            if name in self._taken:
+                made[name] = torch.zeros(batch)
+        return made
+
+    def _noise(self, size: tuple[int, int]) -> Any:
+        (frames, *sides), layout, channels = self._latents(size), self._family.layout, self._of("in_channels")
+        if layout == "packed":
+            return torch.zeros(self._batch, self.positions(size), channels)
+        if layout == "list":
+            return [torch.zeros(channels, frames, *sides) for _ in range(self._batch)]
+        between = {"image": (channels,), "video": (channels, frames), "frames": (frames, channels)}[layout]
+        return torch.zeros(self._batch, *between, *sides)
+
+    def _more(self, size: tuple[int, int]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The other inputs of a forward, by name, if the config has them: beside latents and times."""
+        batch, tokens, family = self._batch, self.tokens, self._family
+        grid, positions = self._grid(size), self.positions(size)
+        if family.text:
+            width = self._of("encoder_hid_dim") or self._of(family.text)
+            width = width if isinstance(width, int) else width[0]
+            yield "encoder_hidden_states", lambda: torch.zeros(batch, tokens, width)
+            yield "cap_feats", lambda: [torch.zeros(tokens, width) for _ in range(batch)]
+        if family.masked:
+            yield "encoder_attention_mask", lambda: torch.ones(batch, tokens, dtype=torch.bool)
+        if self._of("pooled_projection_dim"):
+            yield "pooled_projections", lambda: torch.zeros(batch, self._of("pooled_projection_dim"))
+        if self._of("guidance_embeds"):
+            yield "guidance", lambda: torch.zeros(batch)
+        # Where tokens are: one number for each axis, or the shape of all.
+        axes = len(self._of("axes_dims_rope") or ())
+        yield "img_ids", lambda: torch.zeros(positions, axes)
+        yield "txt_ids", lambda: torch.zeros(tokens, axes)
+        yield "img_shapes", lambda: [[grid]] * batch
+        if family.layout == "packed":
+            yield from zip(("num_frames", "height", "width"), (partial(int, each) for each in grid), strict=True)
+        if self._of("use_rotary_positional_embeddings"):
+            shape = (positions, self._of("attention_head_dim"))
+            yield "image_rotary_emb", lambda: (torch.zeros(shape), torch.zeros(shape))
+        # What some models are conditioned on beside the prompt.
+        if self._of("num_class_embeds") or self._of("num_embeds_ada_norm"):
+            yield "class_labels", lambda: torch.zeros(batch, dtype=torch.long)
+        if self._of("image_dim"):
+            yield "encoder_hidden_states_image", lambda: torch.zeros(batch, _IMAGE_TOKENS, self._of("image_dim"))
+        if self._of("ofs_embed_dim"):
+            yield "ofs", lambda: torch.zeros(1)
+        if self._of("use_additional_t_cond"):
+            yield "additional_t_cond", lambda: torch.zeros(batch, dtype=torch.long)
+        if self._of("addition_embed_type") == "text_time":
+            pooled = self._of("projection_class_embeddings_input_dim") - _TIME_IDS * self._of("addition_time_embed_dim")
+            yield (
+                "added_cond_kwargs",
+                lambda: {"text_embeds": torch.zeros(batch, pooled), "time_ids": torch.zeros(batch, _TIME_IDS)},
+            )
+        if self._kind == "PixArtTransformer2DModel":
+            yield (
+                "added_cond_kwargs",
+                lambda: {"resolution": torch.zeros(batch, 2), "aspect_ratio": torch.zeros(batch, 1)},
+            )

@@ -1,0 +1,182 @@
+"""What ``plan`` takes from measurements in place of what it assumes: rates of a machine, and what a run has reached."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sp_lightning.device.accelerator import device_for, device_found
+from sp_lightning.observe.reached import machine_of, today
+from sp_lightning.planner.answer import answer
+from sp_lightning.planner.arguments import MODES, OVERLAPS, PLACES, PRECISIONS, Question, number_of
+from sp_lightning.planner.estimate import estimate_model
+from sp_lightning.planner.model_source import takes_latents
+from sp_lightning.planner.rates import DTYPES, OF_DEVICE, measure_rates
+
+_BYTES = ("device_bandwidth", "pcie", "host_bandwidth", "disk")
+_OPTIONS = ("tflops", "host_tflops", "device_bandwidth", "pcie", "host_bandwidth")  # a drive is asked for by --disk
+
+
+def run_rates(given: Namespace) -> str:
+    """Measures this machine. Returns a file for ``plan --rates``, as JSON.
+
+    Raises:
+        ValueError, OSError: there is no such accelerator, or no such folder.
+    """
+    there = device_found()
+    if given.accelerator not in (None, "cpu", there.type):
+        raise ValueError(f"--accelerator {given.accelerator}: torch finds {there.type}. Leave it out, or use cpu.")
+    if given.disk is not None and not given.disk.is_dir():
+        raise ValueError(
+            f"--disk {given.disk}: not a folder. Expected a folder on the drive to measure: --disk /scratch"
+        )
+    device = device_for(torch.device("cpu") if given.accelerator == "cpu" else there)
+    # Without an accelerator nothing is known of the one that a plan is for; by name, the host is what computes.
+    unknown = device.computes_on_host and given.accelerator is None
+    found = measure_rates(None if unknown else device, given.seconds, given.disk)
+    measured = {name: _in_words(name, value) for name, value in found.items()}
+    return json.dumps(
+        {
+            "kind": "rates", "date": today(), "machine": machine_of(device),
+            "measured": measured, "assumed": [name for name in OF_DEVICE if name not in measured],
+        },
+        indent=1,
+    )  # fmt: skip
+
+
+def _in_words(name: str, value: Any) -> Any:
+    """As the option of ``plan`` takes it."""
+    if isinstance(value, dict) and name != "python":
+        return {key: float(f"{each:.4g}") for key, each in value.items()}
+    if name in _BYTES:
+        return f"{value / 1e9:.4g}GB/s"
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def with_rates(questions: Sequence[Question]) -> Sequence[Question]:
+    """The questions with the rates of the file that ``--rates`` names, but for those that the command line has.
+
+    Raises:
+        ValueError, OSError: the file is not one of ``rates``.
+    """
+    file = questions[0].rates
+    if file is None:
+        return questions
+    with _file_of("rates", file) as found:
+        measured, here = found["measured"], machine_of(device_for(torch.device("cpu")))
+        notes = []
+        if found["machine"]["processor"] != here["processor"] or found["machine"]["cores"] != here["cores"]:
+            notes.append(f"{file} is of another machine, {_named(found['machine'])}; this one has {_named(here)}.")
+        return [_with_rates(question, measured, notes) for question in questions]
+
+
+def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[str]) -> Question:
+    values = {name: measured[name] for name in _OPTIONS if name in measured and name not in question.given}
+    tflops = {str(DTYPES[key]).removeprefix("torch."): float(each) for key, each in values.get("tflops", {}).items()}
+    visit, weight = map(float, measured["python"]["inference" if question.predict else "training"])
+    seen = replace(
+        question.measured,
+        names=frozenset(values),
+        tflops=tflops,
+        python=None if question.measure_host else (visit, weight),
+        synchronous=bool(measured["synchronous"]),
+        drive=float(number_of("disk", measured["disk"])) if "disk" in measured else question.measured.drive,
+        notes=(*question.measured.notes, *notes),
+    )
+    numbers = {name: number_of(name, str(value)) for name, value in values.items() if name != "tflops"}
+    return question.but(**numbers, measured=seen)
+
+
+def _named(machine: dict[str, Any]) -> str:
+    accelerator = f"{machine['accelerator']}, " if machine["accelerator"] else ""
+    return f"{accelerator}{machine['processor']}, {machine['cores']} cores"
+
+
+_HOW = {
+    "rates": "python -m sp_lightning rates > rates.json",
+    "report": "Trainer(callbacks=[SuperpipelineCallback(report='report.json')])",
+}
+
+
+@contextmanager
+def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
+    """What a file says. What lacks there, or is nothing that it can be, is a ValueError that says how to make one."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)
+        if found["kind"] != kind:
+            raise ValueError(f"it is of {found['kind']!r}")
+        yield found
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ArgumentTypeError) as error:
+        raise ValueError(
+            f"{file} is not a file of {kind} ({type(error).__name__}: {error}). Make one: {_HOW[kind]}"
+        ) from error
+
+
+def corrected(question: Question, say: Callable[[str], None]) -> Question:
+    """The question with its times corrected by what a run has reached, which ``--from`` names.
+
+    Raises:
+        ValueError, OSError: the file is not such a report, or is of another model.
+    """
+    file = question.from_
+    if file is None:
+        return question
+    with _file_of("report", file) as found:
+        reached, batches, model, devices = found["seconds"], found["batches"], found["model"], found["devices"]
+        counts = {name: found[name] for name in ("parameters", "trained")}
+        as_reached, _ = _as_reached(question, found), 1 / reached
+    if devices != (here := question.devices * question.nodes):
+        raise ValueError(f"{file} is of {devices} devices, and this plan of {here}. Plan as many, or leave --from out.")
+    say(f"runs a batch of {question.model} as {file} had it")
+    asked = question.but(**as_reached)
+    estimate = estimate_model(asked)
+    for name, count in counts.items():
+        if (planned := getattr(estimate, name)) != count:
+            raise ValueError(
+                f"{file} is of {model}, with {count:,} {name}, and this plan has {planned:,}. Give the report of "
+                "this model, or the options that it was trained with (--lora, --layers, …)."
+            )
+    predicted = answer(estimate).shown.prediction.seconds
+    slower = reached / predicted
+    off = f"{abs(slower - 1):.0%} {'more' if slower >= 1 else 'less'} than predicted"
+    off = f"{slower:.3g} times as long as predicted" if slower >= 2 else off
+    note = (
+        f"{file}: a batch in {asked.precision} took {reached:.3g} s, as {batches} of them did on average: {off} "
+        f"({predicted:.3g} s). All times are corrected by that."
+    )
+    return question.but(measured=replace(question.measured, slower=slower, notes=(*question.measured.notes, note)))
+
+
+def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the question that the run answers: its window and options, and its batch if that has such a shape."""
+    asked: dict[str, Any] = {
+        "k": [found["k"]],
+        "k_prime": [found["k_prime"]],
+        "accumulate_grad_batches": found["accumulate_grad_batches"],
+        "gpu_layers": found.get("gpu_layers", 0),
+    }
+    if found["precision"] in PRECISIONS:
+        asked["precision"] = found["precision"]
+    known = {"activations": MODES, "optimizer_overlap": OVERLAPS, "optimizer_on": PLACES}
+    asked |= {name: found[name] for name, choices in known.items() if found[name] in choices}
+    if question.gradient_clip == "norm" and asked.get("optimizer_overlap") == "backward":
+        asked["gradient_clip"] = None  # the run did not
+    if asked.get("optimizer_overlap") == question.but(**asked | {"optimizer_overlap": "auto"}).mode:
+        asked["optimizer_overlap"] = "auto"
+    shape = found["shape"]
+    if ":" not in question.model and shape:
+        asked["batch_size"] = shape[0]
+        if takes_latents(question.model):  # they do not tell the pixels
+            return asked
+        asked |= {"tokens": shape[1]} if len(shape) == 2 else {"image": shape[-1]} if len(shape) == 4 else {}
+    elif question.input and shape:
+        asked["input"] = shape
+    return asked

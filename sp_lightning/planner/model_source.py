@@ -1,0 +1,510 @@
+"""A model from its name on the command line, without memory, and the batches that it may take."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.comparison.subject import resolve
+from sp_lightning.model.without_values import named_tensors
+from sp_lightning.planner.arguments import EXPECTED, DefaultSize, Question, in_pixels
+from sp_lightning.planner.diffusion import (
+    INDEX,
+    LatentInputs,
+    import_diffusers,
+    is_module,
+    is_pipeline,
+    other_parts,
+    squared_error,
+    stored_dtype,
+    trained_part,
+)
+from sp_lightning.planner.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
+from sp_lightning.planner.known_values import answered
+from sp_lightning.planner.scaling import refuse_another_size, scaled
+
+# How the forwards of transformers call what says of each token whether it is one of an image.
+_WHICH_ARE_IMAGES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
+# Configs and indices of diffusers name their class by it, which those of transformers do not have.
+_OF_DIFFUSERS = "_class_name"
+# Most of transformers' vision models have patches of so many pixels on each side.
+_PATCH = 16
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the keyword arguments of a forward."""
+
+
+Batches = dict[str, Callable[[], Arguments]]
+"""What makes the arguments of a forward, by what such a batch consists of, in words: ``1 × 4096 tokens``."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that is to be estimated.
+
+    Attributes:
+        module: the model; its parameters have no memory.
+        batches: those that the model may take: the one that was asked for, and others in place of it. Empty if it
+            is not known what the model takes.
+        uses: how often a forward uses a weight, as a guess: once for each token, or each patch of an image.
+        generation: takes the number of tokens to generate, and returns two functions: one runs the prompts, the other
+            runs the last of those tokens with the keys and values of all tokens before it. None if the model has no
+            cache of keys and values.
+        images: whether it takes images. A batch without any is the last one then, if it can do without them.
+        stored: the dtype that its weights are loaded in if nothing else is asked for, by its config; None if that is unknown.
+        notes: sentences on what is not counted.
+        unit: ``images`` or ``videos``, which a batch of a diffusion model is counted in; empty for other models.
+        loss: the loss of what a forward returns, if that is known and the forward has none.
+    """
+
+    module: nn.Module
+    batches: Batches
+    uses: int
+    generation: Callable[[int], tuple[Callable[[], None], Callable[[], None]]] | None = None
+    images: bool = False
+    stored: torch.dtype | None = None
+    notes: tuple[str, ...] = ()
+    unit: str = ""
+    loss: Callable[[Sequence[Tensor]], Tensor] | None = None
+
+
+def load_model(asked: Question) -> ModelSource:
+    """Makes a model. To be called inside :func:`~sp_lightning.torch_compat.fake.fake_tensors`.
+
+    Args:
+        asked: names the model (:data:`~sp_lightning.planner.arguments.WANTED`) and the sizes of its batch.
+
+    Raises:
+        ValueError: the model is unknown, its config needs code from a model hub, or a size says nothing about this kind
+            of model.
+        ImportError: the library that the name stands for is not installed.
+    """
+    source, path = asked.model, Path(asked.model)
+    factory = ":" in source and not path.exists()
+    tokens = not isinstance(asked.tokens, DefaultSize)
+    given: dict[str, Any] = {"--input": asked.input}
+    if factory:
+        given = {
+            "--image": asked.image,
+            "--batch-size": asked.batch_size > 1 and not tokens,
+            "--tokens": asked.input and tokens,
+        }
+    if asked.scale is not None and (factory or find_config(source) is None):
+        raise ValueError(f"--scale needs a transformers config, got {source!r}. Leave --scale out.")
+    if ignored := [option for option, value in given.items() if value]:
+        instead = (
+            "--input, batch first (for example --input 4 3 224 224), or change the module's example_input_array"
+            if factory
+            else "--batch-size, and --tokens or --image"
+        )
+        raise ValueError(f"{' and '.join(ignored)} cannot be used with {source!r}. Use {instead}.")
+    found = _load_factory(asked) if factory else _load_named(asked)
+    if asked.frames is not None and found.unit != "videos":
+        raise ValueError(f"--frames {asked.frames}: {source!r} takes no videos. Leave --frames out.")
+    return found
+
+
+def _load_named(asked: Question) -> ModelSource:
+    file = find_config(asked.model)
+    if file is None:
+        return _load_torchvision(asked)
+    raw = _read(file)
+    return (_load_diffusers if _OF_DIFFUSERS in raw else _load_transformers)(asked, file, raw)
+
+
+def takes_latents(source: str) -> bool:
+    """Returns True if a model's name stands for a diffusers config."""
+    file = find_config(source)
+    return file is not None and _OF_DIFFUSERS in _read(file)
+
+
+def find_config(source: str) -> Path | None:
+    """The config that a model's name stands for; None for a factory, and for a name that may be torchvision's.
+
+    That is a config of transformers or diffusers, or the index of a pipeline of diffusers.
+
+    Libraries that take their time to import are not needed for it, and nothing is downloaded.
+
+    Raises:
+        ValueError: there is no such file, or it is not in the cache of the Hugging Face hub.
+    """
+    path = Path(source)
+    if path.is_dir() or path.suffix == ".json":
+        file = path / (INDEX if (path / INDEX).is_file() else "config.json") if path.is_dir() else path
+        if not file.is_file():
+            alike = difflib.get_close_matches(file.name, [each.name for each in file.parent.glob("*")], 1)
+            hint = f" Did you mean {str(file.parent / alike[0])!r}?" if alike else ""
+            raise ValueError(f"{str(file)!r} does not exist.{hint} {EXPECTED}.")
+        return file
+    if "/" not in source or ":" in source:
+        return None
+    if source.startswith((".", "/", "~")):  # no name of the hub
+        raise ValueError(f"{source!r} does not exist. {EXPECTED}.")
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        index = try_to_load_from_cache(source, INDEX)
+        return Path(index if isinstance(index, str) else try_to_load_from_cache(source, "config.json"))  # type: ignore[arg-type]
+    except (ImportError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{source!r}: not a folder, and its config.json is not in the cache of the Hugging Face hub. `plan` downloads "
+            f'nothing. Run first: hf download {source} config.json, or for a pipeline of diffusers --include "*.json"'
+        ) from error
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module, or one of its classes, has a forward of its own. Lightning's calls the one of torch, which raises."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    where = getattr(forward, "__module__", None) or ""
+    return where != nn.Module.__module__ and not where.startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
+def _images(batch: int, size: int) -> str:
+    """A batch of square images in words; ``size`` is in pixels."""
+    return f"{batch} image{'' if batch == 1 else 's'} of {size} × {size}"
+
+
+def _side(asked: Question) -> int | None:
+    """Pixels on each side of the images that are asked for, of a model that takes square ones.
+
+    Raises:
+        ValueError: another shape is asked for.
+    """
+    if isinstance(asked.image, tuple):
+        raise ValueError(
+            f"--image {in_pixels(asked.image)}: {asked.model!r} is planned with square images. Use --image {max(asked.image)}."
+        )
+    return asked.image
+
+
+def _patches(size: Any) -> int:
+    """How many patches a vision model cuts an image into; ``size`` is in pixels on each side, if it is known."""
+    return max(1, size // _PATCH) ** 2 if isinstance(size, int) else 1
+
+
+# ---------------------------------------------------------------------- package.module:Factory
+
+
+def _load_factory(asked: Question) -> ModelSource:
+    source = asked.model
+    factory = resolve(source, EXPECTED.removeprefix("Expected "))
+    try:
+        with torch.enable_grad():  # a factory may switch gradients off, which ends with this context
+            module = answered(factory)
+    except Exception as error:
+        raise ValueError(f"{source!r}() failed: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{source!r} returned a {type(module).__name__}; expected an nn.Module.")
+    if hasattr(module, "configure_model"):  # a LightningModule makes there what is large
+        configure: Any = module.configure_model
+        configure()
+    if any(tensor.is_meta for _, tensor in named_tensors(module)):
+        module.to_empty(device="cpu")  # a run takes its values from a file
+    return ModelSource(module, _examples(module, asked), asked.batch_size * asked.tokens)
+
+
+def _arguments(example: Any) -> Arguments:
+    """How Lightning calls a forward with an ``example_input_array``."""
+    if isinstance(example, dict):
+        return (), example
+    return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
+
+
+def _examples(module: nn.Module, asked: Question) -> Batches:
+    """The batches of a module by their shape, with numbers of both kinds, or else the one that the module has.
+
+    Whole numbers are given as labels, too, if something is trained and the forward takes them.
+    """
+    shape = asked.input
+    if shape is None and not isinstance(asked.tokens, DefaultSize):
+        shape = [asked.batch_size, asked.tokens]
+    if shape is None:
+        given = getattr(module, "example_input_array", None)
+        return {} if given is None else {"its example_input_array": partial(_arguments, given)}
+    items = f"a batch of {' × '.join(map(str, shape))}"
+    whole = torch.zeros(*shape, dtype=torch.long)
+    batches: Batches = {}
+    if asked.input is not None:
+        batches[items] = partial(_arguments, torch.zeros(*shape))
+    if not asked.predict and "labels" in inspect.signature(module.forward).parameters:
+        batches[f"{items} whole numbers, which are the labels, too"] = lambda: ((whole,), {"labels": whole})
+    batches[f"{items} whole numbers"] = partial(_arguments, whole)
+    return batches
+
+
+# ---------------------------------------------------------------------- torchvision
+
+
+def _load_torchvision(asked: Question) -> ModelSource:
+    source = asked.model
+    try:
+        from torchvision import models
+    except ImportError as error:
+        raise ImportError(
+            f"{source!r} may be a torchvision model, and torchvision is not installed: pip install torchvision"
+        ) from error
+    if source not in models.list_models():
+        alike = " or ".join(map(repr, difflib.get_close_matches(source, models.list_models())))
+        raise ValueError(f"Unknown model {source!r}.{f' Did you mean {alike}?' if alike else ''} {EXPECTED}.")
+    try:
+        # Without weights_backbone, detectors would download the weights of their backbone.
+        module = models.get_model(source, weights=None, weights_backbone=None)
+    except TypeError:
+        module = models.get_model(source, weights=None)
+    # A model of one size says so, and that is not always the size that its weights were trained with.
+    trained = next(iter(models.get_model_weights(source))).transforms()
+    usual = int(getattr(module, "image_size", None) or getattr(trained, "crop_size", [224])[0])
+
+    def arguments(size: int) -> Arguments:
+        return (torch.zeros(asked.batch_size, 3, size, size),), {}
+
+    size = _side(asked) or usual
+    batches: Batches = {_images(asked.batch_size, each): partial(arguments, each) for each in (size, usual)}
+    return ModelSource(module, batches, asked.batch_size * _patches(size))
+
+
+# ---------------------------------------------------------------------- transformers
+
+
+def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
+    """From a transformers config. Lowers ``asked.tokens`` to the model's positions if the user has not given it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"{asked.model!r} is a transformers config, and transformers is not installed: pip install transformers"
+        ) from error
+    if raw.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{str(file)!r}: expected a model_type that transformers {transformers.__version__} knows, got "
+            f"{raw.get('model_type')!r}. For any other model, give a factory: package.module:Factory"
+        )
+    # A run chooses the dtype of what it trains by its precision, whatever dtype the file's weights have.
+    older = raw.pop("torch_dtype", None)  # its name before transformers 5
+    stored = getattr(torch, str(raw.pop("dtype", None) or older), None)
+    notes = tuple(_quantised(raw, file))
+    config = transformers.AutoConfig.for_model(**raw)
+    kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
+    # transformers compares the counts of image tokens and image features by value, and here are no values.
+    os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
+    make = transformers.AutoModel.from_config if kind is None else kind
+    module = _make(make, config, file)
+    if asked.scale is not None:
+        # What a config says of each layer follows from their number if it does not say it.
+        raw = {name: value for name, value in raw.items() if name not in ("layer_types", "max_window_layers")}
+        config = transformers.AutoConfig.for_model(**{**raw, **scaled(config, module, asked.scale)})
+        module = _make(make, config, file)
+        refuse_another_size(module, asked.scale)
+    if isinstance(most := _positions(config), int) and isinstance(asked.tokens, DefaultSize):
+        asked.tokens = DefaultSize(min(asked.tokens, most))
+    inputs = _Inputs(module, config, asked.batch_size, asked.tokens)
+    if asked.image is not None and not inputs.with_images:
+        raise ValueError(f"--image {in_pixels(asked.image)}: {asked.model!r} takes no images. Leave --image out.")
+    if inputs.with_text and isinstance(most, int) and asked.tokens > most:
+        raise ValueError(f"--tokens {asked.tokens}: {str(file)!r} has {most} positions. Use --tokens {most}.")
+    usual = (usual_size(config) or USUAL_IMAGE) if inputs.with_images else None
+    size = _side(asked) or usual
+    sizes = (size, usual, None) if inputs.with_text else (size, usual)
+    batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in sizes}
+    uses = asked.batch_size * (asked.tokens if inputs.with_text else _patches(size))
+    generation = partial(inputs.generation, size) if inputs.cache else None
+    return ModelSource(module, batches, uses, generation, images=inputs.with_images, stored=stored, notes=notes)
+
+
+def _quantised(raw: dict[str, Any], file: Path) -> list[str]:
+    """A sentence on quantisation, which a model without values has not."""
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    if method is None:
+        return []
+    return [
+        f"{file} has a quantization_config ({method}), which is not counted: weights are planned in the precision of the run. "
+        "A factory that loads the quantised model is planned as it is."
+    ]
+
+
+def _positions(config: Any) -> int | None:
+    """How many tokens a model can tell apart by their places, if its config says so."""
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+
+
+def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path, library: str = "transformers") -> nn.Module:
+    try:
+        return answered(partial(kind, config))
+    except Exception as error:
+        raise ValueError(
+            f"{library} cannot make a model from {str(file)!r}: {type(error).__name__}: {error}. Is the config complete?"
+        ) from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        raw: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is not JSON: {error}.") from error
+    if "auto_map" in raw:
+        raise ValueError(
+            f"{str(file)!r} needs code from a model hub (auto_map: {raw['auto_map']}), which `plan` does not run."
+        )
+    return raw
+
+
+class _Inputs:
+    """What the forward of a model of transformers is called with.
+
+    Attributes:
+        with_text: whether the model takes tokens.
+        with_images: whether it takes images.
+        cache: the name of the cache of keys and values, as an argument and in what a forward returns. None if the model is
+            no language model with such a cache.
+    """
+
+    def __init__(self, module: nn.Module, config: Any, batch: int, tokens: int) -> None:
+        self._module, self._config, self._batch, self._tokens = module, config, batch, tokens
+        self._taken = set(inspect.signature(module.forward).parameters)
+        self.with_images = takes_images(config, self._taken)
+        self.with_text = getattr(config.get_text_config(), "vocab_size", None) is not None
+        names = ("past_key_values", "cache") if self.with_text and "input_ids" in self._taken else ()
+        # The second name is that of transformers 5.24 and newer.
+        self.cache = next((name for name in names if name in self._taken), None)
+
+    def items(self, image: int | None) -> str:
+        """What the batch whose images have so many pixels on each side consists of, in words; None for no images."""
+        items = [f"{self._batch} × {self._tokens} tokens"] * self.with_text
+        if image is not None:
+            items.append(_images(self._batch, image))
+        return ", ".join(items)
+
+    def arguments(self, image: int | None) -> Arguments:
+        """What the forward takes for it."""
+        inputs: dict[str, Any] = {}
+        if image is not None and not self.with_text and usual_size(self._config):
+            inputs["pixel_values"] = self._numbers(3, image, image)
+        elif image is not None:
+            inputs.update(image_arguments(self._config, self._taken, self._batch, image))
+        if self.with_text and "input_ids" in self._taken:
+            inputs.update(self._text(inputs))
+        if "input_features" in self._taken:
+            # Speech: the encoder's first convolution halves the number of frames to the number of its positions.
+            frames = 2 * getattr(self._config, "max_source_positions", 1500)
+            inputs["input_features"] = self._numbers(getattr(self._config, "num_mel_bins", 80), frames)
+        if "labels" in self._taken:
+            inputs["labels"] = self._ids(*[self._tokens] * self.with_text)
+        elif "decoder_input_ids" in self._taken:
+            inputs["decoder_input_ids"] = self._ids(self._tokens)
+        if self.with_text and "use_cache" in self._taken:
+            inputs["use_cache"] = False
+        return (), inputs
+
+    def _text(self, images: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tokens, as many of them those of images as the model makes of them, and what says which ones these are."""
+        ids = self._ids(self._tokens)
+        count = count_features(self._module, images) // self._batch if images else 0
+        if count > self._tokens:
+            raise ValueError(
+                f"an image takes {count} tokens, of which there are {self._tokens}. Say --tokens {2 * count}"
+            )
+        image_id = getattr(self._config, "image_token_id", None) or getattr(self._config, "image_token_index", None)
+        ids[:, :count] = image_id or 0
+        which = (torch.arange(self._tokens) < count).repeat(self._batch, 1)
+        told = {name: which.long() for name in _WHICH_ARE_IMAGES if name in self._taken and images}
+        if "qformer_input_ids" in self._taken:
+            told["qformer_input_ids"] = ids
+        return {"input_ids": ids, **told}
+
+    def generation(self, image: int | None, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What runs the prompts, and what runs the last of ``count`` generated tokens."""
+        assert self.cache is not None
+        cached: dict[str, Any] = {
+            "use_cache": True,
+            **({"logits_to_keep": 1} if "logits_to_keep" in self._taken else {}),
+        }
+        prompts: dict[str, Any] = {**self.arguments(image)[1], **cached}
+        prompts.pop("labels", None)
+        name, length = "input_ids", self._tokens + count - 1
+        if self._config.is_encoder_decoder:
+            # The prompt is the encoder's input, and the decoder needs nothing of it but the encoder's output.
+            prompts["decoder_input_ids"] = cached["decoder_input_ids"] = self._ids(1)
+            name, length = "decoder_input_ids", max(count - 1, 1)
+        before = self._ids(length)
+        # The text alone has keys and values: tokens of images have as many of them as others.
+        text = self.arguments(None)[1]
+        text.pop("labels", None)
+        written = self._module(**{**text, **cached, name: before})
+        last = {name: before[:, :1], self.cache: getattr(written, self.cache), "use_cache": True}
+        if self._config.is_encoder_decoder:
+            last["encoder_outputs"] = (written.encoder_last_hidden_state,)
+        return lambda: self._module(**prompts) and None, lambda: self._module(**last) and None
+
+    def _ids(self, *shape: int) -> Tensor:
+        return torch.zeros(self._batch, *shape, dtype=torch.long)
+
+    def _numbers(self, *shape: int) -> Tensor:
+        """Inputs in the dtype of the model, which is torch's default dtype while the model is estimated."""
+        return torch.zeros(self._batch, *shape)
+
+
+# ---------------------------------------------------------------------- diffusers
+
+
+def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
+    """From a config of diffusers, or of a pipeline the trained part. Sets ``asked.tokens`` if the user has not given it."""
+    kind, notes = str(raw[_OF_DIFFUSERS]), list[str]()
+    if asked.scale is not None:
+        raise ValueError(f"--scale needs a transformers config, got one of diffusers ({kind}). Leave --scale out.")
+    diffusers = import_diffusers(asked.model, kind)
+    if is_pipeline(raw):
+        trained = trained_part(raw, file)
+        notes += other_parts(raw, file.parent, trained)
+        file = file.parent / trained / "config.json"
+        raw = _read(file)
+        kind = str(raw.get(_OF_DIFFUSERS))
+    model: Any = getattr(diffusers, kind, None)
+    if not is_module(model):
+        raise ValueError(
+            f"{str(file)!r}: expected a _class_name of a model of diffusers {diffusers.__version__}, got {kind!r}. If it is "
+            "newer: pip install -U diffusers"
+        )
+    notes += _quantised(raw, file)
+    unused = ("dtype", "torch_dtype", "quantization_config")
+    config = {name: value for name, value in raw.items() if name not in unused}
+    module = _make(model.from_config, config, file, "diffusers")
+    tokens = None if isinstance(asked.tokens, DefaultSize) else asked.tokens
+    inputs = LatentInputs(module, file, asked.batch_size, tokens, asked.frames)
+    if inputs.tokens and tokens is None:
+        asked.tokens = DefaultSize(inputs.tokens)
+    stored = stored_dtype(file)
+    if stored is None and asked.lora is not None and asked.precision.endswith("-mixed"):
+        notes.append(
+            f"{file} does not name the dtype of its weights: the frozen base is planned in float32. If you load it in bfloat16, "
+            'add "torch_dtype": "bfloat16" to the config.'
+        )
+    size = inputs.usual
+    if asked.image is not None:
+        size = asked.image if isinstance(asked.image, tuple) else (asked.image, asked.image)
+    batches: Batches = {
+        inputs.items(each): partial(_keywords, partial(inputs.arguments, each)) for each in (size, inputs.usual)
+    }
+    return ModelSource(
+        module,
+        batches,
+        asked.batch_size * inputs.positions(size),
+        stored=stored,
+        notes=tuple(notes),
+        unit=inputs.unit,
+        loss=squared_error,
+    )
+
+
+def _keywords(make: Callable[[], dict[str, Any]]) -> Arguments:
+    return (), make()

@@ -1,0 +1,408 @@
+"""An answer in words for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from sp_lightning.activations.policy import summary
+from sp_lightning.kernels.jit import is_installed
+from sp_lightning.observe.stats import WAITED, remedy
+from sp_lightning.plan.units import in_gib, number
+from sp_lightning.planner.answer import Answer, Row, stepped_otherwise
+from sp_lightning.planner.arguments import MODES, SEVERAL, Question, changed, command
+from sp_lightning.planner.estimate import Estimate
+from sp_lightning.planner.trials import best_trials, trials
+from sp_lightning.planner.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
+
+_MOST_REASONS = 10
+_DAY = 24 * 60 * 60
+ROUNDED = "without float32 weights each update is rounded to 8 bits of mantissa, and small ones are lost"
+_LEGEND = """
+  k              layers that are usable on the device at once
+  k'             layers that move as one transfer; a window is k and k' with their memory
+  weights+grads  weights on the device, and in training gradients on their way to the host
+  with the rest  the same with activations, caches and intermediate results: what the device needs
+  waiting        share of the time in which the device does not compute
+  binds          what takes longest and so decides the time; host: Python's own time; host memory: reading and writing it;
+                 links, network: sums of gradients between devices and between nodes
+  ◀              the smallest of the fastest windows that fit"""
+
+
+def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
+    """The answer for people: the verdict, what would fit if nothing does, at most ten lines of reasons, and all if asked for."""
+    reasons = _reasons(answer)
+    lines = [*trials(answer), verdict(answer), *_remedies(answer, remedies), ""]
+    if answer.question.verbose:
+        return "\n".join([*lines, *reasons, "", *_details(answer)])
+    return "\n".join([*lines, *reasons[:_MOST_REASONS], "--verbose shows layers, windows, and what the words mean"])
+
+
+def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
+    heading = "These changes fit:" if answer.best is None else "With this change, plain Lightning fits:"
+    lines = [heading] if remedies else []
+    for other in remedies:
+        estimate, words = other.estimate, list[str]()
+        if other.best is not None:
+            device, host = in_gib(other.best.device_bytes), in_gib(estimate.host.nbytes)
+            words.append(f"{device} of GPU memory and {host} of host memory, {speed(other)}")
+        if rounds(other.question) and not rounds(answer.question):
+            words.append(f"but {ROUNDED}")
+        if other.question.lora != answer.question.lora:
+            words.append(f"{number(estimate.trained)} trained parameters")
+        if other.fits_plain:
+            words.append(f"plain Lightning fits ({in_gib(estimate.plain_bytes)} of GPU memory) and is faster")
+        lines += [
+            f"  {changed(answer.question, other.question)}: {'; '.join(words)}",
+            f"    {command(other.question)}",
+        ]
+    return lines
+
+
+def rounds(question: Question) -> bool:
+    """Whether weights are trained that have no float32 values."""
+    return not question.predict and question.stores_16_bits
+
+
+def _reasons(answer: Answer) -> list[str]:
+    estimate, question, row = answer.estimate, answer.question, answer.shown
+    without_disk = "" if question.disk is None else "without a disk, "
+    return [
+        _heading(estimate),
+        _device(estimate, row),
+        *_host(estimate),
+        _faster(answer) if estimate.host.fits else f"the times are those {without_disk}with enough host memory",
+        _assumed(estimate),
+        *_disk(answer),
+        *_step(estimate),
+        *_nodes(estimate, row),
+        *(f"note: {note}" for note in _notes(estimate, row)),
+    ]
+
+
+def _details(answer: Answer) -> list[str]:
+    estimate, question, row = answer.estimate, answer.question, answer.shown
+    ledger, rates = estimate.host.ledger, estimate.rates
+    known = "measured" if question.measure_host or question.measured.python else "assumed of the host (--measure-host)"
+    lines = [
+        row.plan.table(training=not question.predict, state=ledger.state if ledger else None),
+        "",
+        *_windows(answer),
+        _LEGEND,
+        *_experts(estimate, row),
+        "",
+        f"{known}: {1e6 * rates.visit_seconds:.0f} µs of Python for each visit of a layer, and "
+        f"{1e6 * rates.weight_seconds:.0f} µs for each weight in it",
+    ]
+    if not estimate.why_guessed and not question.predict:
+        saved = {mode: f"{in_gib(estimate.work.saved(mode)):>10}" for mode in MODES}
+        saved["offload"] += f", and {in_gib(estimate.work.offloaded)} on the host"
+        lines += ["", "activations=    saved for backward, at most"]
+        lines += [f"  {mode:<10} {size}" for mode, size in saved.items()]
+    return lines
+
+
+# ---------------------------------------------------------------------- several questions
+
+
+def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterator[str]:
+    """A heading, then a line for each answer as soon as it is there, with the options in which the questions differ."""
+    asked = [vars(question) for question in questions]
+    differing = [name for name in SEVERAL if name == "model" or len({each[name] for each in asked}) > 1]
+    heading = {"fits plain": 23, "fits here": 9, "k": 2, "k'": 2, "device": 10, "host": 10, "speed": 16, "waiting": 7}
+    widths = [*(max(len(str(each[name])) for each in ({name: name}, *asked)) for name in differing), *heading.values()]
+    yield _in_columns([*differing, *heading], widths)
+    for answer, each in zip(answers, asked, strict=True):
+        fits, known, plan = answer.best is not None, not answer.estimate.why_guessed, answer.shown.plan
+        row = [
+            _plain(answer) if known else "unknown",
+            "no" if not fits else "yes" if known else "unknown", str(plan.k), str(plan.k_prime),
+            in_gib(answer.shown.device_bytes) if known else "unknown", in_gib(answer.estimate.host.nbytes),
+            *([per_second(answer), f"{answer.shown.waiting:.0%}"] if fits else [too_little(answer)]),
+        ]  # fmt: skip
+        yield _in_columns([*(str(each[name]) for name in differing), *row], widths)
+
+
+def _plain(answer: Answer) -> str:
+    """Whether plain Lightning fits, and what it needs; with torch's checkpoints of each layer if it fits only with them."""
+    estimate = answer.estimate
+    if answer.fits_checkpointed and not answer.fits_plain:
+        return f"checkpointed, {in_gib(estimate.checkpointed_bytes)}"
+    limit = ("yes, " if answer.fits_plain else "no, ") * (answer.question.gpu_memory is not None)
+    return limit + in_gib(estimate.plain_bytes)
+
+
+def _in_columns(words: Iterable[str], widths: Iterable[int]) -> str:
+    return "  ".join(map(str.ljust, words, widths)).rstrip()
+
+
+# ---------------------------------------------------------------------- reasons
+
+
+def _heading(estimate: Estimate) -> str:
+    question = estimate.question
+    what = "inference" if estimate.step is None else f"training, {estimate.step.name}"
+    count = f"{number(estimate.parameters)} parameters"
+    if estimate.step is not None and estimate.trained < estimate.parameters:
+        count += f", of which {number(estimate.trained)} are trained"
+    if question.accumulate_grad_batches > 1:
+        what += f" every {question.accumulate_grad_batches} batches"
+    if question.gradient_clip:
+        what += f", clipped by {question.gradient_clip}"
+    where = f" on each of {question.devices} devices" if question.devices > 1 else ""
+    where += f" {'of' if where else 'on'} each of {question.nodes} nodes" if question.nodes > 1 else ""
+    return f"{question.model}: {count}, {question.precision}, {what}, {estimate.items}{where}"
+
+
+def _device(estimate: Estimate, row: Row) -> str:
+    if estimate.why_guessed:
+        return (
+            f"activations unknown: no batch could be run without values ({estimate.why_guessed}). Times are guessed from "
+            f"parameter counts, as if each weight was used {estimate.uses} times in a forward"
+        )
+    weights = estimate.weight_bytes(row.plan)
+    what = "weights" if estimate.question.predict else "weights and gradients"
+    chosen = f" ({summary(row.modes)})" if estimate.activations == "auto" else ""
+    return (
+        f"device memory {in_gib(row.device_bytes)}: {what} {in_gib(weights)}, activations and intermediate results "
+        f"{in_gib(row.device_bytes - weights)}{chosen}; {estimate.flops(row.plan, row.modes) / 1e12:.3g} TFLOP per "
+        f"{_unit(estimate.question)}; plain Lightning needs {in_gib(estimate.plain_bytes)}"
+    )
+
+
+def _unit(question: Question) -> str:
+    """What takes the time that is predicted."""
+    return "batch" if question.generate is None else "token"
+
+
+def _host(estimate: Estimate) -> list[str]:
+    """Host memory: what is in it, and what processes take beside that of the memory that there is."""
+    question, host = estimate.question, estimate.host
+    node = " of each node" if question.nodes > 1 else " of the node" if question.devices > 1 else ""
+    parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in host.parts.items() if nbytes)
+    each = f"{host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter"
+    line = f"host memory{node} {in_gib(host.nbytes)}, {each}: {parts}"
+    if host.stepping_bytes < host.nbytes:
+        less = f"{host.stepping_bytes / max(estimate.parameters, 1):.3g} bytes per parameter"
+        line += f"; while training {in_gib(host.stepping_bytes)}, {less}, because layers stay on the GPU"
+    if question.host_memory is None:
+        return [line]
+    who = "the process, its" if question.devices == 1 else f"the {question.devices} processes, their"
+    return [
+        line,
+        f"of the {in_gib(question.host_memory)}, {in_gib(host.kept)} are for {who} libraries and batches",
+    ]
+
+
+def _disk(answer: Answer) -> list[str]:
+    """What is on the disk."""
+    estimate, question, placement = answer.estimate, answer.question, answer.estimate.host.placement
+    if question.disk is None:
+        return []
+    if placement is None:  # the verdict says how much memory is enough
+        return ["disk: as much as possible, and host memory is too small even so"]
+    if not placement.on_disk:
+        limit = ", to which --host-memory sets no limit" if question.host_memory is None else ""
+        return [f"disk: nothing, because everything is in host memory{limit}"]
+    each = f"{placement.disk_bytes / max(estimate.parameters, 1):.3g} bytes per parameter"
+    what, moved = ("weights", f"each batch reads {each}, and writes nothing")
+    if not question.predict:
+        what, moved = "optimizer state", f"each step reads and writes {each}"
+    lines = [
+        f"disk: {in_gib(placement.disk_bytes)} of {what}, of {len(placement.on_disk)} layers, through "
+        f"{in_gib(placement.staging)} of host memory; {moved}"
+    ]
+    trained = estimate.host.trained
+    more = {
+        "gradients, which each batch writes and reads once": trained.gradient_bytes,
+        "trained weights, which it writes once and reads up to three times": trained.weight_bytes,
+    }
+    if trained.any:
+        named = ", and ".join(f"{in_gib(nbytes)} of {what}" for what, nbytes in more.items() if nbytes)
+        lines.append(f"disk: {named}, through {in_gib(trained.window)} of host memory")
+    if answer.best is not None and not question.predict:
+        written = (
+            placement.disk_bytes + trained.weight_bytes
+        ) / question.accumulate_grad_batches + trained.gradient_bytes
+        daily = written / answer.best.prediction.seconds * _DAY
+        lines.append(f"disk: {daily / 1e12:.3g} TB are written in a day of training; look up what the drive endures")
+    return lines
+
+
+def _step(estimate: Estimate) -> list[str]:
+    """What an optimizer's step takes, if it is more than a pass over memory."""
+    step = estimate.step
+    if step is None or step.seconds is None:
+        return []
+    how = "layer by layer beside the device's work"
+    if step.on_device:
+        how = "layer by layer"
+    elif step.overlap == "off":
+        how = "and the device waits; torch's fused optimizers can run beside it"
+    return [f"{step.name}: each step takes {step.why}, {how}"]
+
+
+def _assumed(estimate: Estimate) -> str:
+    question, step = estimate.question, estimate.step
+    optimizer = "" if step is None else f"{step.name} ({step.source}), "
+    known = {
+        "tflops": f"{question.tflops:g} TFLOP/s", "device_bandwidth": f"{question.device_bandwidth / 1e9:g} GB/s on the device",
+        "pcie": f"{question.pcie / 1e9:g} GB/s each way",
+        "host_bandwidth": f"{question.host_bandwidth / 1e9:g} GB/s of host memory",
+    }  # fmt: skip
+    measured = [each for name, each in known.items() if name in question.measured.names]
+    assumed = [name for name in known if name not in question.measured.names]
+    options = f" (--{' --'.join(assumed)})".replace("_", "-") * bool(assumed)
+    line = f"measured: {', '.join(measured)} ({question.rates}); " * bool(measured)
+    line += f"assumed: {optimizer}{', '.join(known[name] for name in assumed)}{options}".removesuffix(", ")
+    if step is not None and not step.on_device and step.seconds is None and not is_installed():
+        line += "; updates in one pass, which pip install llvmlite makes (without, 1.6 times as long)"
+    if question.devices > 1:
+        line += f"; {question.links / 1e9:g} GB/s lead from each device to the others (--links)"
+    if question.nodes > 1:
+        line += f"; {question.network / 1e9:g} GB/s from each node to the others, for all its devices (--network)"
+    return line
+
+
+def _windows(answer: Answer) -> list[str]:
+    """A line for each window, below a heading."""
+    estimate, per = answer.estimate, f"s/{_unit(answer.question)}"
+    lines = [f"   k  k' {'weights+grads':>14} {'with the rest':>14} {per:>9} {'waiting':>8}  binds"]
+    for row in answer.rows:
+        weights = in_gib(estimate.weight_bytes(row.plan))
+        everything = "?" if estimate.why_guessed else in_gib(row.device_bytes)
+        mark = " ◀" if row is answer.best else "" if row.fits else "  does not fit"
+        lines.append(
+            f"{row.plan.k:>4} {row.plan.k_prime:>3} {weights:>14} {everything:>14} "
+            f"{row.prediction.seconds:>9.3g} {row.waiting:>8.0%}  {row.prediction.binds}{mark}"
+        )
+    return lines
+
+
+def _experts(estimate: Estimate, row: Row) -> list[str]:
+    """What stacked experts take of the links, and how that changes if some of them are on the device already."""
+    stacked = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
+    if not stacked or estimate.why_guessed:
+        return []
+    unit = "batch" if estimate.question.generate is None else "token of each sequence"
+    kept = in_gib(row.plan.stack_bytes)
+    lines = ["", f"per {unit}, by how many of the experts that it is routed to ({kept} in all) are on the GPU:"]
+    for hits in (0.0, 0.25, 0.5, 0.75):
+        costs = tuple(replace(cost, share=cost.share * (1 - hits)) for cost in estimate.work.costs)
+        prediction = replace(estimate, work=replace(estimate.work, costs=costs)).predict(row.plan, row.modes)
+        fetches = [each for each in prediction.intervals if each.kind == "fetch"]
+        fetched = in_gib(sum(each.nbytes for each in fetches))
+        experts = in_gib(sum(each.nbytes for each in fetches if each.layer in stacked))
+        lines.append(f"  {hits:4.0%}  {fetched:>10}, of that experts {experts:>10}  {prediction.seconds:.3g} s")
+    return lines
+
+
+def _faster(answer: Answer) -> str:
+    """What would make it faster."""
+    row, waited = answer.shown, answer.waits
+    plan, now = row.plan, row.prediction.seconds
+    what = max(waited, key=waited.__getitem__, default="")
+    why = f"the GPU computes {1 - row.waiting:.0%} of the time; only fewer operations or a faster GPU help."
+    if waited.get(what, 0) >= LEAST_WAITING * now:
+        # Seconds, as in the line of a run; their share of the time is in the verdict.
+        why = f"the GPU waits {waited[what]:.3g} of {now:.3g} s for {WAITED[what]}. {remedy(what, plan)}."
+    sliced = answer.without_waits.get("whole uploads", now)
+    if now - sliced >= LEAST_WAITING * now:
+        why += f' transfer="sharded" takes {sliced:.3g} s.'
+    for options, (seconds, more) in (stepped_otherwise(answer.estimate, row) if "updates" in waited else {}).items():
+        if now - seconds >= LEAST_WAITING * now:
+            needs, limit = row.device_bytes + more, answer.question.gpu_memory
+            over = f", {in_gib(needs - limit)} more than available" if limit is not None and needs > limit else ""
+            memory = f" and {in_gib(needs)} of GPU memory{over}" * bool(more)
+            why += f" {options[0].upper()}{options[1:]} takes {seconds:.3g} s{memory}."
+    return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
+
+
+def _nodes(estimate: Estimate, row: Row) -> list[str]:
+    """How many times as many samples several nodes train in the same time as one; nothing for one, or without training."""
+    question = estimate.question
+    if question.nodes == 1 or question.predict:
+        return []
+
+    def seconds(nodes: int) -> float:
+        asked = replace(estimate, question=question.but(nodes=nodes))
+        return asked.predict(replace(row.plan, nodes=nodes), row.modes).seconds
+
+    one = seconds(1)
+    gains = [f"{n} train {n * one / seconds(n):.3g} times as many samples" for n in sorted({2, question.nodes})]
+    return [f"nodes: one takes {one:.3g} s per batch; beside it, {', '.join(gains)}"]
+
+
+def _notes(estimate: Estimate, row: Row) -> list[str]:
+    """Sentences: what of a batch is not counted, and what is saved outside of all layers, if that is much."""
+    work, notes = estimate.work, [*estimate.question.measured.notes, *estimate.notes]
+    if estimate.why_guessed or estimate.question.predict:
+        return notes
+    notes += [estimate.found.grouping_advice] if estimate.found.grouping_advice else []
+    largest = work.largest_outside
+    saved = max((call.saved for call in work.calls), default=0)
+    if largest is not None and (work.outside > work.saved(row.modes) / 4 or largest.nbytes > saved):
+        loss = "If they are the loss's logits, add --loss-tokens 1024 to plan a chunked loss (examples/guide/activations.md)."
+        notes.append(
+            f"{in_gib(work.outside)} of activations lie outside the layers (largest: {largest}). activations= does not reduce "
+            "them." + f" {loss}" * ("token" in estimate.items and not estimate.unit)
+        )
+    return notes
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+def in_json(answers: Sequence[dict[str, object]]) -> str:
+    """Answers for programs as text: one, or a list of several."""
+    return json.dumps(answers if len(answers) > 1 else answers[0], indent=2)
+
+
+def as_fields(answer: Answer) -> dict[str, object]:
+    """One answer for programs, by the names of what it says."""
+    estimate, best, question, work = answer.estimate, answer.best, answer.question, answer.estimate.work
+    plan, modes = answer.rows[0].plan, answer.rows[0].modes
+    known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "host_bandwidth", "links", "network")
+    return {
+        "model": question.model, "precision": question.precision, "optimizer_on": question.optimizer_on,
+        "gpu_layers": question.gpu_layers,
+        "batch": estimate.items, "training": not question.predict,
+        "devices": question.devices, "nodes": question.nodes, "generated_tokens": question.generate,
+        "parameters": estimate.parameters, "trained_parameters": estimate.trained,
+        "tables": [{"name": table.name, "bytes": table.nbytes} for table in plan.tables],
+        "layers": [{"name": layer.name, "bytes": layer.nbytes} for layer in plan.layers],
+        "activations": estimate.activations,
+        "activation_bytes": estimate.activation_bytes if known else None,
+        "saved_bytes": {mode: work.saved(mode) for mode in MODES} if known else None,
+        "offloaded_bytes": work.offloaded if known else None,
+        "flops": estimate.flops(plan, modes) if known else None,
+        "why_no_activations": estimate.why_guessed or None,
+        "prompt_seconds": answer.prompt_seconds,
+        "plain_bytes": estimate.plain_bytes if known else None,
+        "checkpointed_bytes": estimate.checkpointed_bytes if known else None,
+        "host_bytes": estimate.host.nbytes, "host_bytes_while_training": estimate.host.stepping_bytes,
+        "host_parts": dict(estimate.host.parts), "host_fits": estimate.host.fits,
+        "disk": _disk(answer) or None,
+        "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
+        "assumed": {"tflops": question.tflops}
+        | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},
+        "measured": sorted(question.measured.names),
+        "windows": [_window(row) for row in answer.rows],
+        "trials": None if (found := best_trials(answer)) is None else {**vars(found), "row": _window(found.row)},
+        "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime, **_stay(best)},
+        "verdict": verdict(answer),
+    }  # fmt: skip
+
+
+def _stay(row: Row) -> dict[str, object]:
+    """How many layers stay on the device, if any were asked for."""
+    return {"gpu_layers": len(row.plan.stay)} if row.plan.stay else {}
+
+
+def _window(row: Row) -> dict[str, object]:
+    return {
+        "k": row.plan.k, "k_prime": row.plan.k_prime, "gpu_layers": len(row.plan.stay), "activations": summary(row.modes),
+        "device_bytes": row.device_bytes, "fits": row.fits,
+        "seconds": row.prediction.seconds, "busy_seconds": row.prediction.busy, "binds": row.prediction.binds,
+    }  # fmt: skip

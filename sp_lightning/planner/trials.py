@@ -1,0 +1,125 @@
+"""Trainings that share a frozen base (``plan --trials``): seconds and bytes of each, memory of all, and where it stops to pay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sp_lightning.plan.units import in_gib
+from sp_lightning.planner.answer import Answer, Row
+from sp_lightning.planner.estimate import Estimate
+from sp_lightning.sharing.common import ON_DEVICE
+from sp_lightning.tuning.choices import SAME
+
+
+@dataclass(frozen=True)
+class Trials:
+    """So many trials of one row, which come to each layer together.
+
+    Attributes:
+        row: the window of each.
+        count: how many.
+        alone: seconds of a step of one that runs alone.
+        seconds: seconds of a step of each if all run at once: the least that the busiest resource allows.
+        binds: that resource.
+        nbytes: what a step of each brings to the device.
+        alone_bytes: the same of one that runs alone.
+        most: with how many the device computes all of the time, so that further ones save nothing; None if never.
+        device_bytes: device memory of which a run gives each trial, and the base, an equal share that is enough.
+        host_bytes: host memory of all, with frozen weights once.
+    """
+
+    row: Row
+    count: int
+    alone: float
+    seconds: float
+    binds: str
+    nbytes: float
+    alone_bytes: int
+    most: int | None
+    device_bytes: int
+    host_bytes: int
+
+    @classmethod
+    def of(cls, estimate: Estimate, row: Row, count: int) -> Trials | None:
+        """What trials of a model take; None if nothing of what travels is frozen."""
+        everything, prediction = estimate.question.predict, row.prediction
+        frozen = [
+            sum(p.nbytes for _, p in layer.parameters if everything or not p.requires_grad)
+            for layer in estimate.found.layers
+        ]
+        fetches = [each for each in prediction.intervals if each.kind == "fetch"]
+        total = sum(each.nbytes for each in fetches)
+        layers = [(each.layer, each.nbytes) for each in fetches if each.layer is not None and each.layer < len(frozen)]
+        common = sum(min(frozen[layer], nbytes) for layer, nbytes in layers)
+        if not total or common < total / 10:  # a table, say, beside layers that are trained, or travel as casts
+            return None
+        spared = common * (1 - 1 / count)  # of each trial's bytes, which others bring
+        share, busy = common / total, dict(prediction.busy)
+        busy["fetch"] *= 1 - spared / total
+        busy["host memory"] -= spared / estimate.rates.host_memory
+        binds = max(busy, key=busy.__getitem__)
+        compute, wire = prediction.busy["compute"], prediction.busy["fetch"]
+        left = compute - (1 - share) * wire
+        once = sum(weight.nbytes for weight in estimate.found.places if everything or not weight.requires_grad)
+        return cls(
+            row, count, prediction.seconds, min(busy[binds], prediction.seconds), binds, total - spared, total,
+            math.ceil(share * wire / left) if left > 0 else None, (1 + count) * max(row.device_bytes, ON_DEVICE * max(frozen)),
+            once + count * max(0, estimate.host.nbytes - once),
+        )  # fmt: skip
+
+
+def best_trials(answer: Answer) -> Trials | None:
+    """The fastest window for them whose memory is there, and of equally fast ones the smallest; if none is, the smallest."""
+    estimate, limit = answer.estimate, answer.question.gpu_memory
+    if answer.question.trials == 1 or estimate.why_guessed:
+        return None
+    found = [each for row in answer.rows if (each := Trials.of(estimate, row, answer.question.trials)) is not None]
+    fitting = [each for each in found if limit is None or each.device_bytes <= limit]
+    if not fitting:
+        return min(found, key=lambda each: each.device_bytes, default=None)
+    enough = SAME * min(each.seconds for each in fitting)
+    return min((each for each in fitting if each.seconds <= enough), key=lambda each: each.device_bytes)
+
+
+def lacking(answer: Answer, found: Trials | None = None) -> list[str]:
+    """What the trials that were asked for, :func:`best_trials` of them, are known to lack: a base, device or host memory."""
+    found, asked = found or best_trials(answer), answer.question
+    if asked.trials == 1 or answer.estimate.why_guessed:
+        return []
+    if found is None:
+        return ["a base"]
+    limits = {"device": (found.device_bytes, asked.gpu_memory), "host": (found.host_bytes, answer.estimate.host.limit)}
+    return [name for name, (nbytes, limit) in limits.items() if limit is not None and nbytes > limit]
+
+
+def trials(answer: Answer) -> list[str]:
+    """A line on the trials that were asked for, which answers for all of them."""
+    estimate, question, found = answer.estimate, answer.question, best_trials(answer)
+    if question.trials == 1 or estimate.why_guessed:
+        return []
+    if found is None:
+        casts = question.lora is not None or estimate.trained < estimate.parameters
+        cast = "frozen float32 weights travel as casts; load the base in bfloat16 (a factory can), or take --precision bf16-true"
+        why = cast if casts else "freeze the base (--lora, or a factory)"
+        return [f"trials: they share too few of the bytes that are copied: {why}"]
+    # More than so many do not save anything where something other than transfers binds already.
+    pays = "with any number" if found.most is None else f"and more than {max(found.most, 1)} save nothing"
+    limit, row, lacks = question.gpu_memory, found.row, lacking(answer, found)
+    fits = room = ""
+    if limit is not None or answer.estimate.host.limit is not None:
+        fits = f" lack {' and '.join(lacks)} memory" if lacks else " fit"
+    if limit is not None:
+        room = f" needed, {in_gib(limit)} available"
+        most = max(0, limit * (1 + found.count) // found.device_bytes - 1)
+        room += f" (enough for {most} trial{'s' * (most != 1)})" * ("device" in lacks)
+    window = f"with k = {row.plan.k} and k' = {row.plan.k_prime}"
+    return [
+        f"trials{fits}: {found.count} at once over one SharedBase, {window}: a step of all takes at least "
+        f"{found.count * found.seconds:.3g} s, {found.seconds:.3g} s for each ({found.binds} binds, {pays}), one of a trial "
+        f"alone with that window {found.alone:.3g} s; {in_gib(int(found.nbytes))} come to the device per step and trial in place "
+        f"of {in_gib(found.alone_bytes)}; {in_gib(found.device_bytes)} of GPU memory{room}, in {1 + found.count} equal "
+        f"shares; {in_gib(found.host_bytes)} of host memory",
+        "",
+        "One alone:",
+    ]

@@ -1,0 +1,208 @@
+"""The verdict of ``plan``: whether the model fits, with plain Lightning or with this strategy, and what to choose."""
+
+from __future__ import annotations
+
+import json
+
+from sp_lightning.activations.policy import summary
+from sp_lightning.observe.stats import WAITED
+from sp_lightning.plan.host_memory import limit_for
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib
+from sp_lightning.planner.answer import Answer, Row
+from sp_lightning.planner.arguments import Question
+from sp_lightning.planner.estimate import Estimate
+
+LEAST_WAITING = 0.05
+"""Waiting that takes a smaller share of the time is not worth a word of advice."""
+_OVER = {"updates": " in host memory", "fetches": " over PCIe", "gradients to leave": " over PCIe"}
+
+
+def verdict(answer: Answer) -> str:
+    """What the answer comes to, in one line or two."""
+    estimate, limit, lines = answer.estimate, answer.question.gpu_memory or 0, list[str]()
+    if answer.fits_plain:
+        needed = _of(estimate.plain_bytes, limit)
+        lines.append(f"You don't need sp_lightning: plain Lightning fits ({needed}) and is faster.")
+    elif answer.fits_checkpointed:
+        needed = _of(estimate.checkpointed_bytes, limit)
+        lines.append(f"{_CHECKPOINTED} ({needed}).")
+    if answer.best is not None:
+        more = [*_modes(estimate, answer.best), *_staying(answer, answer.best)]
+        return "\n".join([*lines, _recommended(answer, answer.best), *more])
+    reasons = [_refused_by_host(answer)] if "host" in answer.lacking else []
+    reasons += [_refused_by_device(answer)] if "device" in answer.lacking else []
+    # The exit status is that of the first line.
+    return "\n".join([*lines, *reasons] if answer.fits_plain else [*reasons, *lines])
+
+
+_CHECKPOINTED = "Plain Lightning fits if each layer runs in torch.utils.checkpoint"
+
+
+def too_little(answer: Answer) -> str:
+    """Which memory is too small for this strategy, in short: what is needed of what was given."""
+    device, host = answer.question.gpu_memory or 0, answer.question.host_memory or 0
+    needed = {"device": (answer.shown.device_bytes, device), "host": (enough_host_memory(answer), host)}
+    return f"no: {', '.join(f'{name} {_of(*needed[name])}' for name in sorted(answer.lacking))}"
+
+
+def _of(needed: int, limit: int) -> str:
+    return f"{in_gib(needed)} of {in_gib(limit)}"
+
+
+def _too_little(needed: int, limit: int) -> str:
+    """What there is, and what is missing, which may be less than the last digit of both."""
+    return f"{in_gib(limit)} available, {in_gib(needed - limit)} short"
+
+
+def _refused(answer: Answer) -> str:
+    return "With this strategy it does not fit" if answer.fits_plain else "It does not fit"
+
+
+def _refused_by_host(answer: Answer) -> str:
+    question, host = answer.question, answer.estimate.host
+    disk = question.disk is not None
+    processes = "the process" if question.devices == 1 else "the processes"
+    return (
+        f"{_refused(answer)}{', even with a disk' * disk}: {in_gib(host.nbytes)} of host memory needed (without {processes} and "
+        f"libraries), {_too_little(host.nbytes, host.limit or 0)}. --host-memory {enough_gib(enough_host_memory(answer))} is "
+        "enough."
+    )
+
+
+def enough_host_memory(answer: Answer) -> int:
+    """The least ``--host-memory`` that is enough, in bytes."""
+    question, host = answer.question, answer.estimate.host
+    return limit_for(host.nbytes, question.devices, disk=question.disk is not None)
+
+
+def _refused_by_device(answer: Answer) -> str:
+    least, limit = answer.shown.device_bytes, answer.question.gpu_memory or 0
+    return (
+        f"{_refused(answer)}: at least {in_gib(least)} of GPU memory needed, "
+        f"{in_gib(answer.estimate.activation_bytes)} of it for activations; {_too_little(least, limit)}."
+    )
+
+
+def _recommended(answer: Answer, best: Row) -> str:
+    question, estimate = answer.question, answer.estimate
+    limited = question.gpu_memory is not None
+    fits = "It fits" if limited else "The fastest"
+    if estimate.why_guessed:
+        fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
+    elif answer.fits_plain or answer.fits_checkpointed:
+        fits = "With this strategy"
+    plain = "" if limited else f" Plain Lightning needs {in_gib(estimate.plain_bytes)} of GPU memory."
+    inside = f" in Trainer({options})" if (options := trainer_options(question)) else ""
+    chosen = f"{strategy(estimate, best.plan)}{inside}{beside(estimate)}"
+    if estimate.why_guessed:
+        return f"{fits}: {chosen}."
+    return f"{fits}: {chosen}, {speed(answer)}; {waiting(answer)}.{plain}"
+
+
+def _modes(estimate: Estimate, best: Row) -> list[str]:
+    """A line on what becomes of activations if not all of them fit."""
+    return [f"Not all activations fit: {summary(best.modes)}."] if estimate.activations == "auto" else []
+
+
+_BOUNDS = {
+    "compute": "computation", "fetch": "uploads", "drain": "gradient offloading", "optimizer": "optimizer steps on the CPU",
+    "host": "Python", "host memory": "host memory", "gpu steps": "optimizer steps on the GPU",
+}  # fmt: skip
+"""In the words of messages: what takes longest in a batch."""
+
+
+def _staying(answer: Answer, best: Row) -> list[str]:
+    """A line on layers that stay on the GPU, if any were asked for: how many, memory, and what bounds the batch."""
+    question, plan, host = answer.question, best.plan, answer.estimate.host
+    if not question.gpu_layers:
+        return []
+    if not plan.stay:
+        return ["No layer stays on the GPU: there is no room beside the window and activations, or it is no faster."]
+    share = sum(plan.layers[at].nbytes for at in plan.stay) / max(1, sum(layer.nbytes for layer in plan.layers))
+    binds = best.prediction.binds
+    return [
+        f"{len(plan.stay)} of {len(plan.layers)} layers ({share:.0%} of their bytes) stay on the GPU: "
+        f"{in_gib(best.device_bytes)} of GPU memory; {in_gib(host.stepping_bytes)} of host memory while training, "
+        f"{in_gib(host.nbytes)} while a checkpoint is written; {_BOUNDS.get(binds, binds)} takes longest."
+    ]
+
+
+def speed(answer: Answer) -> str:
+    """The seconds of a batch, or of prompts and tokens, and how much that is in a second."""
+    question, seconds = answer.question, answer.shown.prediction.seconds
+    each = " on each device" * (question.devices * question.nodes > 1)
+    time = f"{seconds:.3g} s per batch{each}"
+    if answer.prompt_seconds is not None:
+        time = (
+            f"{answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of {question.batch_size} "
+            f"sequence{'s' * (question.batch_size > 1)}{each}"
+        )
+    return f"{time}, {per_second(answer)}"
+
+
+def per_second(answer: Answer) -> str:
+    """How much is done in a second, in words."""
+    number, what = answer.rate
+    return f"{number:.3g} {what}/s" if number < 1000 else f"{number:.0f} {what}/s"
+
+
+def waiting(answer: Answer) -> str:
+    """The share of the time in which the device waits, and for what."""
+    total, parts, row, step = 0.0, list[str](), answer.shown, answer.estimate.step
+    over = dict(_OVER)
+    if step is not None and (step.on_device or step.seconds is not None):
+        over["updates"] = " on the GPU" * step.on_device
+    for what, seconds in answer.waits.items():
+        before, total = total, total + 100 * seconds / row.prediction.seconds
+        if percent := round(total) - round(before):  # so that the parts add up to the whole
+            parts.append(f"{percent}% for {WAITED[what]}{over.get(what, '')}")
+    return f"the GPU waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
+
+
+def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
+    """The options of the strategy that the answer depends on."""
+    question, options = estimate.question, dict[str, object](k=plan.k, k_prime=plan.k_prime)
+    if question.activations != "auto" or estimate.activations == "auto":
+        options["activations"] = question.activations
+    if estimate.activations == "auto":
+        options["gpu_memory"] = exact_bytes(question.gpu_memory or 0)
+    if question.optimizer_overlap != "auto" and not question.predict:
+        options["optimizer_overlap"] = question.optimizer_overlap
+    if question.optimizer_on != "cpu" and not question.predict:
+        options["optimizer_on"] = question.optimizer_on
+    if question.gpu_layers:
+        options["gpu_layers"] = question.gpu_layers
+    if question.transfer != "full":
+        options["transfer"] = question.transfer
+    if question.disk is not None:
+        options["disk"] = "FOLDER"
+        if question.host_memory is not None:
+            options["host_memory"] = exact_bytes(question.host_memory)
+    return options | {name: given for name in ("layers", "keep_on_gpu") if (given := getattr(question, name))}
+
+
+def strategy(estimate: Estimate, plan: Plan) -> str:
+    """The strategy as it is to be written."""
+    options = strategy_options(estimate, plan)
+    return f"SuperpipelineStrategy({', '.join(f'{name}={json.dumps(value)}' for name, value in options.items())})"
+
+
+def trainer_options(question: Question) -> str:
+    """The devices and nodes as a Trainer takes them; empty for one."""
+    nodes = f", num_nodes={question.nodes}" * (question.nodes > 1)
+    return f"devices={question.devices}{nodes}" * (question.devices * question.nodes > 1)
+
+
+def beside(estimate: Estimate) -> str:
+    """What of the model the answer depends on, too, as half a sentence."""
+    question, text = estimate.question, ""
+    if question.gradient_checkpointing:
+        enable = "enable_gradient_checkpointing" if estimate.unit else "gradient_checkpointing_enable"
+        text += f" and the model's {enable}()"
+    if question.lora is not None:
+        text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'
+    if question.loss_tokens:
+        keep = ", keep_logits=True" * question.keep_logits
+        text += f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens}{keep})"
+    return text

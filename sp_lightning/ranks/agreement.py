@@ -1,0 +1,205 @@
+"""What must be the same on all ranks, compared before work begins, and how many processes there are and where."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from sp_lightning.layers.writes import digest
+from sp_lightning.ranks.checkpoint_folder import own_state
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.trainer.compat import trainer_of
+from sp_lightning.trainer.options import Options
+
+
+def compare_models(ranks: Ranks, module: pl.LightningModule, options: Options) -> None:
+    """Compares modules, options of strategy and trainer, and versions. Collective.
+
+    Raises:
+        ValueError: some rank has others than rank 0.
+    """
+    parameters = {name: f"{_shape(p)}{'' if p.requires_grad else ', frozen'}" for name, p in module.named_parameters()}
+    remedy = "Build the same module in every process: its arguments and files must not depend on the rank."
+    ranks.must_agree("parameters", parameters, remedy)
+    buffers = {name: _shape(buffer) for name, buffer in module.named_buffers()}
+    ranks.must_agree("buffers", buffers, remedy)
+    chosen = {name: _said(value) for name, value in vars(options).items()}
+    ranks.must_agree("options", chosen, "Make the strategy with the same options in every process.")
+    trainer = trainer_of(module)
+    settings = {name: _said(getattr(trainer, name, None)) for name in _SETTINGS}
+    ranks.must_agree("trainer's settings", settings, "Make the trainer with the same settings in every process.")
+    kernels = {"torch": torch.__version__, "CPU capability": torch.backends.cpu.get_cpu_capability()}
+    ranks.must_agree("kernels", kernels, "Use the same versions and the same kind of CPU for all processes.")
+
+
+_SETTINGS = (
+    "precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_epochs", "max_steps",
+    "limit_train_batches", "check_val_every_n_epoch", "val_check_interval", "fast_dev_run",
+)  # fmt: skip
+
+
+def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimizers: Sequence[Any] = ()) -> None:
+    """Compares the weights of all nodes, each of which updates its own, and the kernels that do. Collective.
+
+    Args:
+        ranks: the ranks.
+        module: has the host's parameters now.
+        when: it is, in words.
+        optimizers: whose state is compared, too.
+
+    Raises:
+        ValueError: some node has others than node 0.
+    """
+    mine = {"CPU capability": torch.backends.cpu.get_cpu_capability()}
+    if ranks.primary:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+            tensors |= {" ".join(map(str, path)): each for path, each in own_state(optimizers).items()}
+            digests = pool.map(digest, tensors.values())
+            mine |= {name: f"{each[:16]}…" for name, each in zip(tensors, digests, strict=True)}
+    ranks.must_agree(
+        f"digests of the weights {when}",
+        mine,
+        "Every node updates a replica of its own: make the same weights on all of them (seed_everything before the module is "
+        "made, the same files), and change them on all alike.",
+        primaries=True,
+    )
+
+
+def compare_optimizers(ranks: Ranks, optimizers: Sequence[Any]) -> None:
+    """Compares optimizers, of which only rank 0's step. Collective.
+
+    Raises:
+        ValueError: some rank has others than rank 0.
+    """
+    groups = {
+        f"{type(optimizer).__name__} {number}, group {index}": _group(group)
+        for number, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+    }
+    ranks.must_agree("optimizers", groups, "Make the same optimizers in every process: those of rank 0 step for all.")
+
+
+def _group(group: Mapping[str, Any]) -> str:
+    simple = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+    shapes = [tuple(parameter.shape) for parameter in group["params"]]
+    return ", ".join(f"{name} {value}" for name, value in {**simple, "parameters of shapes": shapes}.items())
+
+
+def compare_batches(ranks: Ranks, trainer: Any) -> None:
+    """Compares how many batches the ranks will train and validate on. Collective.
+
+    Raises:
+        ValueError: some rank has fewer or more than rank 0.
+    """
+    ranks.must_agree(
+        "numbers of batches",
+        {"training batches": trainer.num_training_batches, "validation batches": tuple(trainer.num_val_batches)},
+        "Give every rank the same number of batches: with use_distributed_sampler=True Lightning does so for data sets that have "
+        "a length; otherwise cut them (limit_train_batches, drop_last=True).",
+    )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _said(value: Any) -> str:
+    return type(value).__name__ if callable(value) else repr(value)
+
+
+# ---------------------------------------------------------------------- processes: as many as the trainer says, each in its place
+
+
+def refuse_processes_alone(strategy: Any) -> None:
+    """Refuses one device where torchrun, say, has started several processes: each would train by itself.
+
+    Raises:
+        ValueError: it has.
+    """
+    environment = strategy.cluster_environment
+    if environment is None or not environment.creates_processes_externally:
+        return
+    if strategy.num_nodes * len(strategy.parallel_devices) > 1:
+        return
+    try:
+        number = environment.world_size()
+    except Exception:  # SLURM's needs SLURM_NTASKS, say. Plain Lightning does not ask it on one device
+        return
+    if number > 1:
+        raise ValueError(
+            f"{number} processes were started (found by {type(environment).__name__}), and each has Trainer(devices=1): each "
+            f"would train alone. Expected one process, or all devices. Pass Trainer(devices={number}) on one node; on several "
+            "nodes, num_nodes= and the devices of each node."
+        )
+
+
+def refuse_other_places(strategy: Any) -> None:
+    """Refuses processes that are not numbered node by node, or are not as many as the trainer's arguments say. Collective.
+
+    Raises:
+        ValueError: they are not.
+    """
+    nodes, devices = strategy.num_nodes, len(strategy.parallel_devices)
+    expected = [(node, local) for node in range(nodes) for local in range(devices)]
+    found: list[Any] = [None] * dist.get_world_size()
+    if nodes > 1:
+        group: Any = dist.new_group(backend="gloo")
+        try:
+            dist.all_gather_object(found, (strategy.node_rank, strategy.local_rank), group=group)
+        finally:
+            dist.destroy_process_group(group)
+    if len(found) != len(expected) or (nodes > 1 and found != expected):
+        places = "; ".join(
+            f"rank {rank} is number {each[1]} on node {each[0]}" for rank, each in enumerate(found) if each
+        )
+        launch = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        raise ValueError(
+            f"The trainer needs {len(expected)} processes, {devices} on each node, numbered node by node, and {len(found)} were "
+            f"started: {places or 'on one node'}. Start them by torchrun {launch} --nproc-per-node {devices} on each node, or "
+            f"under SLURM with --ntasks-per-node={devices} --distribution=block."
+        )
+
+
+# ---------------------------------------------------------------------- the interface by which other nodes are reached
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
+
+
+def choose_interface(address: str) -> None:
+    """Has gloo take the interface that leads to an address, unless the user has named one.
+
+    On many systems a machine's own name stands for 127.0.1.1 (``/etc/hosts``), where no other node finds it.
+
+    Args:
+        address: where the processes meet: an address or a name of the first node.
+    """
+    if VARIABLE not in os.environ and (name := interface_to(address)) is not None:
+        os.environ[VARIABLE] = name
+
+
+def interface_to(address: str) -> str | None:
+    """The name of the interface that leads to an address (IPv4); None if it is not known, or leads to this machine alone."""
+    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        import fcntl  # Windows has none, nor several devices
+
+        probe.connect((address, 9))  # of a datagram's socket this sends nothing
+        mine = probe.getsockname()[0]
+        if mine.startswith("127."):
+            return None
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                found = fcntl.ioctl(probe, _ADDRESS_OF, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == mine:
+                    return name
+    return None

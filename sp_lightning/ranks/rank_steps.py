@@ -1,0 +1,231 @@
+"""The optimizers of several ranks: the primary's step weights and hold state, those of the others follow it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from sp_lightning.ranks.turns import RankTurns
+from sp_lightning.torch_compat.patched import in_place_of, own_step
+from sp_lightning.trainer.user_hooks import calls_closure_first
+from sp_lightning.updates.scaler import Found, HostGradScaler
+
+if TYPE_CHECKING:
+    from sp_lightning.trainer.run import Run
+
+Closure = Callable[[], Any]
+
+
+class RankSteps:
+    """Has optimizers' steps, and what else writes gradients before them, happen once for all ranks.
+
+    An optimizer's ``step`` is replaced on the object, so schedulers, hooks and Lightning see the optimizer as it is. On the
+    primary it runs with parameters that all ranks see. On the others it runs the closure as often as the primary's does, and
+    the hooks; their optimizers have no state.
+
+    Args:
+        run: whose engine's weights are stepped.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._own: dict[Optimizer, Any] = {}  # the steps that optimizers have on the object without us
+        self._attached = ExitStack()
+
+    @property
+    def _turns(self) -> RankTurns:
+        turns = self._run.engine.turns
+        assert turns is not None
+        return turns
+
+    def attach(self, optimizers: list[Optimizer], scaler: Any) -> None:
+        """Replaces the steps of these optimizers, and what a gradient scaler does before them (None: there is none)."""
+        self.detach()
+        if isinstance(scaler, HostGradScaler):
+            self._attached.enter_context(in_place_of(scaler, {"together": self._unscale}))
+        for optimizer in optimizers:
+            if "state" not in vars(optimizer):
+                raise ValueError(
+                    f"{type(optimizer).__name__} gives the state of an optimizer that it wraps, and several devices give it "
+                    "one of its own. Return the wrapped optimizer from configure_optimizers, or pass Trainer(devices=1)."
+                )
+            self._own[optimizer] = vars(optimizer).get("step")
+            step = partial(self._lead_step, own_step(optimizer)) if self.primary else self._follow_step
+            replaced = {"step": MethodType(_with_hooks(step), optimizer)}
+            self._attached.enter_context(in_place_of(optimizer, replaced))
+            if not self.primary:
+                optimizer.state = _StateOnOtherRank()
+
+    def detach(self) -> None:
+        """Puts the optimizers' own steps back."""
+        self._attached.close()
+        for optimizer in self._own:
+            if isinstance(optimizer.state, _StateOnOtherRank):
+                optimizer.state = defaultdict(dict)
+        self._own.clear()
+
+    # ------------------------------------------------------------------ steps
+
+    def _lead_step(
+        self, step: Callable[..., Any], optimizer: Any, closure: Closure | None = None, **kwargs: Any
+    ) -> Any:
+        """Runs a step on the primary. Each time it calls its closure, the others call theirs, with the weights so far."""
+        optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
+        turns = self._turns
+        results: list[Any] = []
+        with ExitStack() as turn:
+            # A closure that comes first is called before the turn: until then what a rank has written is its own, so that
+            # forward and backward use the same weights.
+            begun = closure is None or self._turn_comes_first(optimizer)
+
+            def begin() -> None:
+                turn.enter_context(turns.primary(self._step_of(optimizer), weights=True))
+
+            def run_closure() -> Any:
+                nonlocal begun
+                if begun:
+                    turn.pop_all().__exit__(None, None, None)
+                    self._run.engine.invalidate()  # the optimizer may have written weights
+                    turns.ranks.end_turn(_CLOSURE)
+                begun = True
+                results.append(closure() if closure is not None else None)
+                begin()
+                return results[-1]
+
+            if begun:
+                begin()
+            result = step(*([] if closure is None else [run_closure]), **kwargs)
+        turns.ranks.end_turn(_which(result, results))
+        self._refuse_others(optimizer)
+        return result
+
+    def _follow_step(self, optimizer: Any, closure: Closure | None = None, **_: Any) -> Any:
+        """Returns what the primary's step does: nothing, or what the closure has returned here in the same call of it."""
+        optimizer._opt_called = True
+        results: list[Any] = []
+        if closure is not None and not self._turn_comes_first(optimizer):
+            results.append(closure())
+        while (which := self._turns.follow(self._step_of(optimizer), weights=True)) == _CLOSURE:
+            self._run.engine.invalidate()
+            results.append(closure() if closure is not None else None)
+        self._refuse_others(optimizer)
+        return results[int(which)] if which != _NOTHING else None
+
+    def _step_of(self, optimizer: Optimizer) -> str:
+        return self._run.engine.updating.step_of(optimizer)
+
+    def _turn_comes_first(self, optimizer: Optimizer) -> bool:
+        """Whether a step's turn begins before its closure is called, and not after that.
+
+        Raises:
+            RuntimeError: it does, and ranks have written different weights.
+        """
+        if calls_closure_first(optimizer, self._own.get(optimizer)):
+            return False
+        self._turns.must_be_alike(
+            f"{type(optimizer).__name__}.step may write weights before it calls its closure: all ranks then use rank 0's"
+        )
+        return True
+
+    def _refuse_others(self, optimizer: Any) -> None:
+        """Refuses parameters that the module does not have: no rank but the primary has stepped them.
+
+        Raises:
+            RuntimeError: there are some, with a gradient.
+        """
+        updating = self._run.engine.updating
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                host = getattr(parameter, "host", parameter)
+                if parameter.grad is not None and updating.layer_of(host) is None:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} steps a parameter of shape {tuple(parameter.shape)} (number {index} of its "
+                        f"group {number}) that the module does not have: several devices do not sum its gradient. Make it an "
+                        "attribute of the module, or pass Trainer(devices=1)."
+                    )
+
+    # ------------------------------------------------------------------ clipping
+
+    @property
+    def primary(self) -> bool:
+        """Whether this rank's optimizers step."""
+        return self._turns.ranks.primary
+
+    def on_primary(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """What does something to the gradients of all ranks once: the action, on the primary."""
+        within = getattr(action, "func", None) == self.once  # an optimizer steps inside another one's closure
+        return action if within else partial(self.once, action)
+
+    def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Does something to the gradients of all ranks, on the primary. The others wait for it."""
+        return self._on_primary(partial(action, *args, **kwargs), lambda result: 0.0)[0]
+
+    def _unscale(self, action: Callable[[], Found]) -> Found:
+        """Divides the gradients of all ranks by the scale. All ranks learn whether some are not finite."""
+        nothing = -1.0
+        found, largest = self._on_primary(
+            action, lambda found: max((float(each) for each in found.values()), default=nothing)
+        )
+        if found is None:
+            found = {} if largest == nothing else {torch.device("cpu"): torch.tensor(largest)}
+        return found
+
+    def _on_primary(self, action: Callable[[], Any], value: Callable[[Any], float]) -> tuple[Any, float]:
+        """Does something to the gradients of all ranks, on the primary.
+
+        Returns:
+            The primary's result, None on the others; and the number that the primary makes of it, on all ranks.
+        """
+        turns = self._turns
+        if not turns.ranks.primary:
+            return None, turns.follow(_CLIPPING, weights=False)
+        with turns.primary(_CLIPPING, weights=False):
+            result = action()
+        return result, turns.ranks.end_turn(value(result))
+
+
+_NOTHING, _CLOSURE = -1, -2
+"""What the primary says at the end of its turn, if not which result of a closure its step returns: that it returns none, or that
+all ranks run the closure and come to a further turn."""
+
+_CLIPPING = "clipping or unscaling of gradients"
+
+
+def _which(result: Any, results: list[Any]) -> int:
+    """Which of a closure's results a step returns. What is none of them is taken for the last: no other rank can compute it."""
+    if result is None or not results:
+        return _NOTHING
+    return next((index for index, each in enumerate(results) if each is result), len(results) - 1)
+
+
+def _with_hooks(step: Callable[..., Any]) -> Any:
+    """A step with torch's hooks around it. They run on all ranks, and not in the primary's turn: each rank has a replica."""
+    hooked = Optimizer.profile_hook_step(step)
+    vars(hooked).update(_wrapped_by_lr_sched=True, _with_counter=True)  # schedulers, which may come later, leave it so
+    return hooked
+
+
+class _StateOnOtherRank(defaultdict[Any, Any]):
+    """The state of an optimizer on a rank that has none. It can be saved and loaded; a look into it raises an error."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "With several devices, optimizers have state on rank 0 alone; this process has another rank. Read it under "
+            "`if trainer.is_global_zero:`. If an optimizer writes weights outside of its step (optimizer.eval()), use "
+            "Trainer(devices=1)."
+        )
+
+    __getitem__ = __contains__ = get = setdefault = _refuse

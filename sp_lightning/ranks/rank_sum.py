@@ -1,0 +1,198 @@
+"""One layer's sum over the ranks: each sends a part of its gradients to each other one, and adds up what it receives.
+
+What is sent is one flat tensor, cut into as many equal parts as the node has ranks. So each rank has one part of the sum, which
+may begin and end in the middle of a gradient. On several nodes the peers, which have the same part, then do the same with it,
+and send each other what they have summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.layout import Span, aligned, lay_out, part, total_bytes
+from sp_lightning.ranks.gradient_places import Family, Place, gradient_of
+from sp_lightning.ranks.rank_order import added_in, sum_in_order
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.torch_compat.modes import no_inference_mode
+
+
+@dataclass
+class _Run:
+    """Neighbouring gradients of one dtype in the tensor that is sent.
+
+    Attributes:
+        begin, end: where they begin and end there, in bytes; once they are summed, where this rank's part of them does.
+        sent: the dtype in which they are sent.
+        summed: the dtype in which they are multiplied and added up: their parameters'.
+        total: this rank's part of the sum, flat. What other nodes' sums are added to is in float32 until then.
+    """
+
+    begin: int
+    end: int
+    sent: torch.dtype
+    summed: torch.dtype
+    total: Tensor = field(init=False)
+
+
+RankSum = tuple[list[tuple[Place, int, Tensor]], list[Tensor]]
+"""This rank's part of the sum of one layer's gradients, on the device.
+
+- for each gradient that has some of it: where that begins in the gradient, in bytes, and the bytes.
+- the memory that the part was made in, with its own. It has to stay until the part has left.
+"""
+
+
+def is_narrow(family: Family) -> bool:
+    """Whether what this rank adds of each master's gradient is one tensor in the dtype of the casts, or nothing."""
+    narrow = True
+    for place in family.trainable():
+        cast, found = place[0].parameters.autocast, _found(family, place)
+        narrow &= cast is None or not found or (len(found) == 1 and found[0].dtype is cast)
+    return narrow
+
+
+def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool) -> RankSum:
+    """Sums a layer's gradients over the ranks, on a stream of its own. Collective; the host may go on.
+
+    Args:
+        device: has the gradients.
+        ranks: those who sum.
+        family: the gradients. They are added to what is in ``param.grad``; where there is none, this rank adds zeros.
+        narrow: whether those of masters are sent in the dtype of the casts: whether :func:`is_narrow` holds on all ranks.
+    """
+    places = family.trainable()
+    own = [layer.block.parameters[index].dtype for layer, index in places]
+    sent_as = [(narrow and layer.parameters.autocast) or dtype for (layer, _), dtype in zip(places, own, strict=True)]
+    like = [
+        (family.places[place].name, torch.empty_like(place[0].block.parameters[place[1]], dtype=dtype, device="meta"))
+        for place, dtype in zip(places, sent_as, strict=True)
+    ]
+    spans = dict(zip(places, lay_out(like), strict=True))
+    nbytes = aligned(-(-total_bytes(tuple(spans.values())) // ranks.size))
+    sent, received = (device.empty(nbytes * ranks.size) for _ in range(2))
+    device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
+    begun = device.mark(Stream.REDUCE)
+    what = f"the gradients of {family.owner.name!r}"
+    with device.on(Stream.REDUCE), no_inference_mode(), torch.no_grad():
+        _pack(device, family, spans, sent)
+        ranks.exchange(received, sent, what)
+        runs, memory = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
+        used = [sent, received, memory]
+        device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
+        if ranks.nodes > 1:
+            begun = device.mark(Stream.REDUCE)
+            used += [*_over_nodes(device, ranks, runs, memory, what), *(run.total for run in runs)]
+            device.note("network", family.owner.index, begun, Stream.REDUCE, memory.nbytes)
+    return list(_parts(spans, runs)), used
+
+
+def _parts(spans: Mapping[Place, Span], runs: Sequence[_Run]) -> Iterator[tuple[Place, int, Tensor]]:
+    for place, span in spans.items():
+        for run in runs:
+            begin, end = max(span.offset, run.begin), min(span.offset + span.nbytes, run.end)
+            if begin < end:
+                first, last, before = (
+                    each // run.sent.itemsize for each in (begin - run.begin, end - run.begin, begin - span.offset)
+                )
+                yield place, before * run.total.itemsize, run.total[first:last].view(torch.uint8)
+
+
+def _found(family: Family, place: Place) -> list[Tensor]:
+    """What this rank adds of a gradient, in order: ``param.grad``, what is on the host, and what is on the device."""
+    return [
+        each for each in (gradient_of(place), family.stashed.get(place), family.waiting.get(place)) if each is not None
+    ]
+
+
+def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Tensor) -> None:
+    """Writes what this rank adds to the tensor that is sent."""
+    for place, span in spans.items():
+        target, found = part(sent, span), _found(family, place)
+        if found:
+            target.copy_(found[0])
+        else:
+            target.zero_()
+        for each in found[1:]:
+            target.add_(each.to(target.device))
+        if place in family.waiting:
+            device.access(family.waiting[place], Stream.REDUCE, write=False)
+
+
+def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor) -> tuple[list[_Run], Tensor]:
+    """Adds the parts of all ranks, in their order, each multiplied by one over their number as DistributedDataParallel does.
+
+    Args:
+        device: allocates memory.
+        ranks: those who sum.
+        runs: what was sent.
+        received: a row of bytes from each rank of the node.
+
+    Returns:
+        The runs with their sums, and the memory in which these lie one behind the other, for as many equal parts as there are
+        nodes.
+    """
+    nbytes = received.shape[1]
+    first = ranks.rank * nbytes
+    own = [replace(run, begin=max(run.begin, first), end=min(run.end, first + nbytes)) for run in runs]
+    own = [run for run in own if run.begin < run.end]
+    # What other nodes' sums are added to is rounded after that alone.
+    dtypes = [run.summed if ranks.nodes == 1 else added_in(run.summed) for run in own]
+    sizes = [(run.end - run.begin) // run.sent.itemsize * each.itemsize for run, each in zip(own, dtypes, strict=True)]
+    memory = device.empty(aligned(-(-sum(sizes) // ranks.nodes)) * ranks.nodes)
+    for run, dtype, size, end in zip(own, dtypes, sizes, accumulate(sizes), strict=True):
+        run.total = memory[end - size : end].view(dtype)
+        rows = received[:, run.begin - first : run.end - first].view(run.sent).unbind()
+        sum_in_order((row.to(run.summed).mul_(1 / ranks.world) for row in rows), run.total)
+    device.access(memory, Stream.REDUCE, write=True)
+    return own, memory
+
+
+def _over_nodes(device: Device, ranks: Ranks, runs: Sequence[_Run], own: Tensor, what: str) -> list[Tensor]:
+    """Adds the sums of all nodes, in their order: each peer those of one part, which it sends to the others.
+
+    Args:
+        device: allocates memory.
+        ranks: those who sum.
+        runs: what is to be summed: this node's sums, which are replaced.
+        own: the memory in which they lie. It is overwritten.
+        what: what is sent, in words.
+
+    Returns:
+        The memory that was used beside ``own``.
+    """
+    if not runs:  # nor have the peers anything
+        return []
+    received, nbytes = device.empty(own.nbytes), own.nbytes // ranks.nodes
+    ranks.exchange_between_nodes(received, own, what)
+    rows = received.view(ranks.nodes, nbytes)
+    first = ranks.node * nbytes
+    part = device.empty(nbytes)
+    for run in runs:
+        at = run.total.data_ptr() - own.data_ptr()
+        begin, end = max(at, first), min(at + run.total.nbytes, first + nbytes)
+        if begin < end:
+            dtype, within = run.total.dtype, slice(begin - first, end - first)
+            sum_in_order((row[within].view(dtype) for row in rows), part[within].view(dtype))
+    ranks.gather_between_nodes(own, part, what)
+    for run in runs:
+        run.total = run.total.to(run.summed)
+        device.access(run.total, Stream.REDUCE, write=True)
+    return [received, part]
+
+
+def _runs(spans: Iterable[Span], summed: Iterable[torch.dtype]) -> list[_Run]:
+    """Puts neighbours of the same dtypes together, with the padding between them."""
+    runs: list[_Run] = []
+    for span, dtype in zip(spans, summed, strict=True):
+        end = span.offset + aligned(span.nbytes)
+        if runs and (runs[-1].sent, runs[-1].summed) == (span.dtype, dtype):
+            runs[-1] = replace(runs[-1], end=end)
+        else:
+            runs.append(_Run(span.offset, end, span.dtype, dtype))
+    return runs

@@ -1,0 +1,172 @@
+"""Weights of several ranks: the primary changes them in its turn, while the others wait for it; and what a rank's own user code
+has written since then comes before them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from zlib import crc32
+
+from torch import nn
+
+from sp_lightning.device.device import Wait
+from sp_lightning.engine.host_source import HostSource
+from sp_lightning.engine.step import Step
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.slots import Staged
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.ranks.reduced_gradients import ReducedGradients
+from sp_lightning.store.block_memory import SharedBlockMemory, merge
+
+
+class RankTurns:
+    """The engine of one rank, as the primary's turns see it.
+
+    Args:
+        lock: the engine's lock.
+        ranks: the ranks.
+        layers: all layers.
+        source, step, gradients: the engine's parts.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        ranks: Ranks,
+        layers: Sequence[StreamedLayer],
+        source: HostSource,
+        step: Step,
+        gradients: ReducedGradients,
+    ) -> None:
+        self._lock = lock
+        self.ranks = ranks
+        self._layers = layers
+        self._source = source
+        self._step = step
+        self._gradients = gradients
+
+    @contextmanager
+    def primary(self, what: str, *, weights: bool) -> Iterator[None]:
+        """The primary's turn: gradients, and with ``weights`` parameters, are what all ranks see, once all have come here.
+
+        Args:
+            what: the turn is for, in words. A rank that comes for something else gets an error.
+            weights: whether it is an update. Until then what a rank has written of weights is its own.
+        """
+        self.begin(what, weights=weights)
+        with ExitStack() as stack:
+            for layer in self._layers if weights else ():
+                stack.enter_context(layer.block.written_in_common())
+            stack.enter_context(self._gradients.places.written_in_common(self._layers))
+            yield
+        if weights:
+            self.cast()
+
+    def begin(self, what: str, *, weights: bool) -> bool:
+        """Begins the primary's turn, on any rank. Returns whether weights were written for all ranks: without their casts."""
+        self._prepare()
+        if not self.ranks.primary:
+            self._merge(weights)
+        self.ranks.begin_turn(what)
+        return self.ranks.primary and self._merge(weights)
+
+    def must_be_alike(self, why: str) -> None:
+        """Compares what ranks have written of weights since the last turn, before a turn after which they use them. Collective.
+
+        Args:
+            why: such a turn comes, in words.
+
+        Raises:
+            RuntimeError: it differs.
+        """
+        self._prepare()
+        found = {layer.name: memory_of(layer).digest(layer.planned.spans) for layer in self._layers}
+        written = [name for name, digest in found.items() if digest]
+        if not self.ranks.same(crc32(repr(found).encode()) if written else 0, "what was written between batches"):
+            raise RuntimeError(
+                f"Ranks have written different weights since the last update ({self.ranks.name} has written "
+                f"{', '.join(map(repr, written)) or 'nothing'}), and {why}. Write them at the beginning of training_step, or the "
+                "same on all ranks."
+            )
+
+    def follow(self, what: str, *, weights: bool) -> float:
+        """The primary's turn, on another rank. Returns the number with which the primary has ended it."""
+        self.begin(what, weights=weights)
+        return self.ranks.end_turn()
+
+    def merge(self) -> None:
+        """Makes the primary's weights those of all ranks, without a turn. Collective."""
+        self._prepare()
+        self.ranks.barrier(Wait.STEP_AFTER_ARRIVAL)
+        if self._merge_weights() and self.ranks.primary:
+            self.cast()
+        self.ranks.barrier(Wait.USE_AFTER_TURN)
+
+    @contextmanager
+    def loading(self, module: nn.Module) -> Iterator[None]:
+        """Around the loading of a state: what the primary loads counts, and the others keep no copy of what they load."""
+        forget = [] if self.ranks.primary else [m for m in module.modules() if m._parameters]
+        handles = [m.register_load_state_dict_post_hook(self._forget) for m in forget]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.merge()
+
+    def _forget(self, *_: object) -> None:
+        self._merge_weights()
+
+    def _merge(self, weights: bool) -> bool:
+        self._gradients.places.merge()
+        return weights and bool(self._merge_weights())
+
+    def _merge_weights(self) -> int:
+        return merge(layer.block.memory for layer in self._layers)
+
+    def cast(self) -> None:
+        """Casts all weights anew, for all ranks."""
+        for layer in self._layers:
+            layer.casts.invalidate()
+            layer.casts.refresh()
+
+    def _prepare(self) -> None:
+        with self._lock:
+            self._step.take_back_writes()
+            self._source.adopt()
+            self._source.synchronize()
+
+
+class SharedSource(HostSource):
+    """The :class:`~sp_lightning.layers.slots.BlockSource` of several ranks.
+
+    The primary keeps casts up to date in the memory that all ranks have. A layer that this rank's user code has written since
+    the last update comes from this rank's own view, with casts of its own. That memory is not page-locked.
+    """
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        """Returns the layer's bytes as this rank's user code sees them."""
+        self.wait(layer)
+        for member in layer.family:
+            self._adopt(member)
+        written = [memory_of(member).look() for member in layer.family]  # all of them: each notes what it sees
+        if layer.masters is not None and any(written):
+            memory_of(layer).written = True
+            layer.casts.invalidate()
+            self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
+            layer.casts.refresh()
+        else:
+            layer.casts.mark_current()
+        return layer.block.weights, None
+
+
+def written_here(layer: StreamedLayer) -> bool:
+    """Whether a layer that was staged comes from this rank's own view."""
+    return memory_of(layer).written
+
+
+def memory_of(layer: StreamedLayer) -> SharedBlockMemory:
+    """The memory of a layer's block."""
+    assert isinstance(layer.block.memory, SharedBlockMemory)
+    return layer.block.memory

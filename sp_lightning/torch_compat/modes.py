@@ -1,0 +1,97 @@
+"""Contexts in which the engine runs operators of its own, outside of the modes that the user's code is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from sp_lightning.torch_compat.private import (
+    WHY_LEFT_OUT,
+    clear_transforms,
+    count_dispatch_modes,
+    disable_dispatch_modes,
+    frame_compiler,
+    leave_frame_out,
+    no_torch_functions,
+    no_vmap_mode,
+    transforms_active,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_NOTHING: AbstractContextManager[None] = nullcontext()  # it may be entered again and again
+NOT_IN_GRAPHS = (
+    "here Superpipeline moves weights, which no graph contains. Compile without fullgraph=True. To a compiled function, or "
+    "torch.cond, pass weight.clone() in place of a weight. Export (strict=True) copy.deepcopy(module), or after the run"
+)
+
+
+def no_inference_mode() -> AbstractContextManager[None]:
+    """Leaves inference mode, whose tensors cannot be saved for a backward. Outside of inference mode it does nothing."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors are made in that dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def no_dispatch_modes() -> AbstractContextManager[Any]:
+    """Hides operators from dispatch modes (selective checkpoints, counters of FLOPs), which are to see the model's alone."""
+    return disable_dispatch_modes() if count_dispatch_modes() else _NOTHING
+
+
+@contextmanager
+def no_transforms() -> Iterator[None]:
+    """Leaves ``torch.func`` transforms, and ``autograd.grad(is_grads_batched=True)``. Outside of them it does nothing."""
+    with clear_transforms() if transforms_active() else _NOTHING, no_vmap_mode():
+        yield
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Hides operators from dispatch modes, from function modes, from tensor subclasses, and from transforms."""
+    if count_dispatch_modes() or transforms_active():
+        return _unseen()
+    return no_torch_functions()
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    with clear_transforms(), no_dispatch_modes(), no_torch_functions():
+        yield
+
+
+def held(lock: AbstractContextManager[Any], *, leaves_inference_mode: bool = False) -> AbstractContextManager[Any]:
+    """Holds a lock outside of these modes. Nearly always there are none, and a second context would take the host time, too."""
+    if count_dispatch_modes() or transforms_active() or (leaves_inference_mode and torch.is_inference_mode_enabled()):
+        return _held(lock, no_inference_mode() if leaves_inference_mode else _NOTHING)
+    return lock
+
+
+@contextmanager
+def _held(lock: AbstractContextManager[Any], outside: AbstractContextManager[None]) -> Iterator[None]:
+    with lock, clear_transforms(), no_dispatch_modes(), outside:
+        yield
+
+
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.disable``, which takes the host half the time where nothing is being compiled."""
+    disabled = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (function if frame_compiler() is None else disabled)(*args, **kwargs)
+
+    # This frame itself is left out. What it calls is left out by ``disabled``.
+    vars(call)[WHY_LEFT_OUT] = NOT_IN_GRAPHS
+    return leave_frame_out(call)

@@ -1,0 +1,412 @@
+"""Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
+
+The very classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
+:class:`~sp_lightning.layers.gradient_sink.GradientSink`, decide what is fetched when, into which slot, and which gradients leave
+when. Only the device under them is another one: it moves no bytes and knows how long a copy would have taken. The prediction
+therefore shows what the engine does, not what it was meant to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from sp_lightning.device.device import Stream, Wait
+from sp_lightning.device.timeline import Kind
+from sp_lightning.engine.assembly import kinds
+from sp_lightning.engine.residency import Residency
+from sp_lightning.gpu_steps.on_device import FRESH
+from sp_lightning.layers.gradient_sink import GradientSink
+from sp_lightning.layers.layer import Kind as LayerKind
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.lent_weights import SlotUsers
+from sp_lightning.layers.prefetch import Prefetch
+from sp_lightning.layers.slots import BlockSource, Slots, Staged
+from sp_lightning.layers.uploads import Uploads
+from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.tuning.clocks import ClockDevice, HostBytes
+from sp_lightning.tuning.visits import RESOURCES, Prediction, Rates, Visit
+
+_STALLS = {
+    "gradients": (Wait.REUSE_AFTER_DRAIN,),
+    "residents": (Wait.USE_AFTER_RESIDENTS,),
+    "activations": (Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
+}
+
+
+class _SimulatedLayer(StreamedLayer):
+    """A layer without parameters."""
+
+    def __init__(self, index: int, kind: LayerKind, planned: PlannedLayer, *, expert: bool) -> None:
+        without: Any = None
+        super().__init__(index, kind, planned, without, without, expert=expert)
+
+    @property
+    def outdated(self) -> bool:
+        """Never: after each update :class:`Walk` invalidates the layer itself."""
+        return False
+
+
+class _Source(BlockSource):
+    """A source of bytes for which an update is a time: a layer's bytes are ready once its update is done.
+
+    Args:
+        device: the device of clocks.
+        on_disk: bytes of weights that are read from a disk, by the layer's index.
+        sliced: the index of the ring whose layers ``ranks`` devices upload together; None for none.
+        ranks: how many devices there are.
+    """
+
+    def __init__(self, device: ClockDevice, on_disk: Mapping[int, int], sliced: int | None, ranks: int) -> None:
+        self._device = device
+        self.waiting = deque[StreamedLayer]()  # for updates on the device that were not issued yet
+        self.issue: Callable[[StreamedLayer | None], None] = lambda layer: None
+        """Issues these: up to one layer's, or as many as find the link idle (None)."""
+        self._on_disk = on_disk
+        self._sliced, self._ranks = sliced, ranks
+        self.shares = dict[int, float]()  # of each layer of stacked experts, what comes of it
+        self.updated = defaultdict[int, float](float)  # when the last update of each layer is done, in seconds
+        self.stepped = dict[int, float]()  # when the kernels of the last step of each layer on the device are done
+        self.fresh = dict[StreamedLayer, float]()  # until when the casts are there that a step has left on the device
+
+    def ready(self, layer: StreamedLayer) -> bool:
+        """Whether the layer's update is done."""
+        self.issue(None)
+        return layer not in self.waiting and self._there(layer) <= self._device.host
+
+    def _there(self, layer: StreamedLayer) -> float:
+        """When a fetch may follow the update: once the host has it, or once it is computed if its casts are on the device."""
+        stepped = self.stepped.get(layer.index, 0.0)
+        on_device = max(stepped, self._device.host) <= self.fresh.get(layer, -1.0)
+        return stepped if on_device else self.updated[layer.index]
+
+    def wait(self, layer: StreamedLayer) -> None:
+        """Lets the host wait for the layer's update."""
+        self.issue(layer)
+        self._device.synchronize(self._there(layer), Wait.FETCH_AFTER_UPDATE)
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        """Returns a stand-in for as many bytes as the layer's block has, or as come of it."""
+        nbytes = int((self.shares.get(layer.index, 1.0) if layer.planned.rows else 1.0) * layer.planned.nbytes)
+        if self._device.host <= self.fresh.pop(layer, -1.0):
+            nbytes = 0
+        parts = self._ranks if layer.planned.ring == self._sliced else 1
+        stand_in: Any = HostBytes(layer.index, nbytes, self._on_disk.get(layer.index, 0), parts)
+        return stand_in, None
+
+
+class Walk:
+    """Walks through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`GradientSink`.
+
+    Of several devices one is simulated: all do the same at the same time. The host's memory serves all of them, and updates
+    are made once for them.
+
+    Layers that stay on the device are fetched once. Their gradients stay, too, and after backward the background issues their
+    steps, in the order of all updates: kernels that take the model's time.
+
+    Args:
+        plan: the layers, k and k'.
+        visits: what a batch does. If there is a backward among them, the batch trains, and updates follow.
+        rates: how fast the machine is.
+        overlap: how updates run, as in ``optimizer_overlap``.
+        frees: whether ``"backward"`` frees gradients after each update, so that one layer's wait at most.
+        on_disk: bytes that are on a disk, by the index of the layer: of its optimizer state, or of its weights if no backward
+            is among the visits.
+
+    Attributes:
+        device: the device of clocks.
+        stalls: seconds that compute waited in the last batch, with the keys of :attr:`Prediction.stalls`.
+        host_seconds: seconds that Python took for the visits of the last batch.
+        ended: the time at which the last batch was over.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        visits: Sequence[Visit],
+        rates: Rates,
+        *,
+        overlap: Literal["off", "forward", "backward"] = "off",
+        frees: bool = False,
+        on_disk: Mapping[int, int] | None = None,
+    ) -> None:
+        self.device = ClockDevice(rates)
+        self.stalls: dict[int | str, float] = {}
+        self.host_seconds = self.ended = 0.0
+        self._plan = plan
+        self._visits = visits
+        self._rates = rates
+        self._overlap = overlap
+        self._layers = [
+            _SimulatedLayer(index, kind, planned, expert=index in plan.experts)
+            for index, (kind, planned) in enumerate(zip(kinds(plan), (*plan.moving, plan.residents), strict=True))
+        ]
+        *moving, self._resident = self._layers
+        self._training = any(visit.backward for visit in visits)
+        # Training has its state on the disk, which updates read; inference has weights there, which fetches read.
+        self._on_disk = on_disk = on_disk or {}
+        self._state = on_disk if self._training else {}
+        weights = {} if self._training else on_disk
+        self._source = _Source(self.device, weights, plan.main_ring if rates.sliced else None, plan.ranks)
+        slots = Slots(plan, moving, self.device, Uploads(self.device))
+        prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
+        self._residency = Residency(slots, prefetch, self._source, SlotUsers(slots), noted=lambda: None)
+        self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
+        self._on_device = bool(rates.leave) and self._training
+        self._gradients_wait = not (frees or self._on_device or self._state or plan.ranks > 1)
+        self._step_begun = 0.0
+        self._left_slots = deque([0.0, 0.0])  # when all has left the two slots in which layers are stepped
+        self._source.issue = self._issue
+        # When the host had each layer's gradients in this backward.
+        self._complete: list[tuple[float, Any]] = []
+        self._early = 0.0  # the time at which the last update of this backward is done, where gradients do not wait
+        self._left: float | None = None  # the time at which the activations of the last forward have left
+        self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
+        self._last_backward = {layer: at for at, visit in enumerate(visits) if visit.backward for layer in visit.layers}
+
+    def predict(self, *, host_traffic: float = 0.0, batches: int = 3) -> Prediction:
+        """Simulates some batches and reports on the last one, whose trace is known.
+
+        Args:
+            host_traffic: bytes that the updates of a batch read and write on the host, as
+                :class:`~sp_lightning.plan.ledger.Ledger` lists them. Together with the bytes that are copied they give a lower
+                bound of the time.
+            batches: how many batches are simulated.
+        """
+        for _ in range(batches):
+            begun = self.batch()
+        moved = (event._replace(begin=event.begin - begun, end=event.end - begun) for event in self.device.intervals)
+        intervals = tuple(moved)
+        busy = {
+            name: sum(event.end - event.begin for event in intervals if event.kind in kinds)
+            for name, kinds in RESOURCES.items()
+            if (name != "disk" or self._on_disk) and (name != "network" or self._plan.nodes > 1)
+        }
+        if self._plan.stay:
+            stepped = [each for each in intervals if each.kind == "update" and each.layer in self._plan.stay]
+            busy["gpu steps"] = sum(each.end - each.begin for each in stepped)
+            busy["optimizer"] -= busy["gpu steps"]
+        busy["host"] = self.host_seconds
+        busy["host memory"] = (self._plan.ranks * self.device.copied + host_traffic) / self._rates.host_memory
+        return Prediction(max(self.ended - begun, busy["host memory"]), busy, dict(self.stalls), intervals)
+
+    def batch(self) -> float:
+        """Simulates one batch and its update. Returns the time at which it began."""
+        begun, device, prefetch = self.ended, self.device, self._residency.prefetch
+        device.clear()
+        self._back.clear()
+        self._early = self.host_seconds = 0.0
+        prefetch.start("batch", training=self._training)
+        prefetch.trace.cyclic = not self._training and self.ended > 0
+        self._residency.let_rest(not self._training)
+        if self._training or not self.ended:
+            device.transfer("fetch", self._resident.index, self._resident.planned.nbytes)
+            device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_RESIDENTS)
+        self._residency.fetch_ahead()
+        self.stalls.clear()
+        for at, visit in enumerate(self._visits):
+            self._visit(at, visit)
+        self._residency.release_unpinned()
+        if self._training:
+            self._end_step()
+            for layer in self._layers:
+                layer.invalidate()
+        self.ended = max(device.now[Stream.COMPUTE], device.host)
+        self.stalls |= {name: device.stall_seconds(*why) for name, why in _STALLS.items()}
+        return begun
+
+    def _visit(self, at: int, visit: Visit) -> None:
+        device, residency = self.device, self._residency
+        layers = [self._layers[index] for index in visit.layers]
+        if visit.backward:
+            residency.pre_backward(layers)
+            for index in visit.needs:
+                self._timed(self._layers[index], residency.unpack)
+            self._return_activations(at)
+        else:
+            self._source.shares |= dict.fromkeys(visit.layers, visit.share)
+            if layers:
+                residency.release_unpinned(keep=layers)
+            for layer in layers:
+                self._timed(layer, lambda called: residency.begin_call([called]))
+        # No later work is issued before Python is done with this visit.
+        weights = sum(len(layer.spans) for layer in layers)
+        python = self._rates.visit_seconds * bool(layers) + self._rates.weight_seconds * weights
+        device.host += python
+        self.host_seconds += python
+        kind: Kind = "backward" if visit.backward else "forward" if layers else "between"
+        device.spend(Stream.COMPUTE, visit.seconds, kind, visit.layers[0] if layers else None)
+        if visit.backward:
+            for layer in layers:
+                if self._last_backward[layer.index] == at and layer.planned.gradient_bytes:
+                    self._drain(layer)
+        elif layers:
+            self._store_activations(visit)
+            residency.end_call(layers)
+            residency.fetch_ahead()
+
+    def _timed(self, layer: StreamedLayer, use: Callable[[StreamedLayer], Any]) -> None:
+        """Uses a layer and notes how long compute waited for it."""
+        before = self.device.stall_seconds(Wait.USE_AFTER_FETCH)
+        use(layer)
+        stalled = self.device.stall_seconds(Wait.USE_AFTER_FETCH) - before
+        if stalled:
+            self.stalls[layer.index] = self.stalls.get(layer.index, 0.0) + stalled
+
+    # ------------------------------------------------------------------ activations
+
+    def _wait_until_left(self) -> None:
+        """Compute waits until the activations of the forward before have left."""
+        self.device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
+        self._left = None
+
+    def _store_activations(self, visit: Visit) -> None:
+        self._wait_until_left()
+        if visit.moved:
+            self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
+            self.device.transfer("store", visit.layers[0], visit.moved)
+            self._left = self.device.record(Stream.DOWNLOAD)
+
+    def _return_activations(self, at: int) -> None:
+        """Has a backward's activations come back, and those of the next one ahead of time."""
+        device = self.device
+        self._wait_until_left()
+        ahead = next((later for later in range(at + 1, len(self._visits)) if self._visits[later].layers), at)
+        for wanted in dict.fromkeys((at, ahead)):
+            visit = self._visits[wanted]
+            if visit.moved and visit.backward and wanted not in self._back:
+                device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
+                device.transfer("return", visit.layers[0], visit.moved)
+                self._back[wanted] = device.record(Stream.UPLOAD)
+        device.wait(Stream.COMPUTE, self._back.get(at), Wait.USE_AFTER_RETURN)
+
+    # ------------------------------------------------------------------ gradients and updates
+
+    def _drain(self, layer: StreamedLayer) -> None:
+        device, nbytes = self.device, layer.planned.gradient_bytes
+        if layer.own_slot is not None:
+            return  # they stay, and wait for the end of backward
+        if self._on_device and self._overlap == "backward" and layer is not self._resident:
+            self._apply(layer)  # its gradients stay
+            return
+        if not self._plan.alone:
+            device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
+            sent = nbytes - layer.planned.narrow_bytes  # casts' gradients are sent in half as many bytes
+            device.spend(Stream.REDUCE, sent / self._rates.links, "reduce", layer.index, sent)
+            device.spend(Stream.REDUCE, nbytes / self._rates.network, "network", layer.index, nbytes)
+            device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
+        else:
+            device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
+        self._drains.send(layer.index, [], [HostBytes(layer.index, -(-nbytes // self._plan.ranks))], [], layer)
+        self._drains.finish()
+
+    def _apply(self, layer: StreamedLayer) -> None:
+        if self._overlap != "backward":
+            return
+        if self._gradients_wait:
+            self._complete.append((self.device.host, layer))
+        else:  # those of one layer do, as in LayerwiseStep
+            before, self._early = self._early, self._update(layer)
+            self.device.synchronize(before, Wait.READ_AFTER_UPDATE)
+
+    def _update_by_next_use(self) -> None:
+        """The background has updated the layer first, of those whose gradients were there, that the next forward needs first."""
+        device, order = self.device, {layer: at for at, layer in enumerate(self._order())}
+        waiting, self._complete, now = self._complete, [], device.host
+        while waiting:
+            begins = max(device.now[Stream.UPDATE], min(at for at, _ in waiting))
+            at, layer = min((each for each in waiting if each[0] <= begins), key=lambda each: order[each[1]])
+            waiting.remove((at, layer))
+            device.host = begins
+            self._update(layer)
+        device.host = now
+
+    def _order(self) -> list[_SimulatedLayer]:
+        """All layers: first residents and tables, then the others as the next forward needs them."""
+        tables, blocks = (
+            [layer for layer in self._layers if layer.kind is kind] for kind in (LayerKind.TABLE, LayerKind.BLOCK)
+        )
+        used = self._residency.prefetch.order("batch")
+        return list(dict.fromkeys((self._resident, *tables, *used, *blocks)))  # type: ignore[arg-type]
+
+    def _end_step(self) -> None:
+        self._drain(self._resident)
+        self._drains.retire(0)
+        self._drains.finish(0)
+        self._step_begun = self.device.host
+        if self._overlap == "backward":
+            self._complete += [(self._step_begun, layer) for layer in self._layers if layer.own_slot is not None]
+        self._update_by_next_use()
+        if self._overlap != "backward":
+            for layer in self._order():
+                self._source.waiting.append(layer)
+            if self._overlap == "off" or not self._on_device:
+                self._issue(self._source.waiting[-1])
+        if self._overlap == "off":
+            self.device.synchronize(max(self._left_slots), Wait.READ_AFTER_TAKE)
+            self.device.synchronize(self.device.now[Stream.UPDATE], Wait.READ_AFTER_UPDATE)
+
+    def _issue(self, layer: StreamedLayer | None) -> None:
+        """The background issues updates as soon as a slot and the link are free; here that is seen when the host comes by."""
+        device, waiting = self.device, self._source.waiting
+        while waiting and (layer in waiting or device.now[Stream.UPLOAD] <= device.host):
+            host, device.host = device.host, min(device.host, self._step_begun)
+            self._update(waiting.popleft())
+            device.host = host
+
+    def _step_on_device(self, layer: StreamedLayer, seconds: float) -> float:
+        """As :meth:`_update`, for the device: what it needs comes to a slot, and leaves that again."""
+        device, rates, nbytes = self.device, self._rates, layer.planned.gradient_bytes
+        came, left = round(rates.come * nbytes), round(rates.leave * nbytes)
+        left_before = self._left_slots.popleft()
+        device.wait(Stream.UPLOAD, left_before, Wait.BRING_AFTER_TAKE)
+        if self._state:  # with a disk an update ends only when all has left the device
+            device.wait(Stream.UPDATE, max(self._left_slots), Wait.READ_AFTER_TAKE)
+            on_disk, beside = self._state.get(layer.index, 0), came / rates.upload + seconds + left / rates.download
+            device.pass_disk(Stream.UPDATE, ["read", "write"], layer.index, on_disk, beside)
+            device.wait(Stream.UPLOAD, device.now[Stream.UPDATE], Wait.BRING_AFTER_TAKE)
+        device.transfer("bring", layer.index, came)
+        device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
+        if self._overlap == "backward":
+            device.wait(Stream.STEP, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
+        device.step(seconds, layer.index)
+        self._source.stepped[layer.index] = device.now[Stream.STEP]
+        device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
+        device.transfer("take", layer.index, left)
+        done = self._source.updated[layer.index] = device.now[Stream.DOWNLOAD]
+        self._left_slots.append(done)
+        casts = sum(cast.nbytes for cast in layer.planned.casts)
+        if self._overlap == "forward" and 0 < casts <= layer.planned.narrow_bytes:  # all of them are trained
+            fresh = [each for each, until in self._source.fresh.items() if until == math.inf]
+            # The background drops casts of the layer before last when it has a slot.
+            until = max(left_before, device.host)
+            self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], until)
+        return done
+
+    def _step_in_its_slot(self, layer: StreamedLayer) -> float:
+        """As :meth:`_update`, for a layer that stays. The background is done with it once it has issued the kernels."""
+        device, rates = self.device, self._rates
+        seconds = layer.planned.gradient_bytes / rates.step
+        python = rates.visit_seconds + rates.weight_seconds * len(layer.spans)
+        issued = device.now[Stream.UPDATE] = device.record(Stream.UPDATE) + python * (seconds > 0)
+        device.wait(Stream.STEP, issued, Wait.DRAIN_AFTER_GRADIENT)
+        device.step(seconds, layer.index)
+        layer.kept, layer.stepped = True, device.now[Stream.STEP]
+        self._source.updated[layer.index] = issued
+        return issued
+
+    def _update(self, layer: StreamedLayer) -> float:
+        """Lets the background update a layer. Returns the time at which it is done."""
+        if layer.own_slot is not None:
+            return self._step_in_its_slot(layer)
+        seconds = layer.planned.gradient_bytes / self._rates.update
+        if self._on_device:
+            return self._step_on_device(layer, seconds)
+        if layer.index in self._state:
+            nbytes = self._state[layer.index]
+            self.device.pass_disk(Stream.UPDATE, ["read", "write"], layer.index, nbytes, seconds)
+        self.device.spend(Stream.UPDATE, seconds, "update", layer.index)
+        done = self._source.updated[layer.index] = self.device.now[Stream.UPDATE]
+        return done

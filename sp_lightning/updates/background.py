@@ -1,0 +1,570 @@
+"""Updates layers in the background, while the next forward or the rest of backward runs: on one device, and on several.
+
+User code sees no difference. Until a layer's update is done, its parameters have a class that waits before anything
+reads or writes them, and a fetch of the layer waits as well.
+
+An update of a layer that stays on the device leaves the host behind. Such a layer is *updated* once that is done, and its
+parameters have a class then that brings its weights and state to the host before anything reads or writes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.own_threads import OwnThreads
+from sp_lightning.gpu_steps.staying import StayingLayers
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.roles import ParameterRole, leave, leave_all, take, take_all, writes_in_place
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.ranks.reduced_gradients import ReducedGradients
+from sp_lightning.ranks.shared_memory import publish
+from sp_lightning.store.block_memory import merge
+from sp_lightning.torch_compat.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.torch_compat.private import tree_leaves
+from sp_lightning.updates.step_context import awaiting_steps
+
+
+class BackgroundUpdates:
+    """The updates that are under way.
+
+    Args:
+        layers: all layers.
+        device: runs work in its background thread, and waits for it.
+
+    Attributes:
+        torn: the reason if only some layers have the weights of the last step; None if all have them.
+        urgency: of layers whose updates need not be in the order in which they were submitted: the lower, the sooner.
+        threads: the threads that belong to the run. Others may wait for an update's work, and do not what follows it.
+        staying: brings layers that stay on the device to the host; None if none does.
+        landed_in_a_row: in how many steps in a row up to now a layer that stays had to come to the host.
+    """
+
+    def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
+        self._layers = layers
+        self._layer_of = {id(p): layer.owner for layer in layers for p in layer.block.parameters}
+        self._device = device
+        # The layers whose updates are under way, in the order of the background, and what is called once each is done.
+        self._under_way: dict[StreamedLayer, Callable[[], None] | None] = {}
+        self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
+        self._failure: BaseException | None = None
+        self._afterwards: list[Callable[[], None]] = []
+        self._role = type("BeingUpdated", (_PendingUpdate,), {"_updates": self})
+        self._away = type("OnDevice", (_StaysOnDevice,), {"_updates": self})
+        self.staying: StayingLayers | None = None
+        self.landed_in_a_row = 0
+        self._has_landed = False  # since the present step began
+        self.torn: str | None = None
+        self.urgency: Mapping[StreamedLayer, int] = {}
+        self._updated: list[str] = []  # the layers that the present step has updated, by name
+        self.threads = OwnThreads()
+        _all.add(self)
+
+    @property
+    def partially_updated(self) -> str | None:
+        """Why only some layers have the weights of the last step, and which; None if all have them."""
+        if self.torn is None:
+            return None
+        names, others = ", ".join(map(repr, self._updated[:_NAMES])), len(self._updated) - _NAMES
+        return f"{self.torn}. Updated: {names or 'no layer'}{f' and {others} others' if others > 0 else ''}"
+
+    def begin(self) -> None:
+        """A step begins: layers that are updated from now on are updated by it."""
+        self._updated = []
+        self.landed_in_a_row = self.landed_in_a_row + 1 if self._has_landed else 0
+        self._has_landed = False
+
+    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        """Gives the update of a layer to the background thread.
+
+        Args:
+            layer: the layer. Its parameters have a waiting class until the update is done.
+            work: the update. It must not set ``param.grad``, because torch reads that in another thread without holding
+                a reference to it.
+            then: called once the work is done, in the thread that has waited for it.
+        """
+        blocks, updated = [member.block for member in layer.family], self._updated
+
+        def update() -> None:
+            try:
+                if self._failure is None:
+                    layer.use_gradients()
+                    for block in blocks:
+                        block.memory.use()
+                        self._device.access(block.weights, Stream.UPDATE, write=True)
+                    begun = self._device.mark(Stream.UPDATE)
+                    _here.updates = True
+                    with torch.DisableTorchFunctionSubclass(), torch.no_grad():
+                        work()
+                    updated.append(layer.name)
+                    self._device.note("update", layer.index, begun, Stream.UPDATE, blocks[0].planned.gradient_bytes)
+            except BaseException as error:
+                error.add_note(
+                    f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."
+                )
+                self._failure = error
+            finally:
+                _here.updates = False
+
+        with self._lock:
+            self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if it was not waited for
+            self._wait_in(layer)
+            # First, because an interrupt may come between the two: what is not noted here is not waited for.
+            self._under_way[layer] = then
+            layer.update = self._device.later(update, self.urgency.get(layer))
+
+    def afterwards(self, then: Callable[[], None]) -> None:
+        """Has ``then`` called once all updates were waited for, whether they succeeded or not."""
+        self._afterwards.append(then)
+
+    def bound(self, most: int) -> None:
+        """Waits until at most ``most`` of the updates are under way that something follows, which is done for the others.
+
+        Their parameters keep the waiting class, so that a layer that no user code touches is fetched as its update left it.
+        """
+        with self._lock:
+            for layer in [layer for layer, then in self._under_way.items() if then is not None][:-most]:
+                self._follow(layer, Wait.READ_AFTER_UPDATE)
+
+    def complete(self, layer: StreamedLayer) -> None:
+        """Waits for the update that was submitted for a layer, so that no other code runs beside it.
+
+        As with :meth:`bound`, its parameters keep the waiting class.
+
+        Raises:
+            BaseException: what an update raised, with its traceback.
+        """
+        with self._lock:
+            self._follow(layer, Wait.READ_AFTER_UPDATE)
+        if self._failure is not None:
+            self._raise()
+
+    def wait(self, layer: StreamedLayer, why: Wait) -> None:
+        """Waits for the update of one layer, and has the host have it, unless it is for a fetch.
+
+        Args:
+            layer: a layer, or the masters of one, which are updated with it.
+            why: the reason, which the device notes and a test may leave out.
+
+        Raises:
+            BaseException: what any update raised, with its traceback.
+        """
+        if layer.owner.update is not None:
+            with self._lock:
+                self._finish(layer.owner, why)
+        if layer.owner.kept and (why is not Wait.FETCH_AFTER_UPDATE or layer is not layer.owner):
+            self.land(layer.owner)
+        if self._failure is not None:
+            self._raise()
+
+    def wait_until_issued(self, layer: StreamedLayer) -> Any:
+        """Waits until the background has issued the update of a layer, for a fetch. What it made may still leave the device.
+
+        As with :meth:`bound`, the layer's parameters keep the waiting class then.
+
+        Returns:
+            The event after which the host has the layer; None if it has it, because this did what :meth:`wait` does.
+        """
+        owner = layer.owner
+        if owner.update is None or self._under_way.get(owner) is not None:  # what follows is done after all has left
+            self.wait(layer, Wait.FETCH_AFTER_UPDATE)
+            return None
+        with self._lock:
+            if owner.update is not None:
+                with awaiting_steps():
+                    self._device.finish(owner.update, Wait.FETCH_AFTER_UPDATE)
+                if owner.landed is not None and self._failure is None and not self._device.has_happened(owner.landed):
+                    return owner.landed
+        self.wait(layer, Wait.FETCH_AFTER_UPDATE)
+        return None
+
+    def await_work(self, values: Iterable[Any] | None = None) -> None:
+        """Waits until the background has done its work, in a thread that is not the run's: what follows it is left to the run.
+
+        Args:
+            values: updates of the parameters among these are waited for; None for all.
+        """
+        for layer in self._of(values):
+            if (update := layer.update) is not None:
+                futures.wait([update])
+            self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+        used = None if values is None else {self._layer_of.get(id(value)) for value in values}
+        with self._lock:
+            for layer in self._layers:
+                if layer.kept and self.staying is not None and (used is None or layer in used):
+                    if (update := layer.update) is not None:  # submitted meanwhile
+                        futures.wait([update])
+                    self.staying.land(layer)  # its parameters keep their class, which the run takes from them
+
+    def land(self, layer: StreamedLayer) -> None:
+        """Has the host have a layer that stays. The host's values count from now on: user code may write them."""
+        with self._lock:
+            if layer in self._under_way:
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
+            if layer.kept and self.staying is not None:
+                self._has_landed = True
+                self.staying.land(layer)
+                self.staying.leave(layer)
+                for member in layer.family:
+                    leave_all(member.block.parameters, _StaysOnDevice)
+
+    def land_those(self, values: Iterable[Any]) -> None:
+        """Has the host have the layers that stay of which a parameter is among these values."""
+        for layer in dict.fromkeys(self._layer_of.get(id(value)) for value in values):
+            if layer is not None and layer.kept:
+                self.land(layer)
+
+    def settle(self) -> None:
+        """Waits for all updates. Layers that stay on the device stay there.
+
+        Raises:
+            BaseException: what an update raised, with its traceback.
+        """
+        with self._lock:
+            for layer in list(self._under_way):
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
+            self._call_afterwards()
+        self._raise()
+
+    def finish(self) -> None:
+        """Waits for all updates, and has the host have what they made.
+
+        In a thread that is not the run's it does what :meth:`await_work` does.
+
+        Raises:
+            BaseException: what an update raised, with its traceback.
+        """
+        if not self.threads.own:
+            self.await_work()
+        else:
+            self.complete_pending()
+
+    def complete_pending(self, values: Iterable[Any] | None = None) -> None:
+        """Waits for updates, and does what follows them, whichever thread it is.
+
+        Args:
+            values: updates of the parameters among these are waited for; None for all.
+
+        Raises:
+            BaseException: what any update raised, with its traceback.
+        """
+        if values is None:
+            self.join()
+        else:
+            with self._lock:
+                for layer in self._of(values):
+                    self._finish(layer, Wait.READ_AFTER_UPDATE)
+        self._raise()
+
+    def _of(self, values: Iterable[Any] | None) -> list[StreamedLayer]:
+        """The layers whose updates are under way that have a parameter among these values; None for all."""
+        if values is None:
+            return list(self._under_way)
+        found = (self._layer_of.get(id(value)) for value in values)
+        return list(dict.fromkeys(layer for layer in found if layer in self._under_way))
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """A context in which no update is under way: it does what :meth:`finish` does, and other threads cannot submit any."""
+        with self._lock:
+            self.finish()
+            yield
+
+    def join(self) -> None:
+        """Waits for all updates without raising what they raised: for callers that must not fail, or that fail already."""
+        with self._lock:
+            for layer in list(self._under_way):
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
+            for layer in [layer for layer in self._layers if layer.kept]:
+                self.land(layer)
+            self._call_afterwards()
+
+    def _call_afterwards(self) -> None:
+        """Does what follows all updates, unless some of what they made is on the device alone."""
+        while self._afterwards and not any(layer.kept for layer in self._layers):
+            self._afterwards.pop()()
+
+    def refuse_updated(self, values: Iterable[Any]) -> None:
+        """Refuses values among which is a parameter that the running backward has updated: a RuntimeError."""
+        used = {id(value) for value in values}
+        for layer in [each for each in self._layers if each.owner.updated_early]:
+            if used & set(map(id, layer.block.parameters)):
+                layer.refuse_updated()
+
+    def do_without(self, layer: StreamedLayer, needed: Callable[[str], None]) -> None:
+        """Tries whether a layer could be updated now: what would be refused then is noted.
+
+        Args:
+            layer: the layer, whose gradients are complete.
+            needed: called with what needed its weights or its gradients in this backward all the same.
+        """
+
+        def note(what: str) -> None:
+            layer.updated_early, layer.needed = False, None
+            _restore_classes(layer.family)
+            needed(what)
+
+        with self._lock:
+            self._wait_in(layer)
+            layer.updated_early, layer.needed = True, note
+
+    def _wait_in(self, layer: StreamedLayer) -> None:
+        """Gives the layer's parameters the class that waits."""
+        for parameter in [each for member in layer.family for each in member.block.parameters]:
+            if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
+                take(parameter, self._role)
+
+    def recover(self) -> None:
+        """Does what :meth:`join` does after an error that may have occurred while an update was being submitted."""
+        self.join()
+        _restore_classes(self._layers)
+
+    def end_early(self) -> None:
+        """Allows uses of the layers that backward has updated, because the step is over."""
+        with self._lock:
+            for layer in [each for each in self._layers if each.updated_early]:
+                layer.updated_early, layer.needed = False, None
+                if layer not in self._under_way:
+                    _restore_classes(layer.family)
+
+    def close(self) -> None:
+        """Drops an error that was raised. Its traceback holds activations, whose graph holds this object in turn."""
+        self._failure = None
+
+    def _finish(self, layer: StreamedLayer, why: Wait) -> None:
+        if layer in self._under_way:
+            self._follow(layer, why)
+            del self._under_way[layer]
+            layer.update = layer.landed = None
+            if why is not Wait.FETCH_AFTER_UPDATE:
+                layer.made = ()  # what waits may write the host's weights
+            if layer.kept and self.staying is not None:
+                for member in layer.family:
+                    take_all(member.block.parameters, self._away)
+                self.staying.hide(layer)
+            if not layer.updated_early:
+                _restore_classes(layer.family)
+
+    def _follow(self, layer: StreamedLayer, why: Wait) -> None:
+        """Waits for an update, and does once what follows it."""
+        if layer.update is not None:  # otherwise an interrupt has come before it was submitted
+            # A KeyboardInterrupt may come here; the update is still known then.
+            with awaiting_steps():
+                self._device.finish(layer.update, why)
+            self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+            layer.landed = None  # the host has it
+        then, self._under_way[layer] = self._under_way[layer], None
+        if then is not None:
+            with torch.DisableTorchFunctionSubclass():  # the layer's parameters may be refused to user code still
+                then()
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            self.torn = f"the optimizer's update failed in the background: {self._failure!r}"
+            raise self._failure
+
+
+def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
+    for layer in layers:
+        for parameter in layer.block.parameters:
+            leave(parameter, _PendingUpdate)
+
+
+_NAMES = 8
+"""How many layers a message names."""
+_all: WeakSet[BackgroundUpdates] = WeakSet()
+_here = threading.local()
+
+
+def updates_here() -> bool:
+    """Whether this thread updates a layer just now: the step of a class that steps another optimizer is none of a user's."""
+    return getattr(_here, "updates", False)
+
+
+def _before_fork() -> None:
+    """Waits for all updates: a forked child has no background thread, so it would wait for them for ever."""
+    for updates in list(_all):
+        if updates.threads.own:
+            updates.join()
+        else:
+            updates.await_work()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
+
+
+class _PendingUpdate(ParameterRole):
+    """A host parameter whose update is under way. Code that computes with it, or reads its gradient, waits first.
+
+    If the running backward has begun the update, such code is refused: it is to come before the update.
+    """
+
+    rank = 0
+    _updates: BackgroundUpdates
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in UNCHANGED_BY_UPDATES or func is Tensor.stride:
+            with torch.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
+            cls._updates.await_work(tree_leaves((args, kwargs)))
+            return super().__torch_function__(func, types, args, kwargs or {})
+        values = tree_leaves((args, kwargs))
+        for kind in types:
+            if issubclass(kind, _PendingUpdate):
+                kind._updates.complete_pending(values)  # after this the arguments have their ordinary classes again
+                kind._updates.refuse_updated(values)
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def is_foreign(cls) -> bool:
+        return not cls._updates.threads.own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        updates = self._updates  # its ordinary class has none
+        if self.is_foreign():
+            return ParameterRole.__deepcopy__(
+                self, memo
+            )  # not super(): the run may take the role from it at this moment
+        updates.finish()
+        updates.refuse_updated([self])
+        return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
+
+
+_OF_DEVICE_ALONE = UNCHANGED_BY_UPDATES | {
+    Tensor._version.__get__,  # type: ignore[attr-defined]
+    Tensor.stride,
+    *(getattr(Tensor.grad, how) for how in ("__get__", "__set__", "__delete__")),
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.is_contiguous,
+    Tensor.is_shared,
+}
+"""What does not ask for a parameter's values: its attributes, its gradient and its hooks."""
+
+
+class _StaysOnDevice(ParameterRole):
+    """A host parameter whose values are on the device. Code that reads or writes them brings them first."""
+
+    rank = 1
+    _updates: BackgroundUpdates
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_DEVICE_ALONE:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        values = tree_leaves((args, kwargs))
+        if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
+            cls._updates.await_work(values)
+            return super().__torch_function__(func, types, args, kwargs or {})
+        for kind in types:
+            if issubclass(kind, _StaysOnDevice):
+                kind._updates.land_those(values)  # after this the arguments have their ordinary classes again
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def is_foreign(cls) -> bool:
+        return not cls._updates.threads.own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        updates = self._updates  # its ordinary class has none
+        if self.is_foreign():
+            updates.await_work([self])
+            return ParameterRole.__deepcopy__(self, memo)
+        updates.land_those([self])
+        return copy.deepcopy(self, memo)
+
+
+class SharedUpdates(BackgroundUpdates):
+    """The updates that are under way, of all ranks.
+
+    On every rank a layer's parameters wait until the primary has updated it. It says so by a number on a board: how many
+    updates the layer has had.
+
+    A layer that is updated in backward is submitted as soon as its gradients have been sent. Then each rank says by such a
+    number that its part of them has landed, and that it reads the layer's weights no more. The primary waits for all ranks.
+    No thread but the background's waits for that, and all ranks submit in one order, so none of them waits for ever.
+
+    Args:
+        layers: all layers.
+        device: runs work in its background thread, and waits for it.
+        ranks: the ranks.
+        gradients: where gradients are that all ranks see.
+    """
+
+    def __init__(
+        self, layers: Sequence[StreamedLayer], device: Device, ranks: Ranks, gradients: ReducedGradients
+    ) -> None:
+        super().__init__(layers, device)
+        self._ranks = ranks
+        self._gradients = gradients
+        self._submitted: Counter[StreamedLayer] = Counter()
+        self._done = ranks.share(8 * len(layers), "updates").words("q")
+        self._landed = ranks.share(8 * len(layers) * ranks.size, "landings").words("q")
+
+    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        common = ExitStack()
+        with self._lock:
+            self._finish(layer, Wait.READ_AFTER_UPDATE)
+            self._submitted[layer] += 1
+            update = partial(self._update, layer, self._submitted[layer], self._gradients.landing(layer), work)
+            if self._ranks.primary:
+                # Until the update is waited for, the layer's parameters and gradients are those that all ranks see.
+                for member in layer.family:
+                    common.enter_context(member.block.written_in_common())
+                common.enter_context(self._gradients.places.written_in_common([layer]))
+
+            def after() -> None:
+                common.close()
+                if then is not None:
+                    then()
+
+            super().submit(layer, update, after)
+
+    def _update(
+        self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None, work: Callable[[], None]
+    ) -> None:
+        """Updates a layer on the primary, in backward once the parts of all ranks are there. The others wait for it."""
+        ranks = self._ranks
+        landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # where each rank says so
+        try:
+            if landing is not None:
+                landing()
+                publish(self._landed, landed[ranks.rank], number)
+            if not ranks.primary:
+                ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
+                return
+            if landing is not None:
+                ranks.until(lambda: all(self._landed[each] >= number for each in landed), Wait.UPDATE_AFTER_LANDING)
+                # What this rank's user code has written counts. What others' has, they drop in the step's turn.
+                merge(member.block.memory for member in layer.family)
+            work()
+            publish(self._done, layer.index, number)
+        except BaseException as error:
+            if ranks.primary:
+                ranks.fail(error)
+            raise
+
+    def bound(self, most: int) -> None:
+        """Waits for as many updates as leave a slot for the next layer's gradients. Those of all others may be on their way."""
+        super().bound(max(most, self._gradients.places.slots - 1))

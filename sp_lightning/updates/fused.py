@@ -1,0 +1,133 @@
+"""Which steps run fused on the CPU, and which can be taken apart by layers: fused ones, and those of some other optimizers.
+
+torchao's optimizers keep their state in 8 or 4 bits, or in float8. They step each parameter by itself, with one compiled
+function, which gives the same bits on any number of threads. torch's own unfused optimizers step each parameter by itself,
+too, but where their operators cut a tensor depends on the number of threads, and the background has one less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.kernels.variants import Kind
+from sp_lightning.plan.ledger import FEW_BITS
+from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.patched import state_of
+from sp_lightning.torch_compat.private import fused_sgd_step, tree_leaves
+
+
+def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fuse: bool) -> bool:
+    """Whether a group's step runs fused now: gradients may have become sparse since the last step.
+
+    A fused step passes over host memory once, and is many times faster on the CPU. To construct the optimizer anew is no way
+    to have one: under mixed precision Lightning refuses to clip an optimizer that was constructed fused, because it takes it
+    for one that unscales by itself. So the groups of users have their own value but for the code of torch's step.
+
+    Args:
+        optimizer: as its user configured it.
+        group: one of its groups.
+        fuse: whether it is to run fused where the user has set neither ``fused`` nor ``foreach``. The optimizer's class has to
+            have such a step.
+    """
+    # Updates may be under way. What is read here does not depend on them, so nothing is to wait for them.
+    with torch.DisableTorchFunctionSubclass():
+        left_open = fuse and group.get("fused", False) is None
+        return bool(group.get("fused")) or (left_open and _can_be_fused(optimizer, group))
+
+
+def has_fused_step(optimizer: Any) -> bool:
+    """Whether an optimizer is of a class of torch's that has a fused step on the CPU. A subclass may step in its own way."""
+    return type(optimizer) in KINDS
+
+
+BARS_FUSED = ("foreach", "differentiable", "capturable")
+"""Settings of a group with which torch's optimizers cannot run fused."""
+
+KINDS: dict[type, Kind] = {
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.SGD: "sgd",
+}
+"""torch's optimizers that have a fused step on the CPU."""
+
+
+def loses_updates(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether torch's fused step would leave weights of a group unchanged, as SGD does with 16 bits (pytorch#191763)."""
+    return type(optimizer) is torch.optim.SGD and not all(
+        _sgd_updates(dtype) for dtype in {p.dtype for p in group["params"] if may_get_gradients(p)}
+    )
+
+
+@cache
+def _sgd_updates(dtype: torch.dtype) -> bool:
+    """Tries whether torch's fused SGD on the CPU updates weights of a dtype.
+
+    That of torch 2.11 skips whole vectors of 16-bit weights (pytorch#191763).
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
+        weight = torch.zeros(256, dtype=dtype, device="cpu")
+        fused_sgd_step(weight, torch.ones_like(weight))
+        return bool((weight == -1).all())
+
+
+def may_get_gradients(parameter: Tensor) -> bool:
+    """True if a parameter is trained or can be unfrozen. Optimizers never step parameters of integers."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    with_gradient = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
+    return (
+        not any(group.get(other) for other in BARS_FUSED)
+        and not loses_updates(optimizer, group)
+        and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"] if may_get_gradients(p))
+        and all(gradient.layout is torch.strided for _, gradient in with_gradient)
+        # torch's fused SGD fails if some parameters get their first gradient later than others.
+        and not lacks_buffers(group, state_of(optimizer), [p for p, _ in with_gradient])
+    )
+
+
+def is_separable(optimizer: Any) -> bool:
+    """Whether the step of some parameters alone is what the whole step does to them.
+
+    Stochastic rounding draws random numbers, in the order of the parameters and from the generator that the model uses.
+    """
+    kind = type(optimizer)
+    rounds = getattr(optimizer, "bf16_stochastic_round", False)
+    return (kind.__module__, kind.__qualname__) in FEW_BITS and not rounds
+
+
+def lacks_buffers(group: Mapping[str, Any], state: dict[Any, Any], parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether some of a group's parameters have a momentum buffer and others have none yet.
+
+    One rank alone has state, and refuses looks at it elsewhere; what is found there does not count.
+    """
+    buffers = [dict.get(state, p, {}).get("momentum_buffer") is not None for p in parameters]
+    return bool(group.get("momentum")) and any(buffers) and not all(buffers)
+
+
+def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any], constants: Container[str]) -> bool:
+    """Whether one tensor is the state of two parameters: what it becomes depends on the order in which they are updated.
+
+    Args:
+        groups, state: of an optimizer.
+        constants: names of state that no step writes.
+    """
+    # Copies of the values are asked, because an update in the background may add some.
+    entries = (dict(state.get(p, {})) for group in groups for p in group["params"])
+    leaves = (tree_leaves([value for name, value in each.items() if name not in constants]) for each in entries)
+    places = [place for each in leaves for place in {_place(leaf) for leaf in each if isinstance(leaf, Tensor)}]
+    return len(set(places)) < len(places)
+
+
+def _place(value: Tensor) -> int:
+    """Its address, or, for one that has none or is on a disk, its identity."""
+    return (value.data_ptr() if type(value) is Tensor else 0) or id(value)

@@ -1,0 +1,234 @@
+"""Updates weights piece by piece: what is made for one piece is used while it is in the processor's caches.
+
+In mixed precision a layer's update is three walks over host memory: gradients are widened to float32, the optimizer steps,
+and new weights are cast for the next fetch. A kernel of our own does all of it in one, where it can be compiled. Elsewhere each
+walk in pieces finds in the caches what the one before left there, and a widened gradient never reaches memory at all. torch's
+fused kernels treat each element by itself, so the pieces get the bits of the whole if each begins where a vector of the processor
+begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sp_lightning.kernels.update import CAST_ALIGNMENT, HALVES, Operands, update_in_one_pass
+from sp_lightning.kernels.variants import Like
+from sp_lightning.layers.narrow_gradient import Change, Factor, NarrowGradient, made_of
+from sp_lightning.torch_compat.private import FUSED_STEPS, second_level_cache
+
+
+class InPieces(TorchFunctionMode):
+    """While this mode is active, an optimizer's fused step runs piece by piece.
+
+    torch's own code makes the optimizer's state, counts its steps and reads its settings, all of it for whole parameters.
+    The fused operator that it calls in the end is called for each piece instead.
+
+    Args:
+        casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
+        clips: by the ``id`` of a parameter, what clips its gradient, but for narrow ones: those have their changes with them.
+        likes: by the ``id`` of a parameter, whose bits its update has; others have those of torch's operators on the CPU.
+        elements: of a piece, a multiple of 512; :func:`piece_size` if it is not given.
+    """
+
+    def __init__(
+        self,
+        casts: Mapping[int, Tensor],
+        clips: Mapping[int, Change],
+        likes: Mapping[int, Like] = MappingProxyType({}),
+        *,
+        elements: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._casts = casts
+        self._clips = clips
+        self._likes = likes
+        self._elements = elements or piece_size(torch.get_num_threads())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in FUSED_STEPS:
+            # In the background subclasses of Tensor are not asked. A gradient that is narrow has to be.
+            lists = (each for each in args if type(each) is list)
+            if any(type(each) is NarrowGradient for each in chain(args, *lists)):
+                return NarrowGradient.__torch_function__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+        step, together, size = partial(func, **(kwargs or {})), list[_Update](), 0
+        for weight, gradient, *state in zip(*(column or [None] * len(args[0]) for column in args), strict=True):
+            came, changes = made_of(gradient)
+            if id(weight) in self._clips:
+                changes = (*changes, self._clips[id(weight)])
+            update = _Update(weight.detach(), came, self._casts.get(id(weight)), state, changes)
+            if (like := self._likes.get(id(weight))) is not None:
+                _step_like(like, func, kwargs or {}, update)
+                continue
+            if (update.several_walks or weight.dtype in HALVES) and update.contiguous:
+                if self._in_one_pass(func, kwargs or {}, update):
+                    continue
+                if update.several_walks and weight.numel() > self._elements:
+                    self._step_in_pieces(step, update)
+                    continue
+            together.append(update)
+            size += weight.numel()
+            if size >= self._elements:
+                self._step_together(step, together)
+                together, size = [], 0
+        if together:
+            self._step_together(step, together)
+        return None
+
+    def _in_one_pass(self, operator: Callable[..., Any], settings: Mapping[str, Any], update: _Update) -> bool:
+        """Has a kernel of our own do it, if there is one. Returns whether it has."""
+        if update.weight.dtype in HALVES:  # torch rounds a changed gradient to 16 bits, too, so it is changed in place
+            for change in update.changes:
+                change(update.gradient)
+            update.changes = ()
+        changes = update.changes
+        factors = [change.number for change in changes if isinstance(change, Factor)]
+        # A gradient that is wide already is changed in place, for user code to see.
+        if len(factors) < len(changes) or (changes and not update.widens):
+            return False
+        return update_in_one_pass(operator, settings, update, factors)
+
+    def _step_in_pieces(self, step: Callable[..., Any], update: _Update) -> None:
+        # The loop is short, because after each piece Python finds the processor's caches full of that.
+        for weight, came, gradient, cast, arguments in update.cut(self._elements):
+            if came is not gradient:
+                gradient.copy_(came)
+            for change in update.changes:
+                change(gradient)
+            step(*arguments)
+            if cast is not None:
+                cast.copy_(weight)
+
+    def _step_together(self, step: Callable[..., Any], updates: Sequence[_Update]) -> None:
+        gradients = [
+            torch.empty_like(each.weight).copy_(each.gradient) if each.widens else each.gradient for each in updates
+        ]
+        for each, gradient in zip(updates, gradients, strict=True):
+            for change in each.changes:
+                change(gradient)
+        # A column is there for all, or for none.
+        columns = (
+            [] if column[0] is None else [*column] for column in zip(*(each.state for each in updates), strict=True)
+        )
+        step([each.weight for each in updates], gradients, *columns)
+        for each in updates:
+            if each.cast is not None:
+                each.cast.copy_(each.weight)
+
+
+def _step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, Any], update: _Update) -> None:
+    """Steps one weight with the bits of a GPU, by a kernel, whatever its size and strides.
+
+    Raises:
+        RuntimeError: settings have changed since the run began, and the GPU has not confirmed a formula for the new ones.
+    """
+    if update.weight.numel() == 0:
+        return
+    factors = [change.number for change in update.changes if isinstance(change, Factor)]
+    if len(factors) < len(update.changes) or not update.widens:
+        # Clamped, or wide and changed where user code sees it, or of 16 bits, to which plain Lightning rounds changes, too.
+        if update.widens:
+            update.gradient = update.gradient.to(update.weight.dtype)
+        for change in update.changes:
+            change(update.gradient)
+        factors = []
+    *moments, steps = update.state if FUSED_STEPS[operator] != "sgd" else (*update.state, None)
+    cast = update.cast if update.cast is not None and update.cast.is_contiguous() else None
+    cast = None if cast is None or cast.data_ptr() % CAST_ALIGNMENT else cast.view(-1)
+    owners = (update.weight, *moments)
+    weight, *state = made = [each if each is None else _flat(each) for each in owners]
+    assert weight is not None
+    gradient = _flat(update.gradient)
+    version = gradient._version
+    if not update_in_one_pass(operator, settings, Operands(weight, gradient, cast, [*state, steps]), factors, like):
+        raise RuntimeError(
+            f"The optimizer's settings were changed during the run, and no formula is known for {dict(settings)} that "
+            f"has the bits of {like.device}. Set them before the run, or use SuperpipelineStrategy(fused_optimizer=False)."
+        )
+    if gradient._version != version:  # SGD may write it
+        owners, made = (*owners, update.gradient), [*made, gradient]
+    for own, other in zip(owners, made, strict=True):
+        if own is not None and other is not None and own.data_ptr() != other.data_ptr():
+            own.copy_(other.view(own.shape))
+    if update.cast is not None and cast is None:
+        update.cast.copy_(update.weight)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in the order of their indices: the memory itself if it has that order, else a copy."""
+    return tensor.contiguous().view(-1)
+
+
+@dataclass
+class _Update(Operands):
+    """What the update of one parameter reads and writes, and what changes the gradient first."""
+
+    changes: Sequence[Change]
+
+    @property
+    def widens(self) -> bool:
+        """Whether the gradient has a lower dtype than the weight."""
+        return self.gradient.dtype is not self.weight.dtype
+
+    @property
+    def several_walks(self) -> bool:
+        """Whether torch's operators walk over some of it more than once."""
+        return self.widens or self.cast is not None or bool(self.changes)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether elements with the same index lie at the same place of all tensors."""
+        return all(
+            each is None or each.is_contiguous() for each in (self.weight, self.gradient, self.cast, *self.state)
+        )
+
+    def cut(self, elements: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None, list[list[Tensor]]]]:
+        """Cuts the update into pieces.
+
+        Returns:
+            For each piece its weight, its gradient as it came, its gradient in the weight's dtype, its cast, and the
+            arguments of the fused operator. A number of steps is the same for all: torch has counted this one already.
+        """
+        shape, weights = self.weight.shape, self.weight.view(-1).split(elements)
+
+        def parts(tensor: Tensor | None) -> Sequence[Any]:
+            cut = tensor is not None and tensor.shape == shape
+            return tensor.view(-1).split(elements) if cut else [tensor] * len(weights)  # type: ignore[union-attr]
+
+        came = gradients = parts(self.gradient)
+        if self.widens:
+            wide = torch.empty(elements, dtype=self.weight.dtype, device="cpu")
+            gradients = [wide] * (len(weights) - 1) + [wide[: weights[-1].numel()]]
+        columns = (weights, gradients, *map(parts, self.state))
+        arguments = [[[] if each is None else [each] for each in row] for row in zip(*columns, strict=True)]
+        return list(zip(weights, came, gradients, parts(self.cast), arguments, strict=True))
+
+
+@cache
+def piece_size(threads: int) -> int:
+    """Elements of a piece, a power of two, such that what a step leaves in the caches is still there for the cast.
+
+    A thread's share of weight, gradient and two tensors of state fills half of its second-level cache. To measure several
+    sizes instead is no better: as many elements as that may take time for lie in a large third-level cache, where every size
+    looks good.
+
+    Args:
+        threads: that the calling thread computes with.
+    """
+    share = (second_level_cache() or _USUAL_CACHE) // (2 * 4 * 4)
+    return 1 << max(share * threads, 512).bit_length() - 1
+
+
+_USUAL_CACHE = 1 << 20
+"""Bytes of a core's second-level cache where the system does not say."""

@@ -1,0 +1,489 @@
+"""Experts that are stacked in one parameter come by rows: what is not routed to does not travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from sp_lightning.device.device import Device
+from sp_lightning.experts.stacks import StackReading, how_it_reads
+from sp_lightning.model.find import find_layers
+from sp_lightning.observe import messages
+from sp_lightning.plan.plan import make_plan
+from tests.support import stacked
+from tests.support.engine import events, step, streamed
+from tests.support.models import Module
+from tests.support.poison import poisoned
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.stacked import EXPERTS, Router, Routers, Stack
+from tests.support.tiers import first
+
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+
+
+def predictions(make: Any, strategy: Any = "auto", precision: Any = "32-true") -> Any:
+    torch.manual_seed(5)
+    return trainer_for(strategy, precision=precision).predict(make(), loader(stacked.tokens()))
+
+
+@pytest.mark.parametrize("precision", first(["32-true", "bf16-true"], "32-true", why="the same rows in another dtype"))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "name", first(stacked.CONFIGS, "qwen3", "gpt-oss", why="other models with the same kind of experts")
+)
+def test_predictions_are_bitwise_equal_and_few_rows_come(name: str, implementation: str, precision: Any) -> None:
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = predictions(lambda: stacked.transformer(name, implementation), strategy, precision)
+    assert_equal(ours, predictions(lambda: stacked.transformer(name, implementation), precision=precision), name)
+    stacks = [layer for layer in strategy.plan.layers if layer.rows]
+    rest = sum(layer.nbytes for layer in strategy.plan.layers if not layer.rows)
+    beside = sum(span.nbytes for each in stacks for i, span in enumerate(each.spans) if i not in each.stacks)
+    batches, tokens, of_each = 3, 2, 2
+    stats = strategy.stats()
+    assert stats.expert_misses <= batches * tokens * of_each * len(stacks)
+    (row_bytes,) = {layer.row_bytes for layer in stacks}
+    assert stats.expert_bytes == stats.expert_misses * row_bytes + batches * beside
+    # After the last batch the first layers of a next one have come.
+    ahead = sum(layer.nbytes for layer in [each for each in strategy.plan.layers if not each.rows][:2])
+    assert stats.fetched_bytes - stats.expert_bytes == batches * rest + ahead
+
+
+def test_an_expert_comes_alone_and_its_gradient_goes_alone() -> None:
+    strategy = superpipeline(k=1)
+    make, batches = stacked.CASES["few"]
+    with poisoned():
+        ours = fit(make, batches(), strategy)
+    assert_same(ours, fit(make, batches()))
+    stacks = [layer for layer in strategy.plan.layers if layer.rows]
+    assert len(stacks) == 3
+    drained = strategy.stats().drained_bytes
+    whole = sum(parameter.nbytes for parameter in ours.module.parameters())
+    unrouted = sum((EXPERTS - 2) * layer.row_bytes for layer in stacks)
+    assert drained == len(batches()) * (whole - unrouted)
+
+
+def test_gradients_of_which_few_rows_left_are_gone_as_a_whole() -> None:
+    strategy = superpipeline(k=1, k_prime=1)
+    fit(lambda: stacked.transformer("qwen3", num_hidden_layers=6), stacked.tokens(1), strategy)
+    assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes
+
+
+def test_the_plan_says_what_it_found() -> None:
+    found = find_layers(stacked.transformer("mixtral").net)
+    plan = make_plan(found, k=1, k_prime=1)
+    stacks = [layer for layer in plan.layers if layer.rows]
+    assert [layer.name for layer in stacks] == [f"model.layers.{number}.mlp.experts" for number in range(2)]
+    assert all(layer.rows == EXPERTS and layer.row_bytes * EXPERTS == layer.nbytes for layer in stacks)
+    assert "experts are stacked in 2 modules, of which only those travel that something is routed to" in str(plan)
+
+
+def test_the_user_decides() -> None:
+    net = Routers()
+    assert not any(layer.rows for layer in find_layers(net, layers="layers.*").layers)
+    kept = find_layers(net, keep_on_gpu=["layers.0.experts.inner"])
+    assert [layer.rows for layer in kept.layers if "experts" in layer.name] == [0, EXPERTS, EXPERTS]
+    assert "experts are stacked in 3 modules that move whole" in str(
+        make_plan(find_layers(net, layers="layers.*"), k=1, k_prime=1)
+    )
+
+
+def test_a_stack_that_another_module_has_as_well_moves_whole() -> None:
+    net = Routers()
+    first_experts, second_experts = (net.get_submodule(f"layers.{number}.experts") for number in range(2))
+    first_experts.outer = second_experts.outer
+    assert [layer.rows for layer in find_layers(net).layers if "experts" in layer.name] == [0, EXPERTS, EXPERTS]
+
+
+# ---------------------------------------------------------------------- what comes whole, and why
+
+
+class OutOfRange(Router):
+    """What nothing is routed to has a number of its own, as with expert parallelism."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        indices, weights = super().route(x)
+        return torch.cat([indices, torch.full_like(indices[:, :1], -1)], 1), torch.cat([weights, weights[:, :1]], 1)
+
+
+class ByScript(Stack):
+    """A kernel that torch sees nothing of."""
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return stacked.kernel(super().forward(x, indices, weights), self.inner)
+
+
+class Unseen(Router):
+    stack = ByScript
+
+
+class Launcher:
+    """An object with a launcher of kernels, as those of Triton and of C++ extensions are."""
+
+    launch = staticmethod(stacked.kernel)
+
+
+class KeepsLauncher(Stack):
+    """A launcher that a module keeps, in one of several ways; its class has no word of it."""
+
+    kept: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = self.kept
+
+
+class OnTheInstance(KeepsLauncher):
+    kept = staticmethod(stacked.kernel)
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return self.kernel(super().forward(x, indices, weights), self.inner)
+
+
+class InAList(KeepsLauncher):
+    kept = (stacked.kernel,)
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return self.kernel[0](super().forward(x, indices, weights), self.inner)
+
+
+class OnAnObject(KeepsLauncher):
+    kept = Launcher()
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return self.kernel.launch(super().forward(x, indices, weights), self.inner)
+
+
+class InTheClass(Stack):
+    """A launcher that is no function of Python is no method."""
+
+    kernel = partial(stacked.kernel)
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return self.kernel(super().forward(x, indices, weights), self.inner)
+
+
+class InAProperty(Stack):
+    @property
+    def kernel(self) -> Any:
+        return partial(stacked.kernel)
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return self.kernel(super().forward(x, indices, weights), self.inner)
+
+
+class Imported(Stack):
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        from tests.support.stacked import kernel
+
+        return kernel(super().forward(x, indices, weights), self.inner)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    first(
+        [OnTheInstance, InAList, OnAnObject, InTheClass, InAProperty, Imported],
+        OnTheInstance,
+        InTheClass,
+        why="it is found in the same reading of the class",
+    ),
+)
+def test_launchers_that_a_class_does_not_name_bring_all_experts(kind: type[Stack]) -> None:
+    """Only names of globals were looked at: a launcher on the instance was given a stack whose other rows were not filled."""
+
+    class Launches(Router):
+        stack = kind
+
+    def results(strategy: Any) -> Any:
+        torch.manual_seed(5)
+        return trainer_for(strategy).predict(Module(Routers(Launches)), loader(stacked.rows()))
+
+    with poisoned():
+        ours = results(superpipeline(k=1))
+    assert_equal(ours, results("auto"), "predictions")
+
+
+def test_what_a_module_keeps_of_torch_and_numbers_is_no_launcher() -> None:
+    """Else experts of a class of one's own would all come whole."""
+
+    class Keeps(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.config, self.kept = torch.nn.functional.silu, SimpleNamespace(scale=2.0), [1, torch.tanh]
+
+        def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            return self.act(super().forward(x, indices, weights)) * self.config.scale + self.kept[0]
+
+    assert how_it_reads(Keeps()) is StackReading.BY_TORCH
+
+
+class AllKept(Router):
+    """Too many indices to wait for."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        indices, weights = super().route(x)
+        return indices.repeat(1, 20 * EXPERTS), weights.repeat(1, 20 * EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (OutOfRange, f"it is given the index -1, which is not one of its {EXPERTS} experts"),
+        (Unseen, "nobody knows how its forward reads them"),
+        (stacked.Dense, "it computes with all of them (einsum)"),
+        (AllKept, ""),
+    ],
+)
+def test_what_is_not_certain_comes_whole_and_is_said(
+    block: type[Router], why: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_SAID", set())
+    caplog.set_level("INFO", "lightning.pytorch")
+    strategy = superpipeline(k=1)
+
+    def results(strategy: Any) -> Any:
+        torch.manual_seed(5)
+        return trainer_for(strategy).predict(Module(Routers(block)), loader(stacked.rows()))
+
+    with poisoned():
+        ours = results(strategy)
+    assert_equal(ours, results("auto"), "predictions")
+    said = [record.message for record in caplog.records if "come with each call" in record.message]
+    assert len(said) == bool(why), "once for all layers"
+    assert all(why in line for line in said)
+    assert strategy.stats().fetched_bytes >= 3 * sum(layer.nbytes for layer in strategy.plan.layers)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_hook_that_routes_otherwise_is_heeded(implementation: str, everywhere: bool) -> None:
+    def otherwise(module: nn.Module, args: Any) -> Any:
+        return (args[0], (args[1] + 3) % EXPERTS, args[2]) if type(module).__name__ == "Qwen3MoeExperts" else None
+
+    def make() -> Any:
+        module = stacked.transformer("qwen3", implementation)
+        for layer in module.net.model.layers if not everywhere else ():
+            layer.mlp.experts.register_forward_pre_hook(otherwise)
+        return module
+
+    handle = register_module_forward_pre_hook(otherwise) if everywhere else None
+    with poisoned():
+        ours = predictions(make, superpipeline(k=1))
+    assert_equal(ours, predictions(make), "predictions")
+    if handle is not None:
+        handle.remove()
+
+
+@pytest.mark.parametrize("where", ["mlp.experts", "mlp"])
+def test_a_hook_that_may_route_otherwise_is_named(where: str, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_SAID", set())
+    caplog.set_level("INFO", "lightning.pytorch")
+
+    def make() -> Any:
+        module = stacked.transformer("qwen3", "grouped_mm")
+        for layer in module.net.model.layers:
+            layer.get_submodule(where).register_forward_pre_hook(lambda *_: None)
+        return module
+
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = predictions(make, strategy)
+    assert_equal(ours, predictions(make), "predictions")
+    said = [record.message for record in caplog.records if "come with each call" in record.message]
+    assert len(said) == (where == "mlp.experts"), "not where the message says that the hook should be"
+    assert all("a forward pre-hook" in line and "put the hook on the block" in line for line in said)
+    assert bool(said) == (strategy.stats().expert_bytes >= 3 * strategy.plan.stack_bytes)
+
+
+def test_what_is_known_of_forwards() -> None:
+    experts = stacked.transformer("qwen3", "grouped_mm").net.model.layers[0].mlp.experts
+    assert how_it_reads(experts) is StackReading.ROUTED_ROWS
+    experts.config._experts_implementation = "eager"
+    assert how_it_reads(experts) is StackReading.BY_TORCH
+    for kernels in ("sonicmoe", "deepgemm"):
+        experts.config._experts_implementation = kernels
+        assert how_it_reads(experts) is StackReading.UNKNOWN
+    assert how_it_reads(Stack()) is StackReading.BY_TORCH
+    assert how_it_reads(ByScript()) is StackReading.UNKNOWN
+    exchanged = Stack()
+    vars(exchanged)["forward"] = lambda *args: args[0]
+    assert how_it_reads(exchanged) is StackReading.UNKNOWN
+
+
+# ---------------------------------------------------------------------- gradients by rows
+
+
+class Remembers(Module):
+    """The graph of the first call is kept for the next step's loss, and is routed otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(Routers(stacked.Few))
+        self.automatic_optimization = False
+        self.kept: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = self.net(batch).square().mean()
+        held, self.kept = self.kept, loss if batch_idx % 2 == 0 else None
+        if batch_idx % 2 == 0:
+            for layer in self.net.layers:
+                layer.gate.weight.requires_grad_(False)
+            return loss.detach()
+        optimizer.zero_grad()
+        self.manual_backward(loss + held)
+        return loss.detach()
+
+
+def test_gradients_of_an_older_graph_are_those_of_its_rows() -> None:
+    with poisoned():
+        ours = fit(Remembers, [*stacked.rows(), *stacked.rows()], superpipeline(k=1))
+    assert_same(ours, fit(Remembers, [*stacked.rows(), *stacked.rows()]))
+
+
+def test_gradients_of_whole_layers_and_of_rows_are_added_up() -> None:
+    """A large batch and a small one give one sum, of which all rows are to be seen."""
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(size, 16, generator=generator) for size in (1, 400, 400, 1, 1, 1)]
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(stacked.own, batches, strategy, accumulate_grad_batches=2)
+    assert_same(ours, fit(stacked.own, batches, accumulate_grad_batches=2))
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_adapters_on_frozen_experts(stacks: bool, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those on the stacks themselves are added to all experts, so all come; beside them experts come by rows."""
+    monkeypatch.setattr(messages, "_SAID", set())
+    caplog.set_level("INFO", "lightning.pytorch")
+    targets = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if stacks else {}
+
+    def make() -> Any:
+        module = stacked.transformer("qwen3")
+        module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=2, target_modules=["q_proj"], **targets))
+        return module
+
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(make, stacked.tokens(), strategy)
+    assert_same(ours, fit(make, stacked.tokens()))
+    forwards = 3 * strategy.plan.stack_bytes  # backward needs no stack that adapters were added to
+    assert stacks == (strategy.stats().expert_bytes == forwards)
+    said = [record.message for record in caplog.records if "target_parameters" in record.message]
+    assert len(said) == stacks, "once for all layers"
+
+
+def test_merged_adapters_on_experts_need_no_others() -> None:
+    def make() -> Any:
+        module = stacked.transformer("qwen3")
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+        module.net = peft.get_peft_model(module.net, config)
+        module.net.merge_adapter()
+        return module
+
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = predictions(make, strategy)
+    assert_equal(ours, predictions(make), "predictions")
+    assert strategy.stats().expert_bytes < 3 * strategy.plan.stack_bytes
+
+
+# ---------------------------------------------------------------------- what something is routed to
+
+
+def _routing(change: Callable[[Tensor], Tensor]) -> type[Router]:
+    class Changed(Router):
+        def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            indices, weights = super().route(x)
+            return change(indices), weights
+
+    return Changed
+
+
+class NothingRouted(Router):
+    """No token comes to the experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices, weights = self.route(x)
+        return torch.tanh(self.before(x)) + self.experts(x[:0], indices[:0], weights[:0]).sum() + 0 * weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("block", "most"),
+    [
+        (_routing(torch.zeros_like), 1),
+        (_routing(lambda indices: indices[:, :1].expand(-1, 2)), 2),
+        (_routing(lambda indices: indices.int()), 4),
+        (NothingRouted, 0),
+    ],
+    ids=["all to one", "twice to the same", "int32", "nothing"],
+)
+def test_routing_extremes(block: type[Router], most: int) -> None:
+    strategy = superpipeline(k=1)
+    batches = stacked.rows()
+    with poisoned():
+        ours = fit(lambda: stacked.own(block), batches, strategy)
+    assert_same(ours, fit(lambda: stacked.own(block), batches))
+    uses = 2 * len(batches) * sum(layer.rows > 0 for layer in strategy.plan.layers)  # in forward and backward
+    assert strategy.stats().expert_misses <= uses * most
+
+
+class WithReference(stacked.Transformer):
+    """The loss of the adapted model beside that of the same one without adapters, as in preference tuning."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad(), self.net.disable_adapter():
+            reference = super().loss(batch)
+        return super().loss(batch) - 0.1 * reference
+
+
+@pytest.mark.parametrize(
+    "implementation", first(IMPLEMENTATIONS, "grouped_mm", why="adapters bring all experts in each")
+)
+def test_adapters_on_experts_that_are_disabled_for_one_forward(implementation: str) -> None:
+    def make() -> Any:
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+        return WithReference(peft.get_peft_model(stacked.transformer("qwen3", implementation).net, config))
+
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(make, stacked.tokens(), strategy)
+    assert_same(ours, fit(make, stacked.tokens()))
+    assert strategy.stats().expert_bytes < 2 * 3 * strategy.plan.stack_bytes, "the reference needs no others"
+
+
+class _AndOthers(nn.Module):
+    """Blocks of experts, and two linear layers after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stack() for _ in range(4))
+        self.others = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, torch.randperm(EXPERTS)[None, :2].expand(len(x), 2), torch.full((len(x), 2), 0.5))
+        return self.others(x)
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (1, 2)])
+def test_what_comes_ahead_leaves_a_slot_to_experts_on_demand(k: int, k_prime: int) -> None:
+    """Without it, a layer behind the experts is overwritten by each of their blocks, and fetched again after it."""
+    torch.manual_seed(0)
+    module, x = _AndOthers(), torch.randn(2, 16)
+    with streamed(module, Device(torch.device("cpu")), k=k, k_prime=k_prime) as streamer, torch.inference_mode():
+        for number in range(4):
+            with events() as happened:
+                step(streamer, lambda: module(x), training=False, quiet=number > 0)
+        names = [streamer._layers[int(i)].name for e in happened if e.startswith("fetch") for i in e[6:].split("+")]
+    assert sorted(names) == sorted(set(names))
+    assert "others.1" in names

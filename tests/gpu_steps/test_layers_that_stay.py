@@ -1,0 +1,260 @@
+"""Layers that stay on the device: what user code keeps, replaces or reads of them meanwhile, as on plain Lightning.
+
+Each test was written after a program whose numbers differed without an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from sp_lightning.layers.slots import Slots
+from tests.support.models import vectors
+from tests.support.nets import Does
+from tests.support.on_device import Stepped, on_device
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, superpipeline
+from tests.support.simdevice import simulated
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "all layers": lambda: on_device(gpu_layers=1.0, optimizer_overlap="off"),
+    "half of them": lambda: superpipeline(k=1, gpu_layers=0.5, optimizer_overlap="off"),
+}
+Act = Callable[[Any, Any], object]
+
+
+def weight(module: Any) -> Any:
+    found = module.net.blocks[0].inner.weight
+    assert isinstance(found, Tensor)
+    return found
+
+
+def momentum(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def after_batches(act: Act, make: Callable[[Any], Optimizer], strategy: Any, **options: Any) -> Outcome:
+    """Trains, and calls ``act`` with the trainer and the module after each batch."""
+    does = Does(on_train_batch_end=lambda trainer, module, *_: act(trainer, module))
+    return fit(lambda: Stepped(make), vectors(7), strategy, callbacks=[does], recorded="losses", **options)
+
+
+def assert_as_plain(act: Callable[[], Act], make: Callable[[Any], Optimizer], way: str, **options: Any) -> None:
+    """Compares with plain Lightning; each run gets an ``act`` of its own."""
+    with simulated():
+        ours = after_batches(act(), make, WAYS[way](), **options)
+    assert_same(ours, after_batches(act(), make, "auto", **options))
+
+
+# ---------------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_that_is_loaded_in_mid_run_counts(way: str) -> None:
+    def load() -> Act:
+        kept: list[Any] = []
+
+        def act(trainer: Any, _: Any) -> None:
+            optimizer = trainer.optimizers[0]
+            if trainer.global_step == 2:
+                kept.append(copy.deepcopy(optimizer.state_dict()))
+            if trainer.global_step == 4:
+                optimizer.load_state_dict(kept[0])
+
+        return act
+
+    assert_as_plain(load, AdamW, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_without_a_group_keeps_its_state(way: str) -> None:
+    def remove() -> Act:
+        removed: list[Tensor] = []
+
+        def act(trainer: Any, module: Any) -> None:
+            parameters = trainer.optimizers[0].param_groups[0]["params"]
+            if trainer.global_step == 2:
+                removed.append(parameters.pop(2))
+            if trainer.global_step == 3:
+                weight(module).norm()
+            if trainer.global_step == 4:
+                parameters.insert(2, removed[0])
+
+        return act
+
+    assert_as_plain(remove, AdamW, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
+def test_a_state_that_user_code_has_kept_is_the_optimizers(way: str, written: bool) -> None:
+    def run(strategy: Any) -> tuple[Outcome, list[Tensor]]:
+        kept: list[dict[str, Tensor]] = []
+        seen: list[Tensor] = []
+
+        def act(trainer: Any, module: Any) -> None:
+            if trainer.global_step == 2:
+                kept.append(trainer.optimizers[0].state[weight(module)])
+            if kept and written:
+                kept[0]["momentum_buffer"] = torch.full_like(weight(module), 0.5)
+            elif kept:
+                seen.append(kept[0]["momentum_buffer"].clone())
+
+        return after_batches(act, momentum, strategy), seen
+
+    with simulated():
+        ours, seen = run(WAYS[way]())
+    plain, expected = run("auto")
+    assert_same(ours, plain)
+    assert_equal(seen, expected, "state")
+
+
+# ---------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_storage_that_user_code_has_kept_has_the_weights(way: str) -> None:
+    def run(strategy: Any) -> list[list[int]]:
+        kept: list[Any] = []
+        seen: list[list[int]] = []
+
+        def act(trainer: Any, module: Any) -> None:
+            if trainer.global_step == 2:
+                kept.append(weight(module).untyped_storage())
+            if kept:
+                seen.append(list(kept[0])[:64])
+
+        after_batches(act, momentum, strategy)
+        return seen
+
+    with simulated():
+        ours = run(WAYS[way]())
+    assert ours == run("auto")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_casts_that_a_graph_has_saved_come_with_their_layer(way: str) -> None:
+    """User code asks for a layer between forward and backward."""
+
+    def look(trainer: Any, module: Any, *_: Any) -> None:
+        weight(module).norm()
+
+    def run(strategy: Any) -> Outcome:
+        does = Does(on_before_zero_grad=look)
+        return fit(Stepped, vectors(4), strategy, callbacks=[does], recorded="losses", precision="bf16-mixed")
+
+    with simulated():
+        ours = run(WAYS[way]())
+    assert_same(ours, run("auto"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_another_thread_has_kept_does_not_stop_updates(way: str) -> None:
+    def keep() -> Act:
+        kept: list[Tensor] = []
+
+        def act(trainer: Any, module: Any) -> None:
+            if trainer.global_step == 2:
+                thread = threading.Thread(target=lambda: kept.append(weight(module).detach()))
+                thread.start()
+                thread.join()
+
+        return act
+
+    ours = after_batches(keep(), momentum, WAYS[way]())
+    assert_same(ours, after_batches(keep(), momentum, "auto"))
+
+
+def test_a_layer_that_stays_never_takes_the_slot_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Slots] = []
+    make = Slots.__init__
+
+    def noting(self: Slots, *args: Any, **options: Any) -> None:
+        found.append(self)
+        make(self, *args, **options)
+
+    monkeypatch.setattr(Slots, "__init__", noting)
+    checked: list[bool] = []
+
+    def act(*_: Any) -> None:
+        slots = found[0]
+        first, *others = [layer for layer in slots._layers if layer.own_slot is not None]
+        assert first.own_slot is not None
+        view = first.own_slot.lease.memory[:4]  # which user code holds
+        checked.append(slots.find(first, lambda layer: 1.0) in [layer.own_slot for layer in others])
+        del view
+
+    with simulated():
+        after_batches(act, momentum, on_device(gpu_layers=1.0, optimizer_overlap="off"))
+    assert checked
+    assert not any(checked)
+
+
+# ---------------------------------------------------------------------- steps of user code
+
+
+class Declared(Optimizer):
+    """Writes gradients, and looks at attributes of its parameters."""
+
+    steps_each_parameter_alone = True
+
+    def __init__(self, parameters: Any, unseen: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.unseen = unseen
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None and p.requires_grad:
+                (p.grad.data if self.unseen else p.grad).mul_(0.5)
+                p.sub_(p.grad, alpha=0.1 * getattr(p, "scale", 1.0))
+        return loss
+
+
+@pytest.mark.parametrize("unseen", [False, True], ids=["grad", "grad.data"])
+@pytest.mark.parametrize("options", [{"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}], ids=str)
+def test_gradients_that_a_step_writes_are_read_as_it_has_left_them(unseen: bool, options: dict[str, Any]) -> None:
+    def run(strategy: Any) -> tuple[Outcome, list[Any]]:
+        seen: list[Any] = []
+
+        def act(_: Any, module: Any) -> None:
+            seen.append([None if p.grad is None else p.grad.clone() for p in module.parameters()])
+
+        return after_batches(act, lambda parameters: Declared(parameters, unseen), strategy, **options), seen
+
+    with simulated():
+        ours, seen = run(WAYS["all layers"]())
+    plain, expected = run("auto")
+    assert_same(ours, plain)
+    assert_equal(seen, expected, "gradients")
+
+
+@pytest.mark.parametrize("what", ["scale", "requires_grad"])
+def test_a_step_finds_the_attributes_that_parameters_have_now(what: str) -> None:
+    def scale(trainer: Any, module: Any, *_: Any) -> None:
+        if what == "scale":
+            weight(module).scale = 1 / (1 + trainer.global_step)
+
+    def freeze(trainer: Any, module: Any, *_: Any) -> None:
+        if what == "requires_grad" and trainer.global_step == 2:
+            weight(module).requires_grad_(False)
+
+    def run(strategy: Any) -> Outcome:
+        does = Does(on_train_batch_end=scale, on_after_backward=freeze)
+        make = partial(Declared, unseen=False)
+        return fit(lambda: Stepped(make), vectors(7), strategy, callbacks=[does], recorded="losses")
+
+    with simulated():
+        ours = run(WAYS["all layers"]())
+    assert_same(ours, run("auto"))

@@ -1,0 +1,681 @@
+"""``python -m sp_lightning``: what it says of real models, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from sp_lightning.__main__ import main
+from sp_lightning.activations import offload
+from sp_lightning.plan.units import human_bytes
+from sp_lightning.planner.arguments import make_parser
+from tests.support.answers import plan
+from tests.support.models import Module, Stack
+from tests.support.runs import fit, superpipeline
+from tests.support.simdevice import simulated
+from tests.support.tiers import first
+
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
+
+
+@pytest.mark.long("a model of many billions of parameters")
+def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.perf_counter()
+    found = plan(
+        capsys, str(SHAPES / "llama-3-70b.json"), "--precision", "bf16-true", "--gpu-memory", "24GiB",
+        "--host-memory", "560GiB", "--gradient-checkpointing", "--k", "1", "2",
+    )  # fmt: skip
+    assert time.perf_counter() - start < 120
+    assert found["parameters"] == 70_553_706_496
+    assert len(found["layers"]) == 81
+    assert found["tables"] == [{"name": "model.embed_tokens", "bytes": 128256 * 8192 * 2}]
+    # Eight bytes for each: weight, gradient and two moments in bfloat16.
+    assert found["host_bytes"] == pytest.approx(8 * 70.55e9, rel=0.02)
+    # 6 N T, and 2 N T for the recompute of the blocks; attention comes on top, embeddings need none.
+    assert 0.9 < found["flops"] / (8 * 70.55e9 * 2048) < 1.1
+    assert found["best"] == {"k": 1, "k_prime": 1}
+    assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layers"),
+    first(
+        [
+            ([str(SHAPES / "vit-giant.json"), "--batch-size", "4"], 40),
+            ([str(SHAPES / "llava-1.5-7b.json")], 45),
+            ([str(SHAPES / "llama-3-8b.json"), "--predict"], 33),
+            (["resnet18", "--batch-size", "2"], 7),
+            (["vit_b_16", "--predict"], 12),
+        ],
+        if_=lambda each: each[0][0] == "resnet18",
+        second=[([str(SHAPES / "llama-3-8b.json"), "--predict"], 33), (["vit_b_16", "--predict"], 12)],
+        why="models of billions of parameters",
+    ),
+    ids=["vit-giant", "llava", "llama-predict", "resnet18", "vit_b_16"],
+)
+def test_models_of_all_kinds(arguments: list[str], layers: int, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, *arguments, "--gpu-memory", "24GiB", "--k", "1")
+    assert found["activation_bytes"], "it was run on paper"
+    assert re.match(
+        r"(You don't need sp_lightning: .*\nWith this strategy|It fits): SuperpipelineStrategy\(k=1", found["verdict"]
+    )
+    assert len(found["layers"]) >= layers
+
+
+@pytest.mark.long("a model of billions of parameters")
+def test_generation_counts_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two numbers of so many heads, in each layer, for each token; the prompts' logits are of their last token only."""
+    model = str(SHAPES / "llama-3-8b.json")
+    cache = 2 * 32 * 8 * 128 * 2  # bytes of a token
+    options = ["--precision", "bf16-true", "--generate", "64", "--tokens", "448", "--k", "2"]
+    found = {batch: plan(capsys, model, *options, "--batch-size", str(batch)) for batch in (1, 16)}
+    for batch, answer in found.items():
+        assert batch * 512 * cache < answer["activation_bytes"] < 3 * batch * 512 * cache + 2**29
+        assert answer["training"] is False
+        assert answer["generated_tokens"] == 64
+        assert f"each token of {batch} sequence" in answer["verdict"]
+    # Weights are fetched once for all sequences: sixteen take hardly longer than one.
+    assert found[16]["windows"][0]["seconds"] < 1.1 * found[1]["windows"][0]["seconds"]
+    assert found[16]["prompt_seconds"] > found[1]["prompt_seconds"]
+
+
+@pytest.mark.parametrize(
+    "model", first(["resnet50", str(SHAPES / "vit-giant.json")], "resnet50", why="a model of billions of parameters")
+)
+def test_generation_by_models_that_have_no_cache(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", model, "--generate", "8"])
+    assert stop.value.code == 2
+    assert "with a key-value cache; leave out --generate" in capsys.readouterr().err
+
+
+@pytest.mark.rest("a model of real size is counted")
+def test_generation_of_an_encoder_and_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The decoder reads the encoder's output through keys and values of its own; the prompts are the encoder's."""
+    config = transformers.T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=4, num_heads=4, vocab_size=4096)
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    options = ["--generate", "16", "--tokens", "128", "--batch-size", "4", "--k", "1"]
+    found = plan(capsys, str(tmp_path), *options)
+    cache = 4 * (2 * 4 * 256 * (128 + 16)) * 4  # bytes: sequences × (keys and values, layers, width) of both attentions
+    assert cache < found["activation_bytes"]
+    assert "each token of 4 sequences" in found["verdict"]
+
+
+class Known(Module):
+    """A factory for the command line: it says what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.example_input_array = torch.zeros(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+class Unknown(nn.Module):
+    """It does not, and its forward looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+
+
+class LooksAtValues(Known):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) if x.sum() > 0 else self.net(-x)  # type: ignore[no-any-return]
+
+
+def test_what_is_said_on_paper_is_what_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers, and the most device memory, activations included; the simulated device counts every byte."""
+    found = plan(
+        capsys, "tests.planner.test_plan_command:Known", "--precision", "32-true", "--k", "1", "--k-prime", "1"
+    )
+    with simulated(capacity=2**40) as devices:
+        outcome = fit(Known, [torch.zeros(4, 16)] * 3, superpipeline(k=1, k_prime=1), recorded="losses")
+    run: Any = outcome.trainer.strategy
+    assert [each["bytes"] for each in found["layers"]] == [each.nbytes for each in run.plan.layers]
+    (window,) = found["windows"]
+    assert devices[0].peak <= window["device_bytes"] <= 1.5 * devices[0].peak
+
+
+@pytest.mark.parametrize("name", ["Unknown", "LooksAtValues"])
+def test_modules_that_cannot_be_run_without_values_are_estimated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", f"tests.planner.test_plan_command:{name}", "--k", "1"])
+    assert ended.value.code == 3
+    text = capsys.readouterr().out
+    assert "activations unknown: no batch could be run without values" in text
+    assert "SuperpipelineStrategy(k=1" in text
+
+
+class SaysMuch(Known):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("\n  The input is not to my taste.\nIt never is.\n")
+
+
+def test_the_first_line_of_an_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "tests.planner.test_plan_command:SaysMuch", "--k", "1"])
+    assert "ValueError: The input is not to my taste" in capsys.readouterr().out
+
+
+def needs_hub_code(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nothing-like-it", "Unknown model 'nothing-like-it'. Expected package.module"),
+        ("swin_tt", "Unknown model 'swin_tt'. Did you mean 'swin_t' or "),
+        ("tests.planner.test_plan_command:Missing", "has no attribute 'Missing'"),
+        ("no.such.module:Factory", "No module named 'no'"),
+        ("builtins:dict", "returned a dict; expected an nn.Module"),
+        ("/no/such/folder", "'/no/such/folder' does not exist. Expected package.module"),
+        ("../no/such/folder", "'../no/such/folder' does not exist. Expected package.module"),
+        ("missing.json", "'missing.json' does not exist"),
+        (needs_hub_code, "needs code from a model hub"),
+    ],
+)
+def test_bad_models(model: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", model(tmp_path) if callable(model) else model])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory=24X", "--gpu-memory=much", "--k=0", "--pcie=-1", "--batch-size=x"])
+def test_bad_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "resnet50", option])
+    assert ended.value.code == 2
+    assert f"argument {option.partition('=')[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.rest("it imports matplotlib")
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "windows.png"
+    main(["plan", "tests.planner.test_plan_command:Known", "--plot", str(file), "--gpu-memory", "1GiB"])
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64, "num_layers": 2, "d_ff": 64,
+           "num_heads": 2, "d_kv": 32, "vocab_size": 128, "decoder_start_token_id": 0},
+    "whisper": {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 64,
+                "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+                "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 0,
+                "eos_token_id": 0, "decoder_start_token_id": 0},
+    "mixtral": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+                "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8,
+                "num_experts_per_tok": 2, "vocab_size": 128},
+    "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 2,
+             "n_positions": 512, "vocab_size": 128},
+}  # fmt: skip
+
+
+def config(name: str, folder: Path, **more: Any) -> str:
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps({**CONFIGS[name], **more}))
+    return str(file)
+
+
+@pytest.mark.rest("seconds for each model")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_encoder_decoders_speech_and_experts_are_run(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(capsys, config(name, tmp_path), "--tokens", "64", "--k", "1")
+    assert found["activation_bytes"], found["why_no_activations"]
+
+
+def test_experts_count_for_the_tokens_that_are_routed_to_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(
+        capsys, config("mixtral", tmp_path), "--predict", "--tokens", "64", "--precision", "32-true", "--k", "1"
+    )
+    experts = 4 * 2 * (3 * 256 * 512)  # of each token, in all layers: two of eight
+    others = 4 * 4 * 256 * 256 + 128 * 256 + 4 * 8 * 256
+    assert found["flops"] == pytest.approx(2 * 64 * (experts + others), rel=0.1)
+
+
+@pytest.mark.rest("a language model is run on paper twice")
+def test_attention_with_dropout_takes_no_more_than_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A GPU has kernels for it; the CPU has not, and would keep the matrix of all pairs of tokens."""
+    with_dropout = plan(capsys, config("gpt2", tmp_path), "--tokens", "128", "--k", "1")["activation_bytes"]
+    without = plan(capsys, config("gpt2", tmp_path, attn_pdrop=0.0), "--tokens", "128", "--k", "1")["activation_bytes"]
+    assert with_dropout == without
+
+
+@pytest.mark.rest("a model of real size is counted")
+def test_groups_of_convolutions_count_in_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    forward = plan(capsys, "mobilenet_v2", "--predict", "--k", "1", "--precision", "32-true")["flops"]
+    assert plan(capsys, "mobilenet_v2", "--k", "1", "--precision", "32-true")["flops"] == pytest.approx(
+        3 * forward, rel=0.05
+    )
+
+
+@pytest.mark.rest("a model of real size is counted")
+def test_a_detector_is_built_without_a_download(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1")
+    assert found["activation_bytes"] is None
+    assert "activations are unknown" not in found["verdict"]
+    found = plan(capsys, "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--gpu-memory", "1GiB")
+    assert found["verdict"].startswith("Weights and gradients fit, activations are unknown: ")
+
+
+class ConfiguresModel(Module):
+    """Makes what is large where a strategy can help."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        self.net = Stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def test_a_module_that_is_made_late_and_an_input_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "tests.planner.test_plan_command:ConfiguresModel", "--input", "4", "16", "--k", "1")
+    known = plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1")
+    assert found["parameters"] == known["parameters"]
+    assert found["activation_bytes"] == known["activation_bytes"]
+    assert found["batch"] == "a batch of 4 × 16"
+
+
+def make_known_by_name() -> nn.Module:
+    module = Known()
+    module.example_input_array = {"x": torch.zeros(4, 16)}  # type: ignore[assignment]
+    return module
+
+
+def test_an_example_of_keyword_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "tests.planner.test_plan_command:make_known_by_name", "--k", "1")
+    assert (
+        found["activation_bytes"]
+        == plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1")["activation_bytes"]
+    )
+
+
+class WithoutForward(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.example_input_array = torch.zeros(4, 16)
+
+
+class BareWithoutForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+
+
+@pytest.mark.parametrize("name", ["WithoutForward", "BareWithoutForward"])
+@pytest.mark.parametrize("shape", [(), ("--input", "4", "16")])
+def test_a_module_without_a_forward(name: str, shape: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, f"tests.planner.test_plan_command:{name}", *shape, "--k", "1")
+    assert found["why_no_activations"].startswith(f"{name} has no forward; define one that calls the network as ")
+    assert plan(capsys, "tests.planner.test_plan_command:Stack", "--input", "4", "16", "--k", "1")["activation_bytes"]
+
+
+def test_little_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    needed = plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1")["windows"][0]["device_bytes"]
+    found = plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1", "--gpu-memory", f"{needed - 3}B")
+    assert " available, 3 B short." in found["verdict"]
+
+
+def test_what_does_not_fit_ends_with_another_status(capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer is printed all the same."""
+    for option in ("--gpu-memory=1KiB", "--host-memory=1KiB"):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "tests.planner.test_plan_command:Known", "--k", "1", option])
+        assert ended.value.code == 1
+        assert "It does not fit: " in capsys.readouterr().out
+
+
+class TakesTokens(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Embedding(64, 16), Stack()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(ids)  # type: ignore[no-any-return]
+
+
+class TakesEightTokens(TakesTokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(8, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.positions
+
+
+def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "tests.planner.test_plan_command:TakesTokens", "--input", "4", "8", "--k", "1")
+    assert found["batch"] == "a batch of 4 × 8 whole numbers"
+    assert found["activation_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            ["vit_b_16", "--image", "100"],
+            "cannot take that (AssertionError: Wrong image height! Expected 224 but got 100!). "
+            "Leave --image out: it is run with 1 image of 224 × 224 then.",
+            marks=pytest.mark.rest("a model of real size is run on paper"),
+        ),
+        ([str(SHAPES / "llama-3-8b.json"), "--image", "100"], "takes no images. Leave --image out."),
+        (
+            ["tests.planner.test_plan_command:ConfiguresModel", "--input", "4", "8"],
+            "set example_input_array in the module",
+        ),
+        (
+            ["tests.planner.test_plan_command:TakesEightTokens", "--input", "4", "9"],
+            "; whole numbers: RuntimeError: ",
+        ),
+    ],
+)
+def test_sizes_that_the_model_cannot_take(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not the activations are unknown then; and torch's own log of what was tried is not shown."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments, "--k", "1"])
+    assert ended.value.code == 2
+    said = capfd.readouterr().err
+    assert message in said
+    assert said.startswith("python -m sp_lightning plan: --i")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", [["--batch-size", "4"], ["--image", "224"]], ids=" ".join)
+def test_sizes_of_named_models_are_refused_for_a_factory(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "tests.planner.test_plan_command:TakesTokens", *option])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"python -m sp_lightning plan: {option[0]} cannot be used with 'tests.planner.test_plan_command:TakesTokens'. "
+        "Use --input, batch first (for example --input 4 3 224 224), or change the module's example_input_array.\n"
+    )
+
+
+@pytest.mark.long("a model of billions of parameters")
+def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    """As much computing as a slow host's updates take; and links so slow that weights are waited for."""
+    model = [
+        str(SHAPES / "llama-3-8b.json"),
+        "--precision",
+        "bf16-true",
+        "--tokens",
+        "4096",
+        "--k",
+        "1",
+        "--k-prime",
+        "1",
+    ]
+
+    def faster(*arguments: str) -> str:
+        main(["plan", *model, *arguments])
+        (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        return str(line)
+
+    waited = r"with k = 1 and k' = 1, the GPU waits ([\d.e+-]+) of ([\d.e+-]+) s for "
+    rarer = "optimizer steps\\. Use a larger batch or accumulate_grad_batches\\. "
+    assert re.fullmatch(waited + rarer + r"--optimizer-overlap backward takes \S+ s\.", faster())
+    fetches = waited + "uploads\\. Use a larger k or gpu_memory, or more tokens.*"
+    assert re.fullmatch(fetches, faster("--pcie", "3", "--host-bandwidth", "1000"))
+    all_of_it = re.fullmatch(
+        fetches, faster("--predict", "--host-bandwidth", "40", "--batch-size", "1", "--tokens", "16")
+    )
+    assert all_of_it is not None
+    assert float(all_of_it[1]) >= 0.9 * float(all_of_it[2])
+    computes = (
+        r"with k = 1 and k' = 1, the device computes (9\d|100)% of the time; fewer operations or a faster device help\."
+    )
+    assert re.fullmatch(computes, faster("--host-bandwidth", "1000"))
+    assert re.fullmatch(computes, faster("--tokens", "8192", "--host-bandwidth", "120"))  # what helps
+
+
+def test_layers_too_small_for_the_host_are_named_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=256
+    )
+    config.save_pretrained(tmp_path)
+    main(["plan", str(tmp_path), "--tokens", "16", "--k", "2", "--k-prime", "1", "--verbose"])
+    said = capsys.readouterr().out
+    (row,) = re.findall(r"^   2   1 .*$", said, re.MULTILINE)
+    assert re.search(r"  host ◀$", row)
+    assert re.search(r"^faster: .* s for Python\. Use larger layers \(layers=\)", said, re.MULTILINE)
+
+
+def test_each_column_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "tests.planner.test_plan_command:Known", "--k", "1", "--verbose"])
+    lines = capsys.readouterr().out.splitlines()
+    (head,) = [line for line in lines if "weights+grads" in line and "binds" in line]
+    explained = {
+        re.split(r"\s{2,}", line.strip())[0] for line in lines[lines.index(head) + 1 :] if line.startswith("  ")
+    }
+    assert {"k", "k'", "weights+grads", "with the rest", "waiting", "binds"} <= explained
+
+
+def test_plain_training_is_shown_with_its_optimizer_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the recipes compute it: weights, gradients and AdamW's moments."""
+    count = sum(p.numel() for p in Known().parameters())
+    main(["plan", "tests.planner.test_plan_command:Known", "--k", "1", "--verbose"])
+    assert f"weights and gradients; plain {human_bytes(16 * count)} with optimizer state\n" in capsys.readouterr().out
+    main(["plan", "tests.planner.test_plan_command:Known", "--k", "1", "--predict", "--verbose"])
+    assert f"weights; plain {human_bytes(4 * count)}\n" in capsys.readouterr().out
+
+
+@pytest.mark.rest("models of real size are counted")
+def test_times_of_images_are_not_guessed_from_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--batch-size", "2"])
+    text = capsys.readouterr().out
+    assert "as if each weight was used 392 times in a forward" in text  # 2 images of 14 × 14 patches
+    assert "token" not in text.replace("tokens or images per batch", "")  # of any batch
+
+
+def frozen() -> nn.Module:
+    return Stack().requires_grad_(False)
+
+
+def fails() -> None:
+    raise KeyError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("torch.nn:Identity", "'torch.nn:Identity' has no parameters"),
+        ("tests.planner.test_plan_command:frozen", "requires a gradient. Say --predict."),
+        ("torch.nn:Linear", "'() failed: TypeError"),
+        ("tests.planner.test_plan_command:fails", "() failed: KeyError"),
+    ],
+)
+def test_factories_that_make_nothing(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", model])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ('{"model_type": "no-such"}', "got 'no-such'"),
+        (json.dumps(CONFIGS["gpt2"]), "--tokens 2048: "),
+    ],
+)
+def test_bad_configs(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path), "--tokens", "2048"])
+    assert message in capsys.readouterr().err
+
+
+def test_no_gradients_where_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, shown in ((["--predict"], False), ([], True)):
+        main(["plan", "tests.planner.test_plan_command:Known", "--k", "1", "--verbose", *options])
+        text = capsys.readouterr().out
+        assert ("gradients in flight" in text) == shown
+        assert "activations and intermediate results" in text
+        assert "SuperpipelineStrategy(k=1" in text
+
+
+def test_activations_in_each_mode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device memory, host memory and time are those of the mode that was asked for."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+    arguments = ["tests.planner.test_plan_command:Known", "--k", "1", "--k-prime", "1"]
+    kept = plan(capsys, *arguments)
+    saved, (window,) = kept["saved_bytes"], kept["windows"]
+    assert saved["keep"] > max(saved["recompute"], saved["offload"])
+    for mode in ("recompute", "offload"):
+        found = plan(capsys, *arguments, "--activations", mode)
+        (other,) = found["windows"]
+        freed = saved["keep"] - saved[mode]
+        assert (found["flops"] > 1.25 * kept["flops"]) == (mode == "recompute")
+        assert kept["activation_bytes"] - found["activation_bytes"] == freed
+        assert window["device_bytes"] - other["device_bytes"] == freed
+        assert found["host_bytes"] - kept["host_bytes"] == (kept["offloaded_bytes"] if mode == "offload" else 0)
+        assert (other["busy_seconds"]["compute"] > window["busy_seconds"]["compute"]) == (mode == "recompute")
+        assert (other["busy_seconds"]["drain"] > window["busy_seconds"]["drain"]) == (mode == "offload")
+        assert f'activations="{mode}"' in found["verdict"]
+    assert "activations=" not in kept["verdict"]
+
+
+def test_second_forwards_count_where_activations_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tests.planner.test_plan_command:Unknown", "--k", "1", "--k-prime", "1"]
+    (kept,) = plan(capsys, *arguments)["windows"]
+    (again,) = plan(capsys, *arguments, "--activations", "recompute")["windows"]
+    assert again["busy_seconds"]["compute"] == pytest.approx(4 / 3 * kept["busy_seconds"]["compute"])
+
+
+@pytest.mark.rest("a model of real size is counted")
+def test_logits_are_told_where_they_are_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", config("gpt2", tmp_path, vocab_size=50_000), "--tokens", "64", "--k", "1", "--verbose"])
+    text = capsys.readouterr().out
+    assert (
+        "note: 12.2 MiB of activations lie outside the layers (largest: float32 (64, 50000), 12.2 MiB). activations="
+        in text
+    )
+    assert "(examples/guide/activations.md)" in text
+    main(["plan", config("gpt2", tmp_path), "--tokens", "512", "--batch-size", "8", "--k", "1", "--verbose"])
+    text = capsys.readouterr().out
+    assert "  recompute  " in text
+    assert "MiB on the host" in text
+    assert "outside of all layers" not in text
+    main(["plan", config("gpt2", tmp_path), "--predict", "--tokens", "64", "--k", "1", "--verbose"])
+    assert "  recompute  " not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- the command line itself
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--bach", "Did you mean --batch-size?"),
+        ("--overlap", "Did you mean --optimizer-overlap?"),
+        ("--checkpointing", "Did you mean --gradient-checkpointing?"),
+        ("--cpu-offload", "always offloaded"),
+        ("--banana", "plan --help` lists all options"),
+    ],
+)
+def test_an_unknown_option_gets_a_suggestion(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "resnet18", option, "1"])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("usage: ")
+    assert " plan MODEL" in message
+    assert f"unrecognized argument: {option}." in message
+    assert said in message
+
+
+@pytest.mark.parametrize("size", ["24", "24G", "24GiB"])
+def test_a_size_without_a_unit_is_in_gib(size: str) -> None:
+    assert make_parser().parse_args(["plan", "resnet18", "--gpu-memory", size]).gpu_memory == 24 * 2**30
+
+
+def test_help_needs_neither_torch_nor_lightning() -> None:
+    code = "import runpy, sys; sys.argv = ['superpipeline', 'plan', '--help']; import sp_lightning.__main__ as it\n"
+    code += "try: it.main()\nexcept SystemExit: print(sorted({'torch', 'lightning'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.rest("a subprocess that imports torch")
+def test_the_console_script_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))\n"
+    )
+    code = "import sys; sys.path.pop(0); sys.argv = ['superpipeline', 'plan', 'mine:make', '--input', '2', '8', '--k', '1']\n"
+    code += "import sp_lightning.__main__ as it; it.main()"
+    environment = {**os.environ, "PYTHONPATH": str(SHAPES.parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "SuperpipelineStrategy(" in done.stdout
+
+
+@pytest.mark.rest("a subprocess that imports torch")
+def test_a_reader_that_has_seen_enough_is_not_an_error() -> None:
+    command = f"{sys.executable} -m sp_lightning plan resnet18 --k 1 | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_the_keys_of_an_answer_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs read them. The CHANGELOG says what changes."""
+    assert set(plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1")) == {
+        "activation_bytes", "activations", "assumed", "batch", "best", "checkpointed_bytes", "devices", "disk", "flops",
+        "generated_tokens", "gpu_layers", "host_bytes", "host_bytes_while_training",
+        "host_fits", "host_parts", "layers", "measured", "model", "nodes", "notes",
+        "offloaded_bytes", "optimizer_on", "parameters", "plain_bytes", "precision", "prompt_seconds", "saved_bytes", "tables",
+        "trained_parameters", "training", "trials", "verdict", "why_no_activations", "windows",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check", "M.json"], "`plan` takes a config; `check` needs your own module"),
+        (["check", "json"], "'json' is a module. Expected json:Name"),
+        (["rates", "--disk", "/no/such/folder"], "--disk /no/such/folder: not a folder"),
+        (["rates", "--seconds", "abc"], "must be a number above 0, got abc"),
+        (["plan", "resnet18", "--gpu-memory", "much"], "'much' is not a size. For example 24GiB"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_was_expected(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_lightnings_commands_need_a_model() -> None:
+    with pytest.raises(SystemExit, match=r"fit: no model\. Expected --config FILE or --model package\.Class"):
+        main(["fit"])

@@ -1,0 +1,304 @@
+"""The parts of ``plan --hours``, ``--rates`` and ``--from`` by themselves, without a run, and mostly without a plan."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.device import Device
+from sp_lightning.observe.reached import Reached
+from sp_lightning.planner import measured, rates
+from sp_lightning.planner.answer import Answer, answer
+from sp_lightning.planner.arguments import Measured, command
+from sp_lightning.planner.budget import Budget, _accumulated, _epochs, _ways, in_words, trainer_call
+from sp_lightning.planner.estimate import estimate_model
+from sp_lightning.planner.remedies import _steps
+from sp_lightning.planner.scaling import _embedded, refuse_another_size
+from tests.support.answers import question
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.example_input_array = torch.zeros(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+SMALL = "tests.planner.test_plan_measured:Small"
+
+
+def answered(*options: str) -> Answer:
+    return answer(estimate_model(question(SMALL, "--precision", "32-true", *options)))
+
+
+# ---------------------------------------------------------------------- hours
+
+
+def test_updates_that_cannot_run_in_the_background_do_so_in_no_way() -> None:
+    ways = _ways(answered("--optimizer", "muon", "--accumulate-grad-batches", "1").estimate)
+    found = {(each.question.optimizer_overlap, each.question.optimizer_on) for each in ways}
+    assert found == {("auto", "cpu"), ("auto", "gpu"), ("backward", "gpu")}
+
+
+def test_what_is_given_and_what_does_not_fit_are_not_accumulated() -> None:
+    given, open_ = (answered("--k", "1", "--k-prime", "1", *more) for more in (("--accumulate-grad-batches", "1"), ()))
+    assert [each.question.accumulate_grad_batches for each in _accumulated(open_)] == [1, 4, 16]
+    for alone in (given, replace(open_, best=None)):
+        assert list(_accumulated(alone)) == [alone]
+
+
+def test_windows_that_do_not_fit_are_not_accumulated() -> None:
+    found = answered()
+    slowest = max(found.rows, key=lambda row: row.prediction.seconds)
+    rows = tuple(replace(row, fits=row is slowest) for row in found.rows)
+    _, *more = _accumulated(replace(found, rows=rows, best=slowest))
+    assert {row.plan.k for each in more for row in each.rows} == {slowest.plan.k}
+
+
+def test_a_part_of_a_second_is_one_to_the_trainer() -> None:
+    found = answered("--hours", "0.0001")
+    assert 'max_time={"seconds": 1}' in trainer_call(Budget(found, 0.36, 1, "samples"))
+
+
+def test_too_few_steps_are_said() -> None:
+    asked = question(SMALL, "--hours", "1", "--least-steps", "10")
+    found = answered("--hours", "1", "--k", "1", "--k-prime", "1")
+    each = found.shown.prediction.seconds
+    few, enough = ("\n".join(in_words([Budget(found, count * each, 1, "samples")], asked)) for count in (9.5, 10.5))
+    assert "No way that fits reaches 10 steps (--least-steps)" in few
+    assert "--least-steps)" not in enough
+
+
+@pytest.mark.parametrize(("epochs", "said"), [(None, ""), (4, ", 4 epochs"), (5, ", 5 epochs; data that comes more")])
+def test_how_often_the_data_comes(epochs: float | None, said: str) -> None:
+    words = _epochs(SimpleNamespace(epochs=epochs))  # type: ignore[arg-type]
+    assert words.startswith(said)
+    assert ("teaches little" in words) == (epochs == 5)
+
+
+# ---------------------------------------------------------------------- rates
+
+RATES: dict[str, Any] = {
+    "kind": "rates",
+    "machine": {"accelerator": "Loom", "processor": "Abacus", "cores": 8},
+    "measured": {
+        "tflops": {"fp32": 1, "bf16": 2, "fp16": 3}, "pcie": "5GB/s", "disk": "3GB/s", "synchronous": False,
+        "python": {"training": [3e-5, 2e-6], "inference": [1e-5, 1e-6]},
+    },
+}  # fmt: skip
+
+
+def with_rates(folder: Path, *options: str) -> Any:
+    file = folder / "rates.json"
+    file.write_text(json.dumps(RATES))
+    (found,) = measured.with_rates([question(SMALL, "--rates", str(file), *options)])
+    return found
+
+
+def test_a_command_names_the_file_and_not_what_is_in_it(tmp_path: Path) -> None:
+    found = with_rates(tmp_path, "--host-bandwidth", "9GB/s")
+    assert (found.pcie, found.tflops) == (5e9, 2)
+    said = command(found)
+    assert f"--rates {tmp_path}" in said
+    assert "--host-bandwidth 9GB/s" in said
+    assert "--pcie" not in said
+    assert "--tflops" not in said
+
+
+def test_a_drive_that_was_measured_is_no_drive_that_was_asked_for(tmp_path: Path) -> None:
+    """It is what a plan is told to try that lacks host memory."""
+    found = with_rates(tmp_path, "--host-memory", "1GiB")
+    assert found.disk is None
+    assert {"disk": 3e9} in [changes for changes, _, _ in _steps(answer(estimate_model(found)))]
+    assert with_rates(tmp_path, "--disk", "7GB/s").disk == 7e9
+
+
+def test_the_host_is_measured_anew_if_that_is_asked_for(tmp_path: Path) -> None:
+    assert with_rates(tmp_path).measured.python == (3e-5, 2e-6)
+    assert with_rates(tmp_path, "--predict").measured.python == (1e-5, 1e-6)
+    assert with_rates(tmp_path, "--measure-host").measured.python is None
+
+
+@pytest.mark.parametrize(("processor", "cores"), [("Abacus", 8), ("Abacus", 4), ("Slide rule", 8)])
+def test_a_machine_is_its_processor_and_its_cores(
+    processor: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"accelerator": None, "processor": processor, "cores": cores}
+    monkeypatch.setattr(measured, "machine_of", lambda device: here)
+    notes = with_rates(tmp_path).measured.notes
+    if (processor, cores) == ("Abacus", 8):
+        assert not notes
+    else:
+        (note,) = notes
+        assert note.endswith(f"another machine, Loom, Abacus, 8 cores; this one has {processor}, {cores} cores.")
+
+
+def test_an_accelerator_that_is_not_here_is_refused() -> None:
+    with pytest.raises(ValueError, match="--accelerator loom: torch finds "):
+        measured.run_rates(Namespace(accelerator="loom", seconds=0.1, disk=None))
+
+
+class Link(Device):
+    """Copies beside each other, and counts what it page-locks."""
+
+    synchronous = False
+
+    def __init__(self, room: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.room, self.locked = room, list[int]()
+
+    def pin(self, memory: Tensor) -> bool:
+        if len(self.locked) == self.room:
+            return False
+        self.locked.append(memory.data_ptr())
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        self.locked.remove(memory.data_ptr())
+
+
+def test_a_link_is_measured_both_ways_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, locked = Link(room=2), list[int]()
+
+    def half_a_second(call: Any, seconds: float, device: Any) -> float:
+        call()
+        locked.extend(device.locked)
+        return 0.5
+
+    monkeypatch.setattr(rates, "median_seconds", half_a_second)
+    assert rates.link_bytes(device, 2**16, 1) == 2**16 / 0.5
+    assert len(set(locked)) == 2
+    assert not device.locked, "it is given back"
+
+
+def test_memory_that_is_not_locked_is_no_measure_of_a_link() -> None:
+    device = Link(room=1)
+    with pytest.raises(OSError, match="page-locks no 1 MiB of host memory: raise `ulimit -l`"):
+        rates.link_bytes(device, 2**20, 1)
+    assert not device.locked
+
+
+# ---------------------------------------------------------------------- what a run has reached
+
+REPORT: dict[str, Any] = {
+    "kind": "report", "seconds": 1.0, "batches": 8, "model": "Small", "devices": 1, "parameters": 288, "trained": 288,
+    "k": 2, "k_prime": 1, "accumulate_grad_batches": 1, "precision": "32-true", "activations": "keep",
+    "optimizer_overlap": "backward",
+    "optimizer_on": "cpu", "shape": [4, 16],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "found", "why"),
+    [
+        ("--from", {**REPORT, "seconds": 0}, "not a file of report .ZeroDivisionError"),
+        ("--from", RATES, "not a file of report .ValueError: it is of 'rates'"),
+        ("--rates", REPORT, "not a file of rates .ValueError: it is of 'report'"),
+    ],
+)
+def test_why_a_file_is_none_is_said(option: str, found: dict[str, Any], why: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps(found))
+    asked = question(SMALL, option, str(file))
+    with pytest.raises(ValueError, match=why):
+        measured.corrected(measured.with_rates([asked])[0], print)
+
+
+def test_a_run_that_updated_in_backward_has_not_clipped() -> None:
+    asked = question(SMALL, "--gradient-clip", "norm")
+    assert measured._as_reached(asked, REPORT)["gradient_clip"] is None
+    assert "gradient_clip" not in measured._as_reached(asked, {**REPORT, "optimizer_overlap": "off"})
+
+
+CONFIG = str(Path(__file__).parents[2] / "examples" / "shapes" / "llama-3-8b.json")
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "asked"),
+    [
+        (CONFIG, [4, 16], {"batch_size": 4, "tokens": 16}),
+        ("resnet18", [4, 3, 32, 32], {"batch_size": 4, "image": 32}),
+        (CONFIG, [4], {"batch_size": 4}),
+        (CONFIG, [], {}),
+        (SMALL, [4, 16], {}),  # its batch is its own
+        (f"{SMALL} --input 2 16", [4, 16], {"input": [4, 16]}),
+        (f"{SMALL} --input 2 16", [], {}),
+    ],
+)
+def test_a_batch_is_as_large_as_the_run_had_it(model: str, shape: list[int], asked: dict[str, Any]) -> None:
+    found = measured._as_reached(question(*model.split()), {**REPORT, "shape": shape})
+    assert {name: found[name] for name in ("batch_size", "tokens", "image", "input") if name in found} == asked
+
+
+@pytest.mark.parametrize("slow", ["--tflops 1e-9", "--device-bandwidth 1e-6", "--pcie 1e-6", "--host-bandwidth 1e-6"])
+def test_whatever_binds_is_slower(slow: str) -> None:
+    found = answered("--k", "1", "--k-prime", "1", *slow.split())
+    asked = found.question.but(measured=Measured(slower=2))
+    after = answer(replace(found.estimate, question=asked)).shown.prediction.seconds
+    assert after == pytest.approx(2 * found.shown.prediction.seconds)
+
+
+def test_accumulated_batches_without_any_between_steps_are_no_report() -> None:
+    reached = Reached()
+    for step in range(5):
+        reached.batch_ended(step, torch.zeros(2), step)
+    assert reached.as_dict(4) == {}
+    assert reached.as_dict(1)["batches"] == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ({"pixel_values": torch.zeros(4, 3, 8, 8), "input_ids": torch.zeros(4, 32)}, [4, 32]),
+        ((torch.zeros(4), torch.zeros(4, 16)), [4, 16]),
+        (torch.zeros(4), [4]),
+        ("text", []),
+    ],
+)
+def test_the_shape_of_a_batch(batch: Any, shape: list[int]) -> None:
+    reached = Reached()
+    for step in (2, 3):
+        reached.batch_ended(step, batch, step)
+    assert reached.as_dict(1)["shape"] == shape
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def test_a_size_is_that_which_was_asked_for_or_refused() -> None:
+    module = nn.Linear(10, 10, bias=False)
+    for wanted in (80, 100, 133):
+        refuse_another_size(module, wanted)
+    for wanted in (79, 134):
+        with pytest.raises(ValueError, match=f"--scale {wanted}: .* this family comes to 100 parameters"):
+            refuse_another_size(module, wanted)
+
+
+class Embedded(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.tokens, self.inner, self.head = nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_a_head_counts_as_an_embedding_and_once_if_it_is_one() -> None:
+    assert _embedded(Embedded(tied=False)) == 80
+    assert _embedded(Embedded(tied=True)) == 40
+    assert _embedded(nn.Embedding(10, 4)) == 40

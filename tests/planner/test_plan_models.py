@@ -1,0 +1,180 @@
+"""What ``plan`` says of models as they are: each with the config itself, on paper, and not a small copy of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from sp_lightning.__main__ import main
+from sp_lightning.model.find import find_layers
+from sp_lightning.torch_compat.fake import fake_tensors
+from tests.support.answers import plan
+from tests.support.tiers import some
+
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
+VISION_AND_LANGUAGE: dict[str, Any] = dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def default(kind: str, folder: Path) -> str:
+    """A config that says nothing but what model it is for, so that all of it is the library's default."""
+    file = folder / f"{kind}.json"
+    named = {"architectures": [VISION_AND_LANGUAGE[kind]]} if kind in VISION_AND_LANGUAGE else {}
+    file.write_text(json.dumps({"model_type": kind, **named}))
+    return str(file)
+
+
+@pytest.mark.rest("a model of 76 billion parameters is made on paper")
+def test_of_the_blocks_of_a_vision_tower_all_travel() -> None:
+    """17 of 32 stayed on the device, 5.6 GiB that did not fit, because together they were 1/50 of the model."""
+    with fake_tensors():
+        module = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig())
+        found = find_layers(module)
+    assert sum(layer.name.startswith("model.visual.blocks.") for layer in found.layers) == 32
+    assert sum(p.numel() * p.element_size() for _, p in found.residents.parameters) < 2**26
+
+
+@pytest.mark.long("a model of 76 billion parameters is run on paper, twice; the second tier has others with images")
+def test_images_of_a_model_with_patches_of_any_number_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It "takes no images", and without --image its vision tower's activations were left out without a word."""
+    config = default("qwen2_5_vl", tmp_path)
+    found = {size: plan(capsys, config, "--image", size, "--predict", "--k", "1") for size in ("448", "896")}
+    assert found["448"]["batch"] == "1 × 2048 tokens, 1 image of 448 × 448"
+    assert found["448"]["notes"] == found["896"]["notes"], "all is counted"
+    # Each patch of 14 × 14 has 1280 numbers between blocks; a block multiplies it with 4 · 1280² and 3 · 1280 · 3420.
+    patches = (896**2 - 448**2) / 14**2
+    more = found["896"]["flops"] - found["448"]["flops"]
+    assert more > 2 * patches * 32 * (4 * 1280**2 + 3 * 1280 * 3420)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    some(
+        VISION_AND_LANGUAGE,
+        "llava",
+        "qwen3_vl",
+        "llava_next",
+        "glm4v_moe",
+        "gemma3",
+        "fuyu",
+        why="one of a hundred models",
+    ),
+)
+@pytest.mark.rest("models of billions of parameters")
+def test_each_model_of_vision_and_language_counts_or_says_what_it_does_not(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        main(["plan", default(kind, tmp_path), "--precision", "bf16-true", "--k", "1", "--json"])
+        status: Any = 0
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr()
+    if status == 2:
+        assert "transformers cannot make a model from" in said.err, "its default config is not complete"
+        return
+    found = json.loads(said.out)
+    uncounted = any("The images are not counted" in note for note in found["notes"])
+    assert status == (3 if found["why_no_activations"] else 0)
+    config = transformers.AutoConfig.for_model(kind)
+    without_tower = getattr(config, "vision_config", config) is None or kind in ("evolla", "mistral4")
+    assert found["why_no_activations"] or uncounted or without_tower or " image of " in found["batch"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        pytest.param("qwen3-30b-a3b", (), marks=pytest.mark.rest("a model of 30 billion parameters")),
+        *(
+            pytest.param(shape, options, marks=pytest.mark.long("a model of many billions of parameters"))
+            for shape in ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "llama-3-70b")
+            for options in ((), ("--generate", "4"))
+            if (shape, options) != ("qwen3-30b-a3b", ())
+        ),
+    ],
+)
+def test_shapes_are_run(shape: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3's experts train in bf16-mixed, and torch 2.14 says without values that it takes bfloat16 alone."""
+    found = plan(capsys, str(SHAPES / f"{shape}.json"), "--tokens", "512", "--k", "1", *options)
+    assert found["activation_bytes"], found["why_no_activations"]
+
+
+@pytest.mark.rest("a model of real size is run on paper")
+def test_a_model_of_few_positions_is_given_no_more_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CLIP was told that 2048 tokens are more than 77, though nobody said 2048."""
+    config = default("clip", tmp_path)
+    assert plan(capsys, config, "--k", "1")["batch"] == "1 × 77 tokens, 1 image of 224 × 224"
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", config, "--tokens", "2048"])
+    assert ended.value.code == 2
+    assert "has 77 positions. Use --tokens 77." in capsys.readouterr().err
+
+
+class ReadsValues(nn.Sequential):
+    """As timm's models, which give each block its part of a range of rates."""
+
+    def __init__(self) -> None:
+        rates = [rate.item() for rate in torch.linspace(0, 0.5, 4)]
+        super().__init__(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(rate)) for rate in rates))
+
+
+def test_a_factory_may_read_values_that_it_has_made(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, f"{__name__}:ReadsValues", "--input", "2", "16", "--k", "1")
+    assert len(found["layers"]) == 4
+
+
+class WithLoss(nn.Module):
+    """A factory's model that has a loss of its own if it is given labels, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 16)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4)))
+        self.head = nn.Linear(16, 512)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.blocks(self.embedding(ids)))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class WithoutLoss(WithLoss):
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids)["logits"]
+
+
+def test_labels_of_a_factorys_model_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loss was left out, without a word, and "it fits"."""
+    model = f"{__name__}:WithLoss"
+    found = plan(capsys, model, "--input", "1", "2048", "--precision", "32-true", "--k", "1")
+    assert found["batch"] == "a batch of 1 × 2048 whole numbers, which are the labels, too"
+    assert not any("No loss is counted" in note for note in found["notes"])
+    bare = plan(capsys, f"{__name__}:WithoutLoss", "--input", "1", "2048", "--precision", "32-true", "--k", "1")
+    assert found["activation_bytes"] > bare["activation_bytes"]
+    assert any("No loss is counted, because the forward returns none" in note for note in bare["notes"])
+    assert "labels" not in plan(capsys, model, "--input", "1", "2048", "--predict", "--k", "1")["batch"]
+
+
+def test_tokens_of_a_factorys_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """They were ignored: "no batch known"."""
+    found = plan(capsys, f"{__name__}:WithLoss", "--tokens", "64", "--batch-size", "2", "--k", "1")
+    assert found["batch"] == "a batch of 2 × 64 whole numbers, which are the labels, too"
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", f"{__name__}:WithLoss", "--tokens", "64", "--input", "1", "64"])
+    assert ended.value.code == 2
+    assert "--tokens cannot be used with" in capsys.readouterr().err
+
+
+def test_what_is_not_known_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unknown activations ended with status 0."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", f"{__name__}:WithLoss", "--gpu-memory", "1GiB", "--k", "1"])
+    assert ended.value.code == 3
+    assert "activations are unknown" in capsys.readouterr().out

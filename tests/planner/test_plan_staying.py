@@ -1,0 +1,156 @@
+"""``plan --gpu-layers``: layers that stay on the device, what that takes and saves, and how many fit."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.__main__ import main
+from sp_lightning.plan.units import in_gib
+from sp_lightning.planner.arguments import command
+from tests.support.answers import plan, question
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import fit
+
+WINDOW = ("tests.support.models:Stack", "--input", "4", "16", "--k", "1", "--k-prime", "1")
+
+
+def test_layers_that_stay_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their gradients leave host memory, weights and state come back for a checkpoint; the device has all of it."""
+    none, half, one, everything = (plan(capsys, *WINDOW, "--gpu-layers", stay) for stay in ("0", "0.5", "1", "1.0"))
+    layers = len(none["layers"])
+    assert [each["windows"][0]["gpu_layers"] for each in (none, half, one, everything)] == [
+        0,
+        round(layers / 2),
+        1,
+        layers,
+    ]
+    assert none["host_bytes"] == none["host_bytes_while_training"]
+    for less, more in pairwise((none, one, half, everything)):
+        assert less["windows"][0]["device_bytes"] < more["windows"][0]["device_bytes"]
+        assert less["host_bytes_while_training"] > more["host_bytes_while_training"]
+        assert less["host_parts"]["gradients"] > more["host_parts"]["gradients"]
+        assert [less["host_parts"][name] for name in ("weights", "optimizer state")] == [
+            more["host_parts"][name] for name in ("weights", "optimizer state")
+        ]
+    assert everything["host_bytes_while_training"] < none["host_bytes"] / 20, "residents"
+    assert "gpu_layers=0.5)" in half["verdict"]
+    assert "gpu_layers" not in none["verdict"]
+    assert f"{round(layers / 2)} of {layers} layers (" in half["verdict"]
+    assert f"{in_gib(half['host_bytes_while_training'])} of host memory while training, " in half["verdict"]
+    assert f"{in_gib(half['host_bytes'])} while a checkpoint is written; " in half["verdict"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_a_run_with_layers_that_stay_has_the_host_memory_of_its_plan(
+    precision: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: Any = {"optimizer_on": "gpu", "optimizer_overlap": "forward", "gpu_layers": 2}
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, **options)
+    fit(lambda: Module(Stack()), vectors(4), strategy, recorded="nothing", precision=precision, gradient_clip_val=0.1)
+    size = [str(each) for each in vectors()[0].shape]
+    found = plan(
+        capsys, "tests.support.models:Stack", "--input", *size, "--k", "1", "--k-prime", "1", "--precision", precision,
+        "--gradient-clip", "norm", "--optimizer-on", "gpu", "--optimizer-overlap", "forward", "--gpu-layers", "2",
+    )  # fmt: skip
+    assert strategy.ledger.staying > 0
+    assert found["host_bytes"] == strategy.ledger.nbytes
+    assert found["host_bytes_while_training"] == strategy.ledger.stepping_bytes
+    limit = strategy.plan.peak_device_bytes
+    assert found["windows"][0]["device_bytes"] - found["activation_bytes"] == limit
+
+
+def test_as_many_stay_as_fit_beside_the_window_and_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*WINDOW, "--gradient-clip", "norm", "--host-bandwidth", "0.005GB/s"]
+    sizes = [plan(capsys, *asked, "--gpu-layers", str(n))["windows"][0] for n in range(8)]
+    for number in (0, 3, 7):
+        limit = sizes[number]["device_bytes"]
+        (window,) = (found := plan(capsys, *asked, "--gpu-layers", "auto", "--gpu-memory", f"{limit}B"))["windows"]
+        assert window == sizes[number] | {"fits": True}, number
+        assert found["gpu_layers"] == "auto"
+        assert found["best"] == {"k": 1, "k_prime": 1, **({"gpu_layers": number} if number else {})}
+        assert (f"gpu_layers={number})" in found["verdict"]) is (number > 0), "which is what is pasted"
+    assert (
+        "No layer stays on the GPU"
+        in plan(capsys, *asked, "--gpu-layers", "auto", "--gpu-memory", f"{sizes[0]['device_bytes']}B")["verdict"]
+    )
+    seconds = [each["seconds"] for each in sizes]
+    assert seconds == sorted(seconds, reverse=True), "the host's memory bounds them"
+    refused = plan(capsys, *asked, "--gpu-layers", "auto", "--gpu-memory", "1KiB")
+    assert refused["best"] is None
+
+
+def test_no_more_stay_than_are_of_use(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where backward hides all updates of the host, kernels of steps on a slow device only take time."""
+    asked = [*WINDOW, "--host-bandwidth", "4000GB/s", "--pcie", "1000GB/s"]
+    slow = ["--device-bandwidth", "0.01GB/s", "--gpu-memory", "24GiB"]
+    none, auto, four = (plan(capsys, *asked, *slow, "--gpu-layers", stay) for stay in ("0", "auto", "4"))
+    assert four["windows"][0]["seconds"] > 1.01 * none["windows"][0]["seconds"]
+    assert auto["windows"][0]["seconds"] <= 1.01 * none["windows"][0]["seconds"]
+
+
+def test_the_most_stay_of_what_is_equally_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    """They save host memory and transfers."""
+    rates = ["--host-bandwidth", "4000GB/s", "--pcie", "1000GB/s", "--tflops", "5"]
+    asked = ["resnet18", "--k", "1", "--k-prime", "1", "--batch-size", "64", *rates, "--gpu-memory", "24GiB"]
+    assert plan(capsys, *asked, "--gpu-layers", "auto")["best"]["gpu_layers"] == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu-layers", "auto"], "--gpu-layers auto needs --gpu-memory"),
+        (["--gpu-layers", "2", "--predict"], "--predict and --generate do not train. Leave out --gpu-layers"),
+        (["--gpu-layers", "2", "--devices", "2"], "keeps layers on one device. Leave out --gpu-layers"),
+        (["--gpu-layers", "2", "--disk", "7"], "and --disk on a disk. Leave out --gpu-layers"),
+        (["--gpu-layers", "1.5"], "'1.5' is not a number of layers. For example 8, 0.5 (half of them) or auto"),
+        (["--gpu-layers", "half"], "'half' is not a number of layers"),
+        (["--gpu-layers", "-1"], "'-1' is not a number of layers"),
+    ],
+)
+def test_layers_that_cannot_stay(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "resnet18", *arguments])
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_room_on_the_card_is_advised_for_layers_that_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    """With clipping all updates wait for the norm, and only a forward hides them."""
+    asked = [*WINDOW, "--gradient-clip", "norm", "--host-bandwidth", "0.005GB/s"]
+
+    def faster(*more: str) -> list[tuple[str, str, str]]:
+        main(["plan", *asked, *more])
+        (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        return re.findall(r"--gpu-layers (\d+) takes (\S+) s and (\S+ KiB) of GPU memory\.", line)
+
+    limits = {n: plan(capsys, *asked, "--gpu-layers", str(n))["windows"][0] for n in (0, 4)}
+    four = limits[4]
+    assert faster("--gpu-memory", f"{four['device_bytes']}B") == [
+        ("4", f"{four['seconds']:.3g}", in_gib(four["device_bytes"]))
+    ]
+    assert faster("--gpu-memory", f"{limits[0]['device_bytes']}B") == [], "no room"
+    assert faster() == [], "no limit is known"
+    assert faster("--gpu-memory", f"{four['device_bytes']}B", "--gpu-layers", "2") == [], "it was chosen"
+
+
+def test_fewer_stay_where_those_that_were_asked_for_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*WINDOW, "--gpu-layers", "7"]
+    limit = plan(capsys, *WINDOW, "--gpu-layers", "3")["windows"][0]["device_bytes"]
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *asked, "--gpu-memory", f"{limit}B"])
+    assert stop.value.code == 1
+    assert "\n  --gpu-layers auto: " in capsys.readouterr().out
+
+
+def test_a_share_is_written_as_it_was_given() -> None:
+    """1.0 is all layers, and 1 is one."""
+    for given in ("1.0", "1", "0.25", "auto"):
+        asked = question("resnet18", "--gpu-layers", given, "--gpu-memory", "1GiB")
+        assert f"--gpu-layers {given}" in command(asked)
+        assert question(*shlex.split(command(asked).partition(" plan ")[2])).gpu_layers == asked.gpu_layers

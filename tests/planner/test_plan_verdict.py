@@ -1,0 +1,488 @@
+"""The first lines of ``plan``: it fits without us, it fits with us, it does not and what would; and tables of several."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from sp_lightning.__main__ import main
+from sp_lightning.plan.host_memory import limit_for
+from sp_lightning.plan.units import in_gib
+from sp_lightning.planner.arguments import Question, command, make_parser
+from tests.support.answers import plan
+from tests.support.models import Module, Stack
+from tests.support.tiers import first, some
+
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
+LLAMA = str(SHAPES / "llama-3-8b.json")
+BILLIONS = "models of billions of parameters"
+SEVERAL = pytest.mark.long("several plans of a model; the second tier has other questions")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    """The answer in words; the exit status has to be the one that is given."""
+    ended: Any = 0
+    try:
+        main(["plan", *arguments])
+    except SystemExit as stop:
+        ended = stop.code
+    assert ended == status
+    return capsys.readouterr().out
+
+
+def small_llama(folder: Path, **more: Any) -> str:
+    """A language model with large activations and a large head for its size."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=2000, architectures=["LlamaForCausalLM"], **{**sizes, **more})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return str(folder / "config.json")
+
+
+# ---------------------------------------------------------------------- it fits
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    first(
+        [("resnet18", 2), (str(SHAPES / "vit-giant.json"), 4)],
+        if_=lambda each: each[0] == "resnet18",
+        second=(),
+        why=BILLIONS,
+    ),
+)
+def test_a_model_that_fits_is_left_to_plain_lightning(
+    model: str, batch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [model, "--batch-size", str(batch), "--k", "1", "--k-prime", "1"]
+    found = plan(capsys, *asked, "--gpu-memory", "40GiB")
+    needed = found["plain_bytes"]
+    assert needed > found["activation_bytes"] + found["parameters"] * 16, "weights, gradients, two moments"
+    verdict = f"You don't need sp_lightning: plain Lightning fits ({in_gib(needed)} of 40.0 GiB) and is faster."
+    assert said(capsys, *asked, "--gpu-memory", "40GiB").startswith(f"{verdict}\nWith this strategy: Super")
+    assert said(capsys, *asked, "--gpu-memory", f"{needed}B").startswith("You don't need sp_lightning: ")
+    less = found["checkpointed_bytes"]
+    again = f"Plain Lightning fits if each layer runs in torch.utils.checkpoint ({in_gib(less)} of "
+    assert less < needed
+    assert said(capsys, *asked, "--gpu-memory", f"{needed - 1}B").startswith(again)
+    assert said(capsys, *asked, "--gpu-memory", f"{less - 1}B").startswith("It fits: Super")
+    without_limit = said(capsys, *asked)
+    assert without_limit.startswith("The fastest: Super")
+    assert f" Plain Lightning needs {in_gib(needed)} of GPU memory.\n" in without_limit
+    # Plain Lightning has nothing in the host's memory.
+    nothing = said(capsys, *asked, "--gpu-memory", "40GiB", "--host-memory", "1KiB")
+    assert nothing.startswith(f"{verdict}\nWith this strategy it does not fit: ")
+
+
+@pytest.mark.parametrize("real", first([False, True], False, second=(), why=BILLIONS))
+def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
+    real: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [small_llama(tmp_path), "--tokens", "64", "--gpu-memory", "14MiB"]
+    asked = [LLAMA, "--tokens", "6144", "--gradient-checkpointing", "--gpu-memory", "22GiB"] if real else small
+    found = plan(capsys, *asked)
+    (best,) = [each for each in found["windows"] if {name: each[name] for name in ("k", "k_prime")} == found["best"]]
+    lines = said(capsys, *asked).splitlines()
+    line = re.fullmatch(
+        r"It fits: SuperpipelineStrategy\(k=(\d+), k_prime=(\d+)\).*, (\S+) s per batch, (\S+) tokens/s; "
+        r"the GPU waits (\d+)% of the time( \((\d+% for [A-Za-z ]+(, )?)+\))?\.",
+        lines[0],
+    )
+    assert line is not None, lines[0]
+    assert (int(line[1]), int(line[2])) == (best["k"], best["k_prime"])
+    assert float(line[3]) == pytest.approx(best["seconds"], rel=0.01)
+    assert float(line[4]) == pytest.approx(int(asked[2]) / best["seconds"], rel=0.01)
+    assert float(line[5]) / 100 == pytest.approx(1 - best["busy_seconds"]["compute"] / best["seconds"], abs=0.01)
+    assert sum(map(int, re.findall(r"(\d+)% for ", lines[0]))) == int(line[5]), "the parts add up to the whole"
+    assert lines[1] == ""
+    assert 4 <= len(lines) - 3 <= 10, "reasons"
+    assert any(re.match(r"device memory .*; plain Lightning needs ", each) for each in lines)
+    assert not any(word in "\n".join(lines) for word in ("binds", "weights+grads", "slots"))
+    detailed = said(capsys, *asked, "--verbose")
+    assert detailed.startswith("\n".join(lines[:-1]))
+    assert all(word in detailed for word in ("binds", "weights+grads", "slots"))
+
+
+def test_speed_is_of_all_devices_and_of_what_the_model_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, count, what in (
+        (["resnet18", "--batch-size", "3", "--devices", "2", "--nodes", "2"], 12, "images"),
+        (["tests.support.models:Stack", "--input", "4", "16"], 4, "samples"),
+    ):
+        asked = [*options, "--k", "1", "--k-prime", "1"]
+        (window,) = plan(capsys, *asked)["windows"]
+        (number,) = re.findall(rf", ([\d.]+) {what}/s; ", said(capsys, *asked))
+        assert float(number) == pytest.approx(count / window["seconds"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "limit"),
+    first(
+        [
+            ("small", ["--tokens", "1024"], "58MiB"),
+            ("llama-3.2-3b.json", ["--tokens", "4096"], "24GiB"),
+            ("llama-3-8b.json", ["--tokens", "4096", "--lora", "16"], "24GiB"),
+        ],
+        if_=lambda each: each[0] == "small",
+        second=(),
+        why=BILLIONS,
+    ),
+)
+def test_activations_that_do_not_all_fit_are_chosen_by_default(
+    model: str, options: list[str], limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first answer for a card of 24 GiB was that these models do not fit."""
+    asked = [small_llama(tmp_path) if model == "small" else str(SHAPES / model), *options, "--gpu-memory", limit]
+    assert said(capsys, *asked, "--activations", "keep", "--k", "1", "--k-prime", "1", status=1).startswith(
+        "It does not"
+    )
+    lines = said(capsys, *asked).splitlines()
+    assert re.match(rf'It fits: .*activations="auto", gpu_memory="{limit}"\)', lines[0])
+    assert re.fullmatch(r"Not all activations fit: keep \d+ \(.*\); (recompute|offload) \d+ \(.*\)\.", lines[1])
+
+
+# ---------------------------------------------------------------------- it does not
+
+
+def remedies(text: str) -> list[tuple[str, str, str, str, str]]:
+    """Of each remedy: what is changed, device memory, host memory, speed, and the command."""
+    needed = r"(\S+ \w+) of GPU memory and (\S+ \w+) of host memory, ([^;\n]+)(?:; .+)?"
+    return re.findall(rf"^  (.+): {needed}\n    (python -m sp_lightning plan .+)$", text, re.MULTILINE)
+
+
+def check_remedies(capsys: pytest.CaptureFixture[str], text: str) -> list[str]:
+    """Runs the command of each remedy, which has to fit with the figures that were printed. Returns what they change."""
+    assert text.count("python -m sp_lightning plan") == len(remedies(text))
+    for _, device, host, speed, line in remedies(text):
+        other = said(capsys, *shlex.split(line)[4:])
+        fits_plain = f"{line}\n" in text and "plain Lightning fits" in text[: text.index(line)].splitlines()[-2]
+        assert re.match("You don't need" if fits_plain else "It fits|The fastest", other)
+        assert f", {speed}; " in other
+        assert f"\ndevice memory {device}: " in other
+        assert re.search(rf"^host memory.* {re.escape(host)}(,|$)", other, re.MULTILINE)
+    return [what for what, *_ in remedies(text)]
+
+
+@pytest.mark.rest("several plans of a model")
+@pytest.mark.parametrize(
+    ("options", "lacking", "expected"),
+    [
+        pytest.param(
+            ["--gpu-memory", "8MiB"], "device", ["--activations recompute", "--gpu-memory 0.5GiB"], marks=SEVERAL
+        ),
+        pytest.param(["--gpu-memory", "4MiB", "--batch-size", "4"], "device", ["--gpu-memory 0.5GiB"], marks=SEVERAL),
+        (
+            ["--tokens", "1024", "--gpu-memory", "60MiB", "--activations", "keep"],
+            "device",
+            ["without --activations", "--gpu-memory 0.5GiB"],
+        ),
+        (
+            ["--tokens", "1024", "--gpu-memory", "42MiB", "--activations", "offload"],
+            "device",
+            ["without --activations", "--gpu-memory 0.5GiB"],
+        ),
+        (["--gpu-memory", "12MiB", "--k", "6"], "device", ["without --k", "--gpu-memory 0.5GiB"]),
+        (["--host-memory", "1GiB"], "", []),
+        (["--host-memory", "981MiB"], "host", ["--disk 7GB/s", "--precision bf16-true", "--host-memory 1GiB"]),
+    ],
+)
+def test_each_remedy_fits_with_its_figures(
+    options: list[str], lacking: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, small_llama(tmp_path), "--tokens", "128", *options, status=bool(lacking))
+    assert next(line.startswith("It does not fit: ") for line in text.splitlines()) == bool(lacking)
+    assert f" of {'GPU' if lacking == 'device' else lacking} memory" in text.splitlines()[0] or not lacking
+    changes = check_remedies(capsys, text)
+    assert changes[-1:] == expected[-1:]
+    assert set(expected) <= set(changes)
+    assert len(changes) <= 4
+
+
+@pytest.mark.long(BILLIONS)
+def test_remedies_of_a_large_model(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, LLAMA, "--gpu-memory", "24GiB", "--host-memory", "64GiB", status=1)
+    first_line = text.splitlines()[0]
+    assert " of host memory needed (without the process and libraries), 63.1 GiB available, " in first_line
+    changes = check_remedies(capsys, text)
+    assert "--precision bf16-true" in changes
+    assert changes[-1] == "--host-memory 121GiB"
+    assert not re.search(r"\d (MiB|KiB|GB(?!/s))\b", text), "one unit"
+
+
+@pytest.mark.long(BILLIONS)
+def test_a_loss_in_chunks_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [LLAMA, "--gradient-checkpointing", "--tokens", "8192", "--precision", "bf16-true", "--gpu-memory", "16GiB"]
+    asked += ["--activations", "keep"]
+    changes = check_remedies(capsys, said(capsys, *asked, status=1))
+    assert changes[0] == "--loss-tokens 1024"
+    assert changes[-1] == "--gpu-memory 18GiB"
+
+
+@pytest.mark.rest("several plans of a model")
+def test_where_adapters_let_plain_lightning_do_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither of the two cheapest remedies does without this strategy. Each says its price.
+
+    With a disk alone gradients went there, which is slower than to free them in backward.
+    """
+    asked = [small_llama(tmp_path), "--tokens", "64", "--gpu-memory", "9MiB", "--host-memory", "975MiB"]
+    text = said(capsys, *asked, status=1)
+    changes = check_remedies(capsys, text)
+    assert changes == [
+        "--optimizer-overlap backward --disk 7GB/s",
+        "--precision bf16-true",
+        "--precision bf16-true --loss-tokens 1024 --lora 16",
+        "--host-memory 1GiB",
+    ]
+    prices = dict(re.findall(r"^  (.+): .+ tokens/s(.*)$", text, re.MULTILINE))
+    rounded = "; but without float32 weights each update is rounded to 8 bits of mantissa, and small ones are lost"
+    assert prices[changes[0]] == prices[changes[3]] == ""
+    assert prices[changes[1]] == rounded
+    assert re.fullmatch(
+        rounded + r"; 0\.21 M parameters are trained; plain Lightning fits with .+, and is faster", prices[changes[2]]
+    )
+
+
+@pytest.mark.rest("several plans of a model")
+@pytest.mark.parametrize("lora", some([[], ["--lora", "4"]], ["--lora", "4"], why="all weights are trained"))
+def test_where_a_loss_in_chunks_lets_plain_lightning_do_that_is_said(
+    lora: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What fitted here alone, because of its logits, was all that was said."""
+    asked = [small_llama(tmp_path), "--tokens", "2048", "--gradient-checkpointing", "--k", "1", "--k-prime", "1", *lora]
+    found, chunked = plan(capsys, *asked), plan(capsys, *asked, "--loss-tokens", "1024")
+    assert found["windows"][0]["device_bytes"] < found["plain_bytes"]
+    text = said(capsys, *asked, "--gpu-memory", f"{found['plain_bytes'] - 1}B")
+    assert text.splitlines()[0].startswith("It fits: Superpipeline")
+    assert text.splitlines()[1] == "With this change, plain Lightning fits:"
+    needed = f"; plain Lightning fits ({in_gib(chunked['plain_bytes'])} of GPU memory) and is faster"
+    (change, *_, line) = remedies(text)[0]
+    assert change == "--loss-tokens 1024"
+    assert needed in text
+    assert said(capsys, *shlex.split(line)[4:]).startswith("You don't need sp_lightning: ")
+    if not lora:
+        assert "without us" not in said(capsys, *asked, "--gpu-memory", f"{chunked['plain_bytes'] - 1}B")
+
+
+@pytest.mark.rest("several plans of a model")
+def test_what_fits_with_checkpoints_alone_does_not_fit_as_it_was_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first line said that it fits, and the exit status that it does not."""
+    asked = [small_llama(tmp_path), "--tokens", "512", "--k", "1", "--k-prime", "1"]
+    found = plan(capsys, *asked)
+    limits = ["--gpu-memory", f"{found['plain_bytes'] - 1}B", "--host-memory", "0.5GiB"]
+    text = said(capsys, *asked, *limits, status=1)
+    assert text.startswith("It does not fit: ")
+    again = "\nPlain Lightning fits if each layer runs in torch.utils.checkpoint ("
+    assert f"{again}{in_gib(found['checkpointed_bytes'])} of " in text
+    (line,) = re.findall(r"  --gradient-checkpointing: plain Lightning fits .*\n    (.*)", text)
+    assert said(capsys, *shlex.split(line)[4:]).startswith("You don't need sp_lightning: ")
+
+
+def test_the_wait_says_what_bounds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Host memory or PCIe: a user had to know which of the two updates and fetches depend on."""
+    asked = [small_llama(tmp_path), "--tokens", "64", "--k", "1", "--k-prime", "1"]
+    assert re.search(r"[( ]\d\d% for optimizer steps in host memory", said(capsys, *asked, "--host-bandwidth", "0.1"))
+    assert re.search(r"[( ]\d\d% for uploads over PCIe", said(capsys, *asked, "--pcie", "0.1"))
+    measured = said(capsys, *asked, "--step-seconds", "1")
+    assert re.search(r"\d\d% for optimizer steps[,)]", measured)
+
+
+@pytest.mark.long(BILLIONS)
+def test_the_batch_that_fits_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [LLAMA, "--precision", "bf16-true", "--generate", "64", "--tokens", "448", "--k", "1"]
+    text = said(capsys, *asked, "--batch-size", "400", "--gpu-memory", "16GiB", status=1)
+    changes = check_remedies(capsys, text)
+    assert changes[-1].startswith("--gpu-memory ")
+    (count,) = re.findall(r"^  --batch-size (\d+): ", text, re.MULTILINE)
+    assert plan(capsys, *asked, "--batch-size", str(int(count) * 5 // 4), "--gpu-memory", "16GiB")["best"] is None
+
+
+def test_the_command_asks_the_same_question() -> None:
+    asked = [
+        "plan", "a model.json", "--batch-size", "3", "--k", "2", "4", "--gpu-memory", "10737418241B", "--disk", "3.5GB/s",
+        "--network", "200Gb/s", "--nodes", "2", "--layers", "a.*", "b",
+        "--gradient-checkpointing", "--tflops", "312.5", "--gradient-clip", "norm",
+        "--loss-tokens", "64", "--lora", "8", "--step-seconds", "0.25", "--optimizer-overlap", "off", "--precision", "16-mixed",
+    ]  # fmt: skip
+    question = Question(**{**vars(make_parser().parse_args(asked)), "model": "a model.json", "batch": 3})
+    question = Question(**{**vars(question), "precision": "16-mixed"})
+    again = vars(make_parser().parse_args(shlex.split(command(question))[3:]))
+    assert {**again, "model": "a model.json", "batch": 3, "precision": "16-mixed"} == vars(question)
+
+
+@pytest.mark.rest("three plans of a model")
+def test_activations_that_are_chosen_take_the_host_memory_that_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All were counted on the host; a run has as many there as there is room for, and computes the others again."""
+    asked = [small_llama(tmp_path), "--tokens", "512", "--k", "1", "--gpu-memory", "34MiB", "--activations"]
+    least, most = (plan(capsys, *asked, mode)["host_bytes"] for mode in ("recompute", "offload"))
+    assert most - least > 2**22
+    limit = ("--host-memory", f"{limit_for((least + most) // 2, 1, disk=False)}B")
+    found = plan(capsys, *asked, "auto", *limit)
+    assert found["host_fits"]
+    assert least < found["host_bytes"] < (least + most) // 2
+
+
+# ---------------------------------------------------------------------- several
+
+
+@pytest.mark.rest("several plans of several models")
+def test_several_models_and_options_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = [small_llama(tmp_path / f"{n}", num_hidden_layers=n) for n in (2, 8)]
+    asked = ["--precision", "bf16-mixed", "32-true", "--tokens", "64", "--gpu-memory", "25MiB"]
+    text = said(capsys, *models, *asked)
+    head, *rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
+    assert head == ["model", "precision", "fits plain", "fits here", "k", "k'", "device", "host", "speed", "waiting"]
+    assert [row[:2] for row in rows] == [[model, name] for model in models for name in ("bf16-mixed", "32-true")]
+    assert [row[2].partition(",")[0] for row in rows] == ["yes", "yes", "no", "no"]
+    main(["plan", *models, *asked, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    for row, answer in zip(rows, found, strict=True):
+        best = next(each for each in answer["windows"] if {n: each[n] for n in ("k", "k_prime")} == answer["best"])
+        assert row[2].endswith(f", {in_gib(answer['plain_bytes'])}")
+        assert row[3:6] == ["yes", str(best["k"]), str(best["k_prime"])]
+        assert row[6:8] == [in_gib(best["device_bytes"]), in_gib(answer["host_bytes"])]
+        assert float(row[8].removesuffix(" tokens/s")) == pytest.approx(64 / best["seconds"], rel=0.01)
+        assert float(row[9].removesuffix("%")) <= 100
+    little = said(capsys, *models, *asked[:-1], "4MiB", status=1)
+    for row in (re.split(r"\s{2,}", line) for line in little.splitlines()[1:]):
+        assert (row[3], row[8]) == ("no", f"no: device {row[6]} of 4.0 MiB")
+    little = said(capsys, models[0], *asked[:-1], "4MiB", "--host-memory", "0.5GiB", status=1)
+    assert re.search(r"  no: device [\d.]+ MiB of 4\.0 MiB, host 0\.9\d+ GiB of 0\.5 GiB$", little, re.MULTILINE)
+    longer = [models[1], "--tokens", "512"]
+    alone = plan(capsys, *longer, "--precision", "32-true")
+    text = said(capsys, *longer, *asked[:3], "--gpu-memory", f"{alone['plain_bytes'] - 1}B")
+    (row,) = (re.split(r"\s{2,}", line) for line in text.splitlines() if "  32-true  " in line)
+    assert row[2] == f"checkpointed, {in_gib(alone['checkpointed_bytes'])}"
+
+
+def test_a_row_comes_as_soon_as_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second model cannot be made, which is noticed after the first row."""
+    (tmp_path / "other.json").write_text(json.dumps({"model_type": "none such"}))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "tests.support.models:Stack", str(tmp_path / "other.json"), "--tokens", "4"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert "got 'none such'" in printed.err
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["model", "tests.support.models:Stack"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.json", "'missing.json' does not exist"),
+        ("nobody/nothing", "'nobody/nothing': not a folder, and its"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_libraries_are_imported(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And before other models are made, which takes longer still."""
+    for library in ("transformers", "torchvision"):
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "tests.support.models:Stack", name])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_is_of_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "resnet18", "resnet50", "--plot", str(tmp_path / "a.png")])
+    assert ended.value.code == 2
+    assert "--plot draws one answer, and these are 2 questions" in capsys.readouterr().err
+
+
+def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "plan MODEL [MODEL ...] [options]" in text
+    assert re.search(r"exit status: 0 if it fits.*; 1 if it does not, .*; 2 if .*; 3 if ", text)
+
+
+# ---------------------------------------------------------------------- adapters, the hub's cache, and what libraries say
+
+
+@pytest.mark.rest("several plans of a model")
+def test_adapters_without_a_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = small_llama(tmp_path)
+    found = plan(capsys, file, "--tokens", "64", "--lora", "4", "--k", "1", "--k-prime", "1")
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(tmp_path))
+    full = sum(parameter.numel() for parameter in net.parameters())
+    real = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules="all-linear"))
+    trained, everything = real.get_nb_trainable_parameters()
+    assert found["parameters"] == everything == full + trained
+    assert found["activation_bytes"], "it was run on paper"
+    # Float32 and its cast, or a table without one; then gradients and two moments of what is trained.
+    assert 4 * everything + 12 * trained < found["host_bytes"] < 6 * everything + 16 * trained + 2**18
+    assert ' and PEFT\'s LoraConfig(r=4, target_modules="all-linear"), ' in found["verdict"]
+    assert found["plain_bytes"] < plan(capsys, file, "--tokens", "64", "--k", "1", "--k-prime", "1")["plain_bytes"]
+    text = said(capsys, file, "--tokens", "64", "--lora", "4", "--k", "1", "--k-prime", "1")
+    assert f": {everything / 1e6:.2f} M parameters, of which {trained / 1e6:.2f} M are trained, bf16-mixed" in text
+    assert "experts" not in text
+
+
+def test_a_name_of_the_hub_is_read_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    asked = ["someone/their-model", "--tokens", "64", "--k", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *asked])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "'someone/their-model': not a folder, and its config.json is not in the cache" in message
+    assert "hf download someone/their-model config.json" in message
+    cached = tmp_path / "models--someone--their-model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0123abcd")
+    file = small_llama(cached / "snapshots" / "0123abcd")
+    found, same = plan(capsys, *asked), plan(capsys, file, *asked[1:])
+    assert {**found, "model": ""} == {**same, "model": ""}
+
+
+class Noisy(Module):
+    """Its library warns in every way, as torch and torchao do while they are imported and run without values."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.example_input_array = torch.zeros(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("This is deprecated.", stacklevel=1)
+        logging.getLogger("torch.utils._pytree").warning("This will be an error.")
+        logging.getLogger("torch._subclasses.fake_tensor").error("This failed.")
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def _logged() -> Iterator[None]:
+    before = logging.root.manager.disable
+    yield
+    assert logging.root.manager.disable == before, "only while plan works"
+
+
+@pytest.mark.usefixtures("_logged")
+def test_warnings_of_libraries_are_not_shown(
+    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "tests.planner.test_plan_verdict:Noisy", "--k", "1"])
+    assert not caplog.records
+    assert not recwarn.list
+    assert capfd.readouterr().err == ""

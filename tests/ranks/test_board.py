@@ -1,0 +1,214 @@
+"""What ranks say to each other: those that have parted are noticed wherever they are. The ranks here are in one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from time import monotonic, sleep
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from sp_lightning.device.layout import whole_pages
+from sp_lightning.ranks import board
+from sp_lightning.ranks.board import NodeNews, RankError, RankInterrupt, RankStatus, board_bytes
+from sp_lightning.ranks.shared_memory import SharedMemory, create
+
+
+def boards(size: int = 2) -> list[RankStatus]:
+    nbytes = whole_pages(board_bytes(size))
+    descriptor = create(nbytes, "board")
+    memory = SharedMemory(descriptor, nbytes)
+    os.close(descriptor)
+    names = [f"rank {rank}" for rank in range(size)]
+    return [RankStatus(memory, rank, {}, names, str) for rank in range(size)]
+
+
+def test_ranks_that_come_in_one_order_see_each_other() -> None:
+    first, second = boards()
+    for turn in range(100):  # more than are kept
+        first.arrive(f"meeting {turn}")
+        assert not first.all_here()
+        second.arrive(f"meeting {turn}")
+        assert first.all_here()
+        assert second.all_here()
+
+
+def test_the_second_to_come_says_where_both_are() -> None:
+    first, second = boards()
+    first.place = "batch 3"
+    first.arrive("a sum")
+    with pytest.raises(RankError, match=r"rank 1 has come to a step, and rank 0 to a sum, batch 3\. All ranks need"):
+        second.arrive("a step")
+    with pytest.raises(RankError, match="rank 0 has come to a sum, batch 3, and rank 1 to a step"):
+        first.until(lambda: False, "the others")
+
+
+def test_a_difference_that_is_past_is_found() -> None:
+    """Whoever goes ahead without waiting may have left the meeting at which they parted."""
+    first, second = boards()
+    for what in ("one", "two", "three", "four"):
+        first.arrive(what)
+    second.arrive("one")
+    with pytest.raises(RankError, match="rank 1 has come to another, and rank 0 to two"):
+        second.arrive("another")
+    with pytest.raises(RankError, match="rank 1 has come to another, and rank 0 to two"):
+        second.arrive("three")
+
+
+def test_a_rank_far_behind_is_let_alone() -> None:
+    """What it has missed is no longer on the board, so there is nothing to compare until it is nearer."""
+    first, second = boards()
+    for turn in range(100):
+        first.arrive(str(turn))
+    for turn in range(100):
+        second.arrive(str(turn))
+
+
+def test_each_meeting_has_its_numbers() -> None:
+    first, second = boards()
+    first.arrive("backward", 7)
+    second.arrive("backward", 7)
+    assert [first.number(rank) for rank in range(2)] == [7, 7]
+    first.arrive("backward", 5)  # the other one has not looked yet
+    assert [second.number(rank) for rank in range(2)] == [7, 7]
+    second.arrive("backward", 2**53)
+    assert [[each.number(rank) for rank in range(2)] for each in (first, second)] == [[5, 2**53]] * 2
+
+
+def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
+    first, second = boards()
+    for each in (first, second):
+        each.arrive("a batch")
+    second.run_ends()
+    first.check("nothing")  # it has come to all that this rank has come to
+    with pytest.raises(RankError, match="rank 0 has come to another batch, and rank 1 to the end of its run"):
+        first.arrive("another batch")
+
+
+def test_a_rank_that_has_failed_says_that_and_not_that_it_has_parted() -> None:
+    """It comes to the end of its run where the others still come to a batch."""
+    first, second = boards()
+    for each in (first, second):
+        each.arrive("a batch")
+    second.fail(ValueError("too large"))
+    second.run_ends()
+    first.arrive("another batch")
+    with pytest.raises(RankError, match="rank 1 has failed while rank 0 waited for it: ValueError: too large"):
+        first.check("it")
+
+
+def test_after_its_run_a_rank_may_be_early() -> None:
+    """Scripts save checkpoints after trainer.fit, and train again."""
+    first, second = boards()
+    for each in (first, second):
+        each.run_ends()
+    first.arrive("a barrier")
+    first.check("the others")
+
+
+def test_what_has_come_in_the_last_moment_counts() -> None:
+    """A rank that has ended may have brought about what is waited for, after the last look."""
+    first, second = boards()
+    first.arrive("a batch")
+    check, there = first.check, []
+
+    def late(why: str) -> None:
+        there.append(True)
+        second.run_ends()
+        check(why)
+
+    with mock.patch.object(first, "check", late):
+        first.until(lambda: bool(there), "the other")
+
+
+def test_a_rank_that_says_nothing_is_given_up() -> None:
+    first, second = boards()
+    second.arrive("a step")
+    first.arrive("a step")
+    first.arrive("a sum")
+    with (
+        mock.patch.object(board, "_TIMEOUT", timedelta(seconds=0.1)),
+        pytest.raises(
+            RankError, match=r"rank 0 has waited 0 seconds for it\. rank 0 was last at a sum; rank 1 was last at a step"
+        ),
+    ):
+        first.until(lambda: False, "it")
+
+
+def test_an_interrupt_of_another_rank_is_no_error_where_none_is_looked_for() -> None:
+    """At the end of a run, and where what is waited for is there. A third rank hears of an interrupt that was passed on, too."""
+    first, second, third = boards(3)
+    first.fail(KeyboardInterrupt())
+    with pytest.raises(RankInterrupt) as interrupted:
+        second.check("the others")
+    second.fail(interrupted.value)
+    second.run_ends()
+    third.run_ends()
+    with pytest.raises(RankInterrupt, match="rank 0 has failed"):
+        third.until(lambda: False, "the others")
+    check, there = third.check, []
+
+    def late(why: str) -> None:
+        there.append(True)
+        check(why)
+
+    with mock.patch.object(third, "check", late):
+        third.until(lambda: bool(there), "the others")
+
+
+def comes(true: Callable[[], object]) -> bool:
+    late = monotonic() + 10
+    while not true() and monotonic() < late:
+        sleep(0.005)
+    return bool(true())
+
+
+def listening() -> int:
+    return sum(thread.name == "superpipeline-nodes" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dist.TCPStore]]:
+    """The store at which the processes have met, which is gone once it is out of this list. No thread listens afterwards."""
+    made = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(made.port))
+    there = [made]
+    del made
+    yield there
+    there.clear()
+    assert comes(lambda: not listening())
+
+
+def test_all_nodes_hear_of_the_first_failure(store: list[dist.TCPStore]) -> None:
+    first, second = (NodeNews("a run", 0.01) for _ in range(2))
+    first.tell("rank 1 (node 0): ValueError: no")
+    second.tell("rank 2 (node 1): RankError: rank 1 has failed")
+    assert comes(lambda: first.failure and second.failure)
+    assert first.failure == second.failure == "rank 1 (node 0): ValueError: no"
+    assert NodeNews("another run", 0.01).failure == ""
+
+
+def test_the_thread_that_listens_ends_with_the_run_and_begins_with_the_next_one(store: list[dist.TCPStore]) -> None:
+    news = NodeNews("a run", 0.01)
+    assert listening() == 1
+    news.end()
+    assert comes(lambda: not listening())
+    news.begin()
+    news.begin()
+    assert comes(lambda: listening() == 1)
+    store[0].set("superpipeline/a run/failure", "no")
+    assert comes(lambda: news.failure == "no")
+    assert comes(lambda: not listening())
+
+
+def test_a_store_that_is_lost_is_no_failure_of_another_node(store: list[dist.TCPStore]) -> None:
+    """The process that has it may have come to its end in order, a little before this one."""
+    news = NodeNews("a run", 0.01)
+    store.clear()
+    assert comes(lambda: news.lost)
+    assert news.failure == ""

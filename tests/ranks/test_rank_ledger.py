@@ -1,0 +1,82 @@
+"""The ledger of several devices: one store for the node, whichever rank is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.ranks.shared_memory import SharedMemory
+from tests.support.models import Module
+from tests.support.ranks import in_ranks
+from tests.support.runs import fit
+
+pytestmark = pytest.mark.rest("a run of several ranks, to count memory")
+
+RANKS, WIDTH, DEPTH = 2, 64, 6
+COUNT = WIDTH * WIDTH * DEPTH
+
+
+class Wide(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def train(**options: Any) -> dict[str, Any]:
+    """Returns what a rank says at the end, with the bytes of memory that it really shares with the others."""
+    shared: dict[str, int] = {}
+    share = Ranks.share
+
+    def noted(self: Ranks, nbytes: int, name: str) -> SharedMemory:
+        shared[name] = shared.get(name, 0) + nbytes
+        return share(self, nbytes, name)
+
+    Ranks.share = noted  # type: ignore[method-assign]
+    try:
+        strategy = SuperpipelineStrategy(k=1)
+        fit(Wide, [torch.ones(2, WIDTH)] * 8, strategy, devices=RANKS, recorded="losses", **options)
+    finally:
+        Ranks.share = share  # type: ignore[method-assign]
+    ledger, stats = strategy.ledger, strategy.stats()
+    passes = {each.what: (each.read / COUNT, each.written / COUNT) for each in ledger.passes}
+    return {
+        "bytes": (ledger.weights, ledger.gradients, ledger.state), "passes": passes, "said": str(ledger),
+        "shared": shared, "stats": stats, "planned": strategy.plan.peak_device_bytes,
+    }  # fmt: skip
+
+
+def test_every_rank_counts_the_nodes_memory() -> None:
+    for found in in_ranks(RANKS, train, precision="bf16-mixed"):
+        weights, gradients, state = found["bytes"]
+        assert (weights, gradients, state) == (6 * COUNT, 4 * COUNT, 8 * COUNT), (
+            "gradients have their parameters' dtype"
+        )
+        assert f"of the node's {RANKS} devices together" in found["said"]
+        assert found["passes"]["fetch"] == (2 * 2 * RANKS, 0)
+        assert found["passes"]["gradients"] == (0, 4)
+        assert "widening" not in found["passes"]
+
+
+@pytest.mark.long("processes that import torch and train")
+def test_what_is_shared_is_what_is_counted() -> None:
+    for found in in_ranks(RANKS, train, accumulate_grad_batches=2):
+        weights, gradients, _ = found["bytes"]
+        assert (weights, gradients) == (4 * COUNT, 4 * COUNT), "nothing is staged"
+        counted = weights + gradients
+        assert counted <= sum(found["shared"].values()) <= 1.2 * counted
+        assert found["passes"]["accumulation"] == (4 * RANKS, 0)
+
+
+def test_every_rank_has_counters_of_its_own() -> None:
+    for found in in_ranks(RANKS, train):
+        stats = found["stats"]
+        assert stats.fetched_layers >= 4 * DEPTH
+        assert 4 * 4 * COUNT // RANKS <= stats.drained_bytes <= 1.1 * 4 * 4 * COUNT // RANKS
+        assert 0 < stats.peak_device_bytes <= found["planned"]

@@ -1,0 +1,248 @@
+"""The waits of several devices: leave each out, and a rank then reads or writes too early.
+
+Those between streams of one device are left out on the simulated device. Those between ranks are left out while one rank is
+held up where it matters, so that the other one comes too early:
+
+| wait | who is held up |
+|---|---|
+| SHOW_AFTER_LANDING | rank 1, before its part of the gradients is copied |
+| STEP_AFTER_ARRIVAL | rank 1, in a hook before the step that then looks at weights |
+| USE_AFTER_TURN | rank 0, in its optimizer's step |
+| READ_AFTER_SHARED_UPDATE | rank 0, in its update in the background |
+| UPDATE_AFTER_LANDING | rank 1, before its part of the gradients is copied |
+| READ_AFTER_FILL | rank 0, before it has cast the weights |
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from time import sleep
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.ranks.rank_steps import _CLOSURE, RankSteps
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.ranks.turns import RankTurns
+from sp_lightning.updates.background import BackgroundUpdates
+from tests.equality.cases import CASES
+from tests.equality.on_ranks import seen
+from tests.support.models import Module, Stack, vectors
+from tests.support.ranks import RanksFailed, in_ranks, rank
+from tests.support.runs import Make, assert_equal, fit, fused
+from tests.support.simdevice import simulated
+from tests.support.tiers import some
+from tests.support.wait_scenarios import OF_RANKS, left_out
+
+RANKS = 2
+ON_THE_DEVICE = (Wait.REDUCE_AFTER_GRADIENT, Wait.DRAIN_AFTER_REDUCE)
+SECONDS = 0.3
+
+
+def accumulate(simulate: bool, omit: str | None = None) -> tuple[dict[str, Any], set[str]]:
+    """Accumulates in a model with residents, so that gradients come to ``param.grad`` twice."""
+    case = CASES["vit"]
+
+    def run() -> dict[str, Any]:
+        strategy = SuperpipelineStrategy(k=1, fused_optimizer=False)
+        return seen(fit(case.make, list(case.batches()) * RANKS, strategy, devices=RANKS, accumulate_grad_batches=2))
+
+    if not simulate:
+        return run(), set()
+    with left_out(), simulated(None if omit is None else Wait[omit]) as made:
+        outcome = run()
+    return outcome, {wait.name for wait in made[0].waits}
+
+
+@pytest.mark.long("each starts four processes; the first tier has the equality that these waits give")
+@pytest.mark.parametrize("wait", ON_THE_DEVICE, ids=lambda wait: wait.name)
+def test_every_wait_between_devices_is_needed(wait: Wait) -> None:
+    plain = in_ranks(RANKS, accumulate, False)
+    ours = in_ranks(RANKS, accumulate, True)
+    for (mine, waits), (theirs, _) in zip(ours, plain, strict=True):
+        assert wait.name in waits
+        assert_equal(mine, theirs, "rank")
+    with pytest.raises(RanksFailed, match=r"Race|Mixed"):
+        in_ranks(RANKS, accumulate, True, wait.name)
+
+
+# ---------------------------------------------------------------------- between ranks
+
+
+class Looks(Callback):
+    """Looks at weights right before the optimizer's step; rank 1 is late."""
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
+        self.seen: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.late:
+            sleep(SECONDS * rank())
+        self.seen += [parameter.detach().clone() for parameter in pl_module.parameters()]
+
+
+@contextmanager
+def held_up(kind: type, method: str, who: int, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
+    """While this is active one rank is late in a method."""
+    original = getattr(kind, method)
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if rank() == who and when(*args):
+            sleep(SECONDS)
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(kind, method, late):
+        yield
+
+
+@contextmanager
+def late_work() -> Iterator[None]:
+    """Rank 0 is late in the background."""
+    original = BackgroundUpdates.submit
+
+    def submit(self: Any, layer: Any, work: Any, then: Any = None) -> None:
+        def late() -> None:
+            sleep(SECONDS * (rank() == 0))
+            work()
+
+        original(self, layer, late, then)
+
+    with mock.patch.object(BackgroundUpdates, "submit", submit):
+        yield
+
+
+def drains(targets: Any, sources: Any, stream: Stream, *_: Any) -> bool:
+    return stream is Stream.DOWNLOAD
+
+
+HELD_UP: dict[Wait, Callable[[], Any]] = {
+    Wait.SHOW_AFTER_LANDING: lambda: held_up(Device, "copy", 1, drains),
+    Wait.STEP_AFTER_ARRIVAL: ExitStack,
+    Wait.USE_AFTER_TURN: lambda: held_up(torch.optim.Adam, "_init_group", 0),
+    Wait.READ_AFTER_SHARED_UPDATE: late_work,
+    Wait.UPDATE_AFTER_LANDING: lambda: held_up(Device, "copy", 1, drains),
+    Wait.READ_AFTER_FILL: lambda: held_up(RankTurns, "cast", 0),
+}
+
+
+IN_THE_BACKGROUND: dict[Wait, Any] = {
+    Wait.READ_AFTER_SHARED_UPDATE: "forward",
+    Wait.UPDATE_AFTER_LANDING: "backward",
+}
+"""The modes of updates in which a wait is needed at all."""
+
+
+@contextmanager
+def without(omit: Wait | None) -> Iterator[None]:
+    """Nobody waits between ranks for this reason. What a collective brings is there all the same."""
+    until, barrier, largest = Ranks.until, Ranks.barrier, Ranks.largest
+
+    def patched(self: Ranks, reached: Any, why: Any) -> None:
+        if why is not omit or why is Wait.USE_AFTER_TURN:
+            until(self, reached, why)
+
+    def no_barrier(self: Ranks, why: Wait) -> None:
+        if why is not omit:
+            barrier(self, why)
+
+    def early(self: Ranks, values: torch.Tensor) -> None:
+        if omit is not Wait.SHOW_AFTER_LANDING:
+            largest(self, values)
+        elif rank() == 0:  # all ranks have gradients for all parameters here, and there is one order
+            values[: 2 * ((len(values) - 1) // 2)].clamp_(min=0)
+
+    with (
+        mock.patch.object(Ranks, "until", patched),
+        mock.patch.object(Ranks, "barrier", no_barrier),
+        mock.patch.object(Ranks, "largest", early),
+    ):
+        yield
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+
+class ByHand(Net):
+    """Its forward comes before the optimizer's step, for which the ranks meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class Exchanges(Callback):
+    """Exchanges a layer between two batches, so that the store is filled anew. At set-up Lightning itself has a barrier."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            pl_module.net.head = copy.deepcopy(pl_module.net.head)
+
+
+def goes_on(self: RankSteps, optimizer: Any, closure: Any = None) -> Any:
+    """A step of a rank that does not wait for the end of the primary's."""
+    assert self._turns.follow(self._step_of(optimizer), weights=True) == _CLOSURE
+    self._run.engine.invalidate()
+    result = closure()
+    self._turns.begin(self._step_of(optimizer), weights=True)
+    return result
+
+
+def train(why: str, omit: bool, late: bool) -> dict[str, Any]:
+    wait = Wait[why]
+    looks = Looks(late and wait is Wait.STEP_AFTER_ARRIVAL)
+    options: dict[str, Any] = {"callbacks": [looks]}
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=False)
+    make: Make = Net
+    if wait in IN_THE_BACKGROUND:
+        options, make = {}, fused(make)
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=IN_THE_BACKGROUND[wait])
+    with ExitStack() as stack:
+        if late:
+            stack.enter_context(HELD_UP[wait]())
+        if omit:
+            stack.enter_context(without(wait))
+        if omit and wait is Wait.USE_AFTER_TURN:
+            stack.enter_context(mock.patch.object(RankSteps, "_follow_step", goes_on))
+        if wait is Wait.READ_AFTER_FILL:
+            make = ByHand
+            options |= {"callbacks": [Exchanges()], "precision": "bf16-mixed"}
+        recorded: Any = "losses" if options == {} else "gradients"
+        found = seen(fit(make, vectors(4), strategy, devices=RANKS, recorded=recorded, **options))
+    return {**found, "looked at": looks.seen}
+
+
+@pytest.mark.long("each holds a rank up; the first tier has the equality that these waits give")
+@pytest.mark.parametrize(
+    "wait", some(HELD_UP, Wait.STEP_AFTER_ARRIVAL, why="one shows that races are seen"), ids=lambda wait: wait.name
+)
+def test_every_wait_between_ranks_is_needed(wait: Wait) -> None:
+    plain = in_ranks(RANKS, train, wait.name, False, False)
+    assert_equal(in_ranks(RANKS, train, wait.name, False, True), plain, "held up")
+    try:
+        early = in_ranks(RANKS, train, wait.name, True, True)
+    except RanksFailed:
+        return
+    with pytest.raises(AssertionError, match="values differ"):
+        assert_equal(early, plain, "early")
+
+
+def test_all_waits_are_tried() -> None:
+    assert {*ON_THE_DEVICE, *HELD_UP} == set(OF_RANKS)

@@ -1,0 +1,199 @@
+"""Several devices that update layers in backward: weights that users write count, gradients do not pile up, faults end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import sleep
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.engine.layerwise import LayerwiseStep
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.ranks.shared_memory import SharedMemory
+from sp_lightning.updates.background import BackgroundUpdates
+from tests.equality.on_ranks import EveryBatch, seen
+from tests.support.models import Module, Stack, vectors
+from tests.support.ranks import RanksFailed, in_ranks, rank
+from tests.support.runs import assert_equal, fit, fused
+
+pytestmark = pytest.mark.rest("runs of two ranks; test_ranks compares this mode in the first tier")
+
+RANKS, WIDTH, DEPTH = 2, 64, 12
+
+
+@contextmanager
+def submitted() -> Iterator[list[int]]:
+    """The layers whose updates were submitted while backward went on."""
+    early: list[int] = []
+    begin = LayerwiseStep._update_early
+
+    def noted(self: Any, layer: Any) -> None:
+        early.append(layer.index)
+        begin(self, layer)
+
+    with mock.patch.object(LayerwiseStep, "_update_early", noted):
+        yield early
+
+
+class Writes(Module):
+    """Writes and exchanges weights before each batch, on every rank, as a module under ``ddp`` has to."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for index, parameter in enumerate(self.parameters()):
+            if index % 3 == 0:
+                parameter.data.mul_(0.9)
+            elif index % 3 == 1:
+                parameter.data = parameter.data * 0.9
+
+
+def writes(plain: bool, precision: Any) -> tuple[Any, list[int]]:
+    strategy = EveryBatch() if plain else SuperpipelineStrategy(k=1, optimizer_overlap="backward")
+    with submitted() as early:
+        outcome = fit(fused(Writes), vectors(8), strategy, devices=RANKS, recorded="losses", precision=precision)
+    return seen(outcome), early
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_weights_that_users_write_count(precision: str) -> None:
+    ours, plain = in_ranks(RANKS, writes, False, precision), in_ranks(RANKS, writes, True, precision)
+    for index, ((mine, early), (theirs, _)) in enumerate(zip(ours, plain, strict=True)):
+        state = [{**each, "state": {}} for each in theirs["optimizers"]] if index else theirs["optimizers"]
+        assert_equal(mine, {**theirs, "optimizers": state}, f"rank {index}")
+        assert len(early) == 4 * 7, "all layers, in every step"
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Wide(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def gradient_bytes(k_prime: int) -> tuple[int, int]:
+    """Returns the most shared memory that gradients take where rank 0 updates slowly, and what the ledger says."""
+    most, memory, blocks = [0], list[SharedMemory](), dict[int, int]()
+    share, exchange, step = Ranks.share, Ranks.exchange, LayerwiseStep._step_layer
+
+    def look() -> None:
+        for each in memory:
+            blocks[each._descriptor] = os.fstat(each._descriptor).st_blocks * 512
+        most[0] = max(most[0], sum(blocks.values()))
+
+    def shared(self: Ranks, nbytes: int, name: str) -> SharedMemory:
+        made = share(self, nbytes, name)
+        memory.extend([made] * ("gradients" in name))
+        return made
+
+    def exchanged(self: Ranks, received: Tensor, sent: Tensor, what: str) -> None:
+        look()
+        exchange(self, received, sent, what)
+
+    def slow(self: Any, *args: Any, **options: Any) -> None:
+        sleep(0.02)
+        step(self, *args, **options)
+
+    strategy = SuperpipelineStrategy(k=1, k_prime=k_prime, optimizer_overlap="backward")
+    with (
+        mock.patch.object(Ranks, "share", shared),
+        mock.patch.object(Ranks, "exchange", exchanged),
+        mock.patch.object(LayerwiseStep, "_step_layer", slow),
+    ):
+        fit(Wide, [torch.ones(2, WIDTH)] * 6, strategy, devices=RANKS, recorded="losses")
+    return most[0], strategy.ledger.gradients
+
+
+@pytest.mark.parametrize("k_prime", [1, 2])
+def test_gradients_take_what_the_ledger_says(k_prime: int) -> None:
+    layer = 4 * WIDTH * WIDTH
+    for most, counted in in_ranks(RANKS, gradient_bytes, k_prime):
+        assert most == counted == (k_prime + 3) * layer < DEPTH * layer
+
+
+# ---------------------------------------------------------------------- what does not go
+
+
+class Foreign(Module):
+    """Its optimizer steps a parameter that the module does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.others = [nn.Parameter(torch.ones(16))]
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch * self.others[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([*self.parameters(), *self.others])
+
+
+def train(make: Any, mode: Any) -> None:
+    fit(fused(make), vectors(8), SuperpipelineStrategy(k=1, optimizer_overlap=mode), devices=RANKS, recorded="losses")
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_step_that_must_run_as_a_whole_is_refused(mode: str) -> None:
+    with pytest.raises(RanksFailed, match=r"one by one, but the optimizer has a parameter of shape \(16,\)"):
+        in_ranks(RANKS, train, Foreign, mode)
+
+
+class Fails(Module):
+    """Its backward fails on one rank, after some layers were updated."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        x = net.blocks[0](net.stem(batch))
+        if rank() == 1 and self.trainer.global_step == 1:
+            x.register_hook(self.fail)
+        for block in net.blocks[1:]:
+            x = block(x)
+        return net.head(x).square().mean()  # type: ignore[no-any-return]
+
+    def fail(self, gradient: Tensor) -> None:
+        raise KeyError("in a hook of one rank")
+
+
+def test_a_backward_that_fails_on_one_rank_ends_all() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        in_ranks(RANKS, train, Fails, "backward")
+    first, second = caught.value.errors
+    assert first is not None
+    assert "RankError" in first
+    assert second is not None
+    assert "in a hook of one rank" in second
+
+
+def slow_update(late: bool) -> Any:
+    """Rank 0's updates are late; what rank 1 reads is those weights all the same."""
+    submit = BackgroundUpdates.submit
+
+    def later(self: Any, layer: Any, work: Any, *then: Any) -> None:
+        def update() -> None:
+            sleep(0.05 * (late and rank() == 0))
+            work()
+
+        submit(self, layer, update, *then)
+
+    with mock.patch.object(BackgroundUpdates, "submit", later):
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
+        return seen(fit(fused(lambda: Module(Stack())), vectors(4), strategy, devices=RANKS, recorded="losses"))
+
+
+def test_updates_may_take_their_time() -> None:
+    assert_equal(in_ranks(RANKS, slow_update, True), in_ranks(RANKS, slow_update, False), "late")

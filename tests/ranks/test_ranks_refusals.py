@@ -1,0 +1,239 @@
+"""What several devices cannot do, and what differs between them, is refused by name, on all of them and before work begins."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins.environments import KubeflowEnvironment
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.ranks import ranks
+from tests.support.models import Module, Stack, vectors
+from tests.support.ranks import RanksFailed, free_port, in_ranks, rank, start
+from tests.support.runs import fit, loader, trainer_for
+from tests.support.tiers import first, some
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+
+def train(strategy: dict[str, Any]) -> None:
+    fit(Net, vectors(2), SuperpipelineStrategy(**strategy), devices=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ({"debug_writes": True}, "debug_writes=True looks at the weights of one process"),
+        pytest.param(
+            {"optimizer_on": "gpu"},
+            'optimizer_on="gpu" steps layers of one device',
+            marks=pytest.mark.rest("it is refused beside the other"),
+        ),
+    ],
+)
+def test_what_is_refused(strategy: dict[str, Any], message: str) -> None:
+    with pytest.raises(RanksFailed, match=message) as caught:
+        in_ranks(2, train, strategy)
+    assert all(error is not None and message in error for error in caught.value.errors)
+
+
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    state: Any = property(lambda self: self.inner.state)
+    param_groups: Any = property(lambda self: self.inner.param_groups)
+    defaults: Any = property(lambda self: self.inner.defaults)
+
+
+class Wrapped(Net):
+    def configure_optimizers(self) -> Any:
+        return Wrapper(super().configure_optimizers())
+
+
+def train_wrapped() -> None:
+    fit(Wrapped, vectors(2), SuperpipelineStrategy(), devices=2)
+
+
+def test_an_optimizer_that_wraps_another_is_refused() -> None:
+    """Its state cannot be another one on the ranks that have none: ``AttributeError: property 'state' has no setter``."""
+    with pytest.raises(RanksFailed, match="Return the wrapped optimizer from configure_optimizers") as caught:
+        in_ranks(2, train_wrapped)
+    assert all(error is not None and "Wrapper gives the state" in error for error in caught.value.errors)
+
+
+# ---------------------------------------------------------------------- ranks differ
+
+
+class Differs(pl.LightningModule):
+    """Is another module on rank 1, in one way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how if rank() else ""
+        width = 24 if self.how == "a shape" else 16
+        names = ["first", "second", "third"]
+        if self.how == "the order":
+            names.reverse()
+        self.layers = nn.Sequential()
+        for name in names:
+            self.layers.add_module(name, nn.Sequential(nn.Linear(16, width), nn.Linear(width, 16)))
+        if self.how == "a parameter is missing":
+            self.layers.second[0].bias = None
+        if self.how == "a parameter more":
+            self.more = nn.Parameter(torch.ones(3))
+        if self.how == "a dtype":
+            self.layers.third[1].double()
+        if self.how == "a buffer":
+            self.register_buffer("counted", torch.ones(2))
+        self.layers.first.requires_grad_(self.how != "frozen")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        if self.how == "another optimizer":
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.2 if self.how == "another learning rate" else 0.1)
+
+
+STRATEGY: dict[str, dict[str, Any]] = {
+    "k": {"k": 2},
+    "activations": {"activations": "recompute"},
+    "overlap": {"optimizer_overlap": "forward"},
+}
+TRAINER: dict[str, dict[str, Any]] = {
+    "precision": {"precision": "bf16-mixed"},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "clipping": {"gradient_clip_val": 0.5},
+    "steps": {"max_steps": 1},
+}
+DIFFERENT = {
+    "a shape": r"parameters of rank 1 .*: layers\.first\.0\.weight is float32 of shape \(24, 16\) on rank 1 and .* \(16, 16\)",
+    "the order": r"parameters of rank 1 .*: layers\.first\.0\.weight is after 'layers\.third\.0\.weight' on rank 1",
+    "a parameter is missing": r"parameters of rank 1 .*: layers\.second\.0\.bias is not there on rank 1",
+    "a parameter more": r"parameters of rank 1 .*: more is float32 of shape \(3,\) on rank 1 and not there on rank 0",
+    "a dtype": r"parameters of rank 1 .*: layers\.third\.1\.weight is float64 of shape",
+    "frozen": r"parameters of rank 1 .*: layers\.first\.0\.weight is .*, frozen on rank 1",
+    "a buffer": r"buffers of rank 1 .*: counted is float32 of shape \(2,\) on rank 1",
+    "k": r"options of rank 1 .*: k is 2 on rank 1 and 1 on rank 0",
+    "activations": r"options of rank 1 .*: activations is 'recompute' on rank 1",
+    "overlap": r"options of rank 1 .*: optimizer_overlap is 'forward' on rank 1",
+    "precision": r"trainer's settings of rank 1 .*: precision is 'bf16-mixed' on rank 1",
+    "accumulation": r"trainer's settings of rank 1 .*: accumulate_grad_batches is 2 on rank 1 and 1 on rank 0",
+    "clipping": r"trainer's settings of rank 1 .*: gradient_clip_val is 0\.5 on rank 1 and None on rank 0",
+    "steps": r"trainer's settings of rank 1 .*: max_steps is 1 on rank 1",
+    "another optimizer": r"optimizers of rank 1 .*: SGD 0, group 0 is not there on rank 1",
+    "another learning rate": r"optimizers of rank 1 .*: SGD 0, group 0 is lr 0\.2",
+    "batches": r"numbers of batches of rank 1 .*: training batches is 3 on rank 1 and 2 on rank 0",
+}
+QUICK = ("a shape",)
+
+
+def train_differently(how: str) -> None:
+    strategy = {"k": 1, **(STRATEGY.get(how, {}) if rank() else {})}
+    options = TRAINER.get(how, {}) if rank() else {}
+    data = TensorDataset(torch.ones(3 if rank() and how == "batches" else 2, 16))
+    trainer = trainer_for(SuperpipelineStrategy(**strategy), devices=2, use_distributed_sampler=False, **options)
+    trainer.fit(Differs(how), DataLoader(data))
+    raise AssertionError("it was not refused")
+
+
+@pytest.mark.parametrize(
+    "how", first(list(DIFFERENT), *QUICK, second=list(DIFFERENT)[::3], why="one stands for all that is compared")
+)
+def test_ranks_that_differ(how: str) -> None:
+    """Every rank says so, before the first batch."""
+    with pytest.raises(RanksFailed) as caught:
+        in_ranks(2, train_differently, how)
+    for error in caught.value.errors:
+        assert re.search(DIFFERENT[how], str(error)), error
+        assert "ValueError" in str(error)
+
+
+# ---------------------------------------------------------------------- the system
+
+
+def train_without(what: str, folder: str) -> None:
+    """Rank 1 cannot map memory for weights, or the system gives nobody any, or none can be shared on it."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def map_in_part(descriptor: int, nbytes: int, *args: Any, **kwargs: Any) -> Any:
+        weights = descriptor >= 0 and "superpipeline weights" in os.readlink(f"/proc/self/fd/{descriptor}")
+        return refuse() if rank() and weights else mapped(descriptor, nbytes, *args, **kwargs)
+
+    mapped = mmap.mmap
+    patches = {
+        "support": mock.patch.object(ranks, "supported", return_value="the system is no Linux"),
+        "memory": mock.patch("os.ftruncate", refuse),
+        "a map": mock.patch("mmap.mmap", map_in_part),
+    }
+    with patches[what]:
+        fit(Net, vectors(2), SuperpipelineStrategy(k=1), devices=2)
+
+
+WITHOUT = {
+    "support": ("cannot do so here: the system is no Linux", "Pass Trainer(devices=1)"),
+    "memory": ("does not give rank 0 0.00 GiB of host memory for board", "Cannot allocate memory"),
+    "a map": ("does not give rank 1 0.00 GiB of host memory for weights", "Cannot allocate memory"),
+}
+
+
+@pytest.mark.rest("waits until processes have ended; the first tier has what ranks compare")
+@pytest.mark.parametrize("what", some(WITHOUT, "support", "a map", why="the board is another piece of memory"))
+def test_memory_that_cannot_be_shared(what: str, tmp_path: Any) -> None:
+    began = monotonic()
+    errors = [error for error, _ in start(2, train_without, what, str(tmp_path)).outcomes()]
+    assert all(errors), errors
+    assert any(all(each in str(error) for each in WITHOUT[what]) for error in errors), errors
+    assert monotonic() - began < 50, "a rank has waited for its patience to end"
+
+
+@pytest.mark.rest("waits for a process in vain")
+def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0", "NODE_RANK": "0"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    trainer = trainer_for(SuperpipelineStrategy(k=1), devices=2)
+    trainer.strategy._timeout = timedelta(seconds=1)  # type: ignore[attr-defined]  # half an hour
+    with pytest.raises(RuntimeError, match="1/2 clients joined"):
+        trainer.fit(Net(), loader(vectors(2)))
+
+
+def test_one_device_in_each_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun has started two, and each would train by itself."""
+    started = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"2 processes were started .* Pass Trainer\(devices=2\)"):
+        fit(Net, vectors(2), SuperpipelineStrategy(), devices=1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert fit(Net, vectors(2), SuperpipelineStrategy(), devices=1).losses
+
+
+@pytest.mark.parametrize("environment", [SLURMEnvironment, KubeflowEnvironment])
+def test_one_device_where_the_environment_cannot_tell_the_number_of_processes(
+    environment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain Lightning does not ask for SLURM_NTASKS or WORLD_SIZE on one device; a KeyError was all that users saw here."""
+    for name in ("SLURM_NTASKS", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert fit(Net, vectors(2), SuperpipelineStrategy(), devices=1, plugins=[environment()]).losses

@@ -1,0 +1,36 @@
+"""The core works without each capability. ``python -m tests.repository.deletion each --all`` runs all tests of the core, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sp_lightning.registry import CAPABILITIES, MissingCapabilityError, needed_for
+from tests.repository import deletion
+
+NOT_YET = frozenset(CAPABILITIES)
+"""Capabilities that the core still imports."""
+
+
+@pytest.mark.rest("processes that import torch")
+@pytest.mark.parametrize("folder", [folder for folder in CAPABILITIES if folder not in NOT_YET])
+def test_the_core_works_without(folder: str, tmp_path: Path) -> None:
+    copy = deletion.without(folder, tmp_path)
+    deletion.imports(copy, folder)
+    deletion.option(copy, folder)
+    deletion.trainings(copy, folder)
+
+
+def test_every_capability_has_a_folder_and_a_program() -> None:
+    assert set(deletion.ASKED_FOR) == set(CAPABILITIES)
+    assert all((deletion.ROOT / "sp_lightning" / folder / "__init__.py").exists() for folder in CAPABILITIES)
+
+
+def test_other_missing_modules_are_not_taken_for_a_capability() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_package") as raised, needed_for("disk="):
+        import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+    assert not isinstance(raised.value, MissingCapabilityError)
+    with pytest.raises(ModuleNotFoundError, match="no_such_file") as raised, needed_for("disk="):
+        import sp_lightning.disk.no_such_file  # type: ignore[import-not-found]  # noqa: F401
+    assert not isinstance(raised.value, MissingCapabilityError)

@@ -1,0 +1,712 @@
+"""Each private of torch that the package uses answers as ``sp_lightning/torch_compat/private.py`` says."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import prune
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from sp_lightning.device.lease import lend
+from sp_lightning.torch_compat import fake as torch_fake
+from sp_lightning.torch_compat import private as torch_private
+from sp_lightning.updates.scaler import HostGradScaler
+
+
+class _NotesOperators(torch_private.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------------- autograd's engine
+
+
+def test_the_second_level_cache_is_known() -> None:
+    size = torch_private.second_level_cache()
+    assert size == 0 or 2**17 <= size <= 2**28
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [(torch.optim.Adam, 4), (torch.optim.AdamW, 4), (torch.optim.SGD, 1), (torch.optim.Adagrad, 2)],
+)
+def test_fused_steps_call_one_operator_with_weights_gradients_and_state(optimizer: Any, state: int) -> None:
+    called: list[tuple[Any, ...]] = []
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in torch_private.FUSED_STEPS:
+                called.append(args)
+            return func(*args, **(kwargs or {}))
+
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with Notes():
+        optimizer(weights, lr=0.1, fused=True).step()
+    ((found, gradients, *columns),) = called
+    assert all(one is other for one, other in zip(found, weights, strict=True))
+    assert all(one is other.grad for one, other in zip(gradients, weights, strict=True))
+    assert len(columns) == state
+    assert all(len(column) in (0, 2) for column in columns)
+
+
+def test_backward_and_grad_find_in_one_place_what_runs_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, calls = getattr(*torch_private.ENGINE_CALL), list[str]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        calls.append("engine")
+        return runs(*args, **options)
+
+    monkeypatch.setattr(*torch_private.ENGINE_CALL, noted)
+    leaf = torch.ones(2, requires_grad=True)
+    (leaf * 2).sum().backward()
+    torch.autograd.backward((leaf * 2).sum())
+    torch.autograd.grad((leaf * 2).sum(), leaf)
+    checkpoint(torch.sin, leaf, use_reentrant=True).sum().backward()  # a backward inside a backward
+    assert len(calls) == 5
+
+
+def test_each_backward_has_a_number_of_its_own_and_ends_with_what_was_queued() -> None:
+    noted: list[int] = []
+    ended: list[str] = []
+    leaf = torch.ones(2, requires_grad=True)
+
+    def note(gradient: Tensor) -> None:
+        noted.append(torch_private.current_graph_task())
+        torch_private.queue_callback(lambda: ended.append(f"after {len(noted)}"))
+        assert ended == [f"after {n}" for n in range(1, len(noted))]
+
+    leaf.register_hook(note)
+    for _ in range(2):
+        (leaf * 2).sum().backward()
+    assert noted[0] != noted[1]
+    assert -1 not in noted
+    assert ended == ["after 1", "after 2"]
+    assert torch_private.current_graph_task() == -1
+
+
+def test_what_was_queued_is_dropped_where_backward_fails() -> None:
+    ended: list[bool] = []
+    leaf = torch.ones(2, requires_grad=True)
+    between = leaf * 2
+
+    def fail(gradient: Tensor) -> None:
+        torch_private.queue_callback(lambda: ended.append(True))
+        raise ValueError("on purpose")
+
+    between.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        between.sum().backward()
+    assert ended == []
+
+
+def test_a_node_knows_whether_backward_comes_to_another() -> None:
+    answers: list[bool | str] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, leaf: Tensor) -> Tensor:
+            return leaf.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            try:
+                answers.append(torch_private.will_execute_node(ctx.next_functions[0][0]))
+            except RuntimeError:
+                answers.append("asked for")
+            return gradient
+
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    Asks.apply(leaf).sum().backward()
+    halfway = other * 1
+    torch.autograd.grad((Asks.apply(leaf) + halfway).sum(), halfway, retain_graph=True)
+    assert answers == [True]  # the second backward does not come to the node that asks
+    torch.autograd.grad(Asks.apply(leaf).sum(), leaf)
+    assert answers == [True, "asked for"]
+    product = Asks.apply(leaf * 1)
+    torch.autograd.backward(product.sum(), inputs=[leaf])
+    assert answers == [True, "asked for", True]
+    with pytest.raises(RuntimeError):
+        torch_private.will_execute_node(product.grad_fn)
+
+
+def test_the_hooks_of_saved_tensors_on_top_are_told() -> None:
+    assert torch_private.top_saved_tensors_hooks() is None
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert torch_private.top_saved_tensors_hooks() == (pack, unpack)
+        before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # as torch.compile does while it traces
+        try:
+            assert torch_private.top_saved_tensors_hooks() is None, "a graph that is traced calls none"
+        finally:
+            torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+    assert torch_private.top_saved_tensors_hooks() is None
+
+
+def test_the_hook_of_a_checkpoint_is_told() -> None:
+    seen = []
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            assert torch_private.checkpoint_hook() is None
+        seen.append(torch_private.checkpoint_hook())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert all(seen)
+    assert len(set(seen)) == len(seen) == 2
+    assert torch_private.checkpoint_hook() is None
+
+
+def test_versions_are_what_they_were_before() -> None:
+    one, other = torch.zeros(2), torch.zeros(2)
+    with torch_private.preserve_version_counter((one, other)):
+        one.add_(1)
+        other.add_(1)
+        assert (one._version, other._version) == (1, 1)
+    assert (one._version, other._version) == (0, 0)
+    with torch_private.preserve_version_counter(one):
+        one.add_(1)
+    assert one._version == 0
+
+
+def test_levels_of_forward_mode_are_told() -> None:
+    assert torch_private.forward_mode_level() < 0
+    with forward_ad.dual_level():
+        assert torch_private.forward_mode_level() >= 0
+    assert torch_private.forward_mode_level() < 0
+
+
+# ------------------------------------------------------------------------------------------------ transforms and modes
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # jvp calls it the first time
+def test_transforms_are_told_and_which_of_them_differentiate() -> None:
+    told: list[tuple[bool, list[bool]]] = []
+
+    def note(x: Tensor) -> Tensor:
+        stack = torch_private.interpreter_stack() or []
+        told.append(
+            (torch_private.transforms_active(), [each.key() in torch_private.DIFFERENTIATING for each in stack])
+        )
+        return x.sum()
+
+    assert torch_private.interpreter_stack() is None
+    note(torch.ones(2))
+    torch.vmap(note)(torch.ones(2, 2))
+    torch.func.grad(note)(torch.ones(2))
+    torch.func.jvp(note, (torch.ones(2),), (torch.ones(2),))
+    torch.func.grad(lambda x: torch.vmap(note)(x).sum())(torch.ones(2, 2))
+    assert told == [(False, []), (True, [False]), (True, [True]), (True, [True]), (True, [True, False])]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_views_know_their_base(trained: bool) -> None:
+    weight = torch.zeros(2, 3, requires_grad=trained)
+    assert torch_private.base_of(weight) is None
+    assert torch_private.base_of(weight.t()[1:]) is weight
+
+
+def test_batched_tensors_are_told_from_others() -> None:
+    seen: list[bool] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(torch_private.is_batched(x))
+        return x
+
+    note(torch.ones(2))
+    torch.vmap(note)(torch.ones(2, 2))
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(note)
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
+    assert seen == [False, True, True]
+
+
+def test_random_numbers_can_be_drawn_while_gradients_are_batched() -> None:
+    def draw(gradient: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="random operations"):
+            torch.randn(2)
+        with torch_private.no_vmap_mode():
+            drawn.append(torch.randn(2))
+
+    drawn: list[Tensor] = []
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(draw)
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
+    assert [each.shape for each in drawn] == [(2,)]
+
+
+def test_transforms_can_be_left() -> None:
+    def note(x: Tensor) -> Tensor:
+        with torch_private.clear_transforms():
+            assert not torch_private.transforms_active()
+            made = torch.ones(2)
+        assert torch_private.transforms_active()
+        assert made.data_ptr(), "a tensor that a transform made has no address"
+        return (x * made).sum()
+
+    assert torch.equal(torch.func.grad(lambda x: torch.vmap(note)(x).sum())(torch.ones(3, 2)), torch.ones(3, 2))
+
+
+def test_dispatch_modes_are_counted_and_can_be_suspended() -> None:
+    assert torch_private.count_dispatch_modes() == 0
+    with _NotesOperators(), _NotesOperators() as mode:
+        assert torch_private.count_dispatch_modes() == 2
+        with torch_private.disable_dispatch_modes():
+            assert torch_private.count_dispatch_modes() == 0
+            torch.ones(2) + 1
+        assert mode.seen == []
+        torch.ones(2) + 1
+        assert mode.seen[-1] is torch.ops.aten.add.Tensor
+
+
+def test_function_modes_are_counted() -> None:
+    assert torch_private.count_function_modes() == 0
+    with TorchFunctionMode(), TorchFunctionMode():
+        assert torch_private.count_function_modes() == 2
+    assert torch_private.count_function_modes() == 0
+
+
+def test_tensors_that_consist_of_others_are_known() -> None:
+    assert torch_private.is_traceable_wrapper_subclass(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert not torch_private.is_traceable_wrapper_subclass(nn.Parameter(torch.ones(2)))
+
+
+# ------------------------------------------------------------------------------------------------- tensors without data
+
+
+def test_tensors_without_memory_are_known_and_say_where_values_are_needed() -> None:
+    with torch_fake.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ones(2, 3)
+        assert (fake @ torch.ones(3, 4)).shape == (2, 4)
+        for looks in (lambda: fake.sum().item(), lambda: fake.nonzero()):
+            with pytest.raises(torch_fake.VALUES_NEEDED):
+                looks()
+    assert isinstance(fake, torch_fake.FakeTensor)
+    assert not isinstance(torch.ones(2), torch_fake.FakeTensor)
+
+
+def test_truncated_normal_needs_no_values_inside_alone() -> None:
+    with torch_fake.FakeTensorMode(), torch_fake.truncated_normal_without_values():
+        assert nn.init.trunc_normal_(torch.empty(100)).shape == (100,)
+    left = torch.full((100,), 7.0)
+    with torch_fake.truncated_normal_without_values():
+        assert nn.init.trunc_normal_(left) is left
+    assert (left == 7).all()
+    assert nn.init.trunc_normal_(left).abs().max() <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_have_shapes_without_values(dtype: torch.dtype) -> None:
+    """torch 2.14 refuses float32 on paper, and multiplies it on devices."""
+    with torch_fake.grouped_products_without_values(), torch_fake.FakeTensorMode():
+        offs = torch.empty(4, dtype=torch.int32)
+        rows, stack = torch.empty(24, 16, dtype=dtype, requires_grad=True), torch.empty(4, 16, 32, dtype=dtype)
+        stack.requires_grad_()
+        out = nn.functional.grouped_mm(rows, stack, offs=offs)
+        out.sum().backward()
+    assert (out.shape, out.dtype) == ((24, 32), dtype)
+    assert [each.grad is not None and each.grad.shape == each.shape for each in (rows, stack)] == [True, True]
+
+
+def test_modules_without_values_are_converted_and_tied_parameters_stay_tied() -> None:
+    with torch_fake.FakeTensorMode(), torch_fake.modules_converted_without_swaps():
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        module[2].weight = module[0].weight
+        before = module[0].weight
+        assert module.to(torch.float32)[0].weight is before, "nothing changes"
+        module[1].weight.requires_grad = False
+        module.to(torch.bfloat16)
+        assert {value.dtype for value in module.state_dict().values()} == {torch.bfloat16, torch.int64}
+        assert module[2].weight is module[0].weight
+        assert [p.requires_grad for p in module.parameters()] == [True, True, False, True, True]
+    assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype is torch.bfloat16
+    assert nn.Module._apply.__module__.startswith("torch.")
+
+
+# ------------------------------------------------------------------------------------------------------- nested values
+
+
+def test_nested_values_are_taken_apart_and_put_together() -> None:
+    nested = {"a": [1, (2, "x")], "b": 3}
+    assert torch_private.tree_leaves(nested) == [1, 2, "x", 3]
+    assert torch_private.tree_map(str, nested) == {"a": ["1", ("2", "x")], "b": "3"}
+    assert torch_private.tree_map_only(int, lambda each: -each, nested) == {"a": [-1, (-2, "x")], "b": -3}
+    leaves, structure = torch_private.tree_flatten(nested)
+    assert leaves == [1, 2, "x", 3]
+    assert torch_private.tree_unflatten([0, 0, 0, 0], structure) == {"a": [0, (0, 0)], "b": 0}
+
+
+# -------------------------------------------------------------------------------------------------- storages, operators
+
+
+def test_a_storage_has_a_number_of_its_own_and_counts_its_owners() -> None:
+    tensor = torch.ones(4)
+    storage, other = tensor.untyped_storage(), torch.ones(4).untyped_storage()
+    number, alone = (
+        torch_private.storage_id(storage),
+        torch_private.storage_use_count(torch_private.storage_id(storage)),
+    )
+    assert number != torch_private.storage_id(other)
+    view = tensor[1:]
+    assert torch_private.storage_id(view.untyped_storage()) == number
+    assert torch_private.storage_use_count(torch_private.storage_id(storage)) == alone + 1
+    leaf = torch.ones(3, requires_grad=True)
+    saved = leaf * view
+    del view
+    assert torch_private.storage_use_count(torch_private.storage_id(storage)) == alone + 1  # the graph's
+    del saved
+    assert torch_private.storage_use_count(torch_private.storage_id(storage)) == alone == 2
+    storage.resize_(4096)
+    assert torch_private.storage_id(storage) == number
+    with torch_fake.FakeTensorMode():
+        fakes = [torch.ones(2).untyped_storage() for _ in range(2)]
+        assert torch_private.storage_id(fakes[0]) != torch_private.storage_id(fakes[1])
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_a_storage_moves_with_its_tensors(newest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not newest:
+        monkeypatch.setattr(torch_private, "_swap_memory", None)
+    memory = torch.arange(4.0)
+    tensor = lend(memory.view(torch.uint8)).view(torch.float32)
+    view, reference = tensor[1:], StorageWeakRef(tensor.untyped_storage())
+    found = torch_private.storage_of(reference)
+    assert found is not None
+    assert found.data_ptr() == memory.data_ptr()
+    torch_private.move_storage(found)
+    memory.fill_(7)
+    assert tensor.tolist() == [0, 1, 2, 3]
+    tensor.add_(1)
+    assert view.tolist() == [2, 3, 4]
+    assert memory.tolist() == [7, 7, 7, 7]
+    del tensor, view, found
+    assert torch_private.storage_of(reference) is None
+
+
+def test_views_are_told_from_tensors_of_their_own() -> None:
+    leaf = torch.ones(3)
+    with torch.no_grad():
+        assert torch_private.is_view(leaf[:1])
+        assert torch_private.is_view(leaf.view(-1))
+        assert not any(map(torch_private.is_view, (leaf, leaf.clone(), leaf + 1)))
+
+
+def test_certain_overlap_is_told() -> None:
+    assert torch_private.overlaps_itself(torch.ones(1).expand(3))
+    assert not torch_private.overlaps_itself(torch.ones(3, 3).t())
+    assert not torch_private.overlaps_itself(torch.ones(11).as_strided((3, 3), (2, 3)))  # too expensive to tell
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of the public function, which torch_private avoids
+def test_sparse_tensors_show_what_they_have_coalesced_or_not() -> None:
+    numbers = torch.tensor([[1, 1, 0]])
+    sparse = torch.sparse_coo_tensor(numbers, torch.tensor([[1.0], [2.0], [3.0]]), (2, 1))
+    assert not sparse.is_coalesced()
+    assert torch_private.sparse_indices(sparse).tolist() == [[1, 1, 0]]
+    assert torch_private.sparse_values(sparse).tolist() == [[1.0], [2.0], [3.0]]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_sparse_tensor_of_rows_that_come_once_is_coalesced_and_nobody_is_warned() -> None:
+    made = torch_private.sparse_rows(torch.tensor([[0, 2]]), torch.tensor([[1.0], [2.0]]), torch.Size((3, 1)))
+    assert made.is_coalesced()
+    assert made.to_dense().tolist() == [[1.0], [0.0], [2.0]]
+
+
+def test_operators_that_write_their_arguments_are_told() -> None:
+    assert torch_private.writes_arguments(torch.ops.aten.add_.Tensor)
+    assert not torch_private.writes_arguments(torch.ops.aten.add.Tensor)
+    assert not torch_private.writes_arguments(torch.add)
+
+
+def test_dispatch_modes_see_the_operators_that_are_named() -> None:
+    with _NotesOperators() as mode:
+        torch.ones(2).to(torch.float64)
+        assert torch_private.to_copy_operator in [each.overloadpacket for each in mode.seen]
+    if hasattr(nn.functional, "grouped_mm"):
+        a, b = torch.ones(2, 16, 16, dtype=torch.bfloat16), torch.ones(2, 16, 16, dtype=torch.bfloat16)
+        with _NotesOperators() as mode:
+            nn.functional.grouped_mm(a, b)
+        assert torch_private.grouped_mm_operator in [each.overloadpacket for each in mode.seen]
+
+
+def test_the_fused_step_of_sgd_subtracts_the_gradient() -> None:
+    weight = torch.zeros(5)
+    torch_private.fused_sgd_step(weight, torch.arange(5.0))
+    assert weight.tolist() == [0, -1, -2, -3, -4]
+
+
+def test_each_tensor_is_copied_into_its_own() -> None:
+    sources = [torch.randn(2, 3), torch.randn(4).bfloat16(), torch.randn(3, 2).t(), torch.tensor([1, 2])]
+    targets = [torch.empty(2, 3), torch.empty(4), torch.empty(2, 3), torch.empty(2, dtype=torch.int64)]
+    for pairs in (0, 1, 4):
+        for target in targets:
+            target.zero_()
+        torch_private.copy_each(targets[:pairs], sources[:pairs])
+        copied = [torch.equal(target, source) for target, source in zip(targets, sources, strict=True)]
+        assert copied == [True] * pairs + [False] * (4 - pairs)
+
+
+# ---------------------------------------------------------------------------------------- hooks that others registered
+
+
+def test_hooks_of_tensors_are_told_as_long_as_they_are_registered() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not torch_private.gradient_hooks(parameter)
+    assert not torch_private.accumulation_hooks(parameter)
+
+    def hook(gradient: Tensor) -> None: ...
+
+    def after(accumulated: Tensor) -> None: ...
+
+    handles = parameter.register_hook(hook), parameter.register_post_accumulate_grad_hook(after)
+    assert list((torch_private.gradient_hooks(parameter) or {}).values()) == [hook]
+    assert list((torch_private.accumulation_hooks(parameter) or {}).values()) == [after]
+    for handle in handles:
+        handle.remove()
+    assert not torch_private.gradient_hooks(parameter)
+    assert not torch_private.accumulation_hooks(parameter)
+
+
+def test_tensors_have_the_private_metadata() -> None:
+    assert all(hasattr(Tensor, name) for name in torch_private.TENSOR_METADATA)
+
+
+def test_hooks_of_modules_are_told() -> None:
+    module = nn.Linear(1, 1)
+    assert not torch_private.forward_pre_hooks(module)
+
+    def before(module: nn.Module, args: Any) -> None: ...
+
+    module.register_forward_pre_hook(before)
+    assert list(torch_private.forward_pre_hooks(module).values()) == [before]
+
+
+def test_modules_that_load_in_their_own_way_are_told() -> None:
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None: ...
+
+    hooked = nn.Linear(1, 1)
+    hooked.register_load_state_dict_pre_hook(lambda *_: None)
+    assert torch_private.loads_in_its_own_way(hooked)
+    assert torch_private.loads_in_its_own_way(Own(1, 1))
+    assert not torch_private.loads_in_its_own_way(nn.Linear(1, 1))
+    assert not torch_private.loads_in_its_own_way(nn.BatchNorm1d(1))  # torch's own way
+
+
+def test_hooks_of_optimizers_are_told_and_one_can_be_the_first() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    assert torch_private.step_pre_hooks(optimizer) == []
+    assert torch_private.step_pre_hooks(object()) is None
+    order: list[str] = []
+
+    def before(*_: Any) -> None:
+        order.append("before")
+
+    def users(*_: Any) -> None:
+        order.append("users")
+
+    def ours(*_: Any) -> None:
+        order.append("ours")
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(users)
+    handle = optimizer.register_step_post_hook(ours)
+    assert torch_private.step_pre_hooks(optimizer) == [before]
+    assert torch_private.step_hooks(optimizer) == [before, users, ours]
+    torch_private.run_first_after_step(optimizer, handle)
+    assert torch_private.step_hooks(optimizer) == [before, ours, users]
+    optimizer.step()
+    assert order == ["before", "ours", "users"]
+
+
+def test_hooks_of_all_optimizers_are_told() -> None:
+    def before(*_: Any) -> None: ...
+
+    def after(*_: Any) -> None: ...
+
+    others = torch_private.global_step_hooks()
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    assert [each for each in torch_private.global_step_hooks() if each not in others] == [before, after]
+    for handle in handles:
+        handle.remove()
+    assert torch_private.global_step_hooks() == others
+
+
+# ---------------------------------------------------------------------------------------------- modules and parameters
+
+
+def test_compiled_modules_are_told_and_where_the_compiled_call_is() -> None:
+    plain, whole, in_place = nn.Linear(1, 1), torch.compile(nn.Linear(1, 1), backend="eager"), nn.Linear(1, 1)
+    in_place.compile(backend="eager")
+    assert [torch_private.is_compiled(each) for each in (plain, whole, in_place)] == [False, True, True]
+    vars(in_place)[torch_private.COMPILED_CALL] = lambda x: "called"
+    assert in_place(torch.ones(1)) == "called"
+
+
+def test_an_rnn_lists_its_weights_anew() -> None:
+    rnn = nn.LSTM(2, 3)
+    before = [getattr(rnn, name) for name in torch_private.RNN_WEIGHTS]
+    rnn.double()
+    assert all(getattr(rnn, name) is not old for name, old in zip(torch_private.RNN_WEIGHTS, before, strict=True))
+
+
+def test_a_thread_that_compiles_says_so_in_a_frame_that_is_left_out() -> None:
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(torch_private.frame_compiler() is not None)
+
+    vars(look)[torch_private.WHY_LEFT_OUT] = "It looks."
+    torch_private.leave_frame_out(look)
+
+    def function(x: Tensor) -> Tensor:
+        look()
+        return x + 1
+
+    function(torch.ones(1))
+    torch.compile(function, backend="eager")(torch.ones(1))
+    assert seen == [False, True]
+    with pytest.raises(RuntimeError, match=r"It looks\."):
+        torch.compile(lambda x: function(x) * 2, backend="eager", fullgraph=True)(torch.ones(1))
+
+
+def test_a_thread_that_compiles_holds_a_lock_and_others_are_told_that_it_does() -> None:
+    seen = list[tuple[bool, bool, bool]]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        others = list[bool]()
+        thread = threading.Thread(target=lambda: others.append(torch_private.COMPILE_LOCK.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        seen.append((torch_private.compiles_here(), torch.compiler.is_compiling(), *others))
+        return graph
+
+    assert not torch_private.compiles_here()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert [(here, other) for here, _, other in seen] == [(True, False)]
+    assert not torch_private.compiles_here()
+    before = torch_private.set_compiling(True)
+    assert not before
+    assert torch.compiler.is_compiling()
+    assert torch_private.set_compiling(before)
+    assert not torch.compiler.is_compiling()
+
+
+def test_a_default_device_is_told() -> None:
+    assert not torch_private.default_device_is_set()
+    with torch.device("meta"):
+        assert torch_private.default_device_is_set()
+    torch.set_default_device("meta")
+    try:
+        assert torch_private.default_device_is_set()
+    finally:
+        torch.set_default_device(None)
+    assert not torch_private.default_device_is_set()
+
+
+def test_what_products_are_computed_in_is_told_and_nothing_is_set() -> None:
+    before, all_of_it = torch_private.product_precisions(), torch_private.float32_precisions()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch_private.product_precisions() != before
+    finally:
+        torch_private.set_float32_precisions(all_of_it)
+    assert torch_private.product_precisions() == before
+    assert torch_private.float32_precisions() == all_of_it
+
+
+def test_compile_marks_tensors_with_attributes_that_begin_so() -> None:
+    decorators = torch._dynamo.decorators
+    for mark in (
+        decorators.mark_dynamic, decorators.maybe_mark_dynamic, decorators.mark_static, decorators.mark_unbacked,
+        lambda tensor, _: decorators.mark_static_address(tensor),
+    ):  # fmt: skip
+        tensor = torch.ones(2, 2)
+        mark(tensor, 0)
+        assert vars(tensor)
+        assert [name for name in vars(tensor) if not name.startswith(torch_private.DYNAMO_MARKS)] == []
+
+
+def test_memory_is_exchanged_and_the_object_stays() -> None:
+    tensor, other = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False), nn.Parameter(torch.ones(2))
+    seen = weakref.ref(tensor)
+    tensor.note = "kept"
+    torch_private.exchange_memory(tensor, other)
+    assert seen() is tensor
+    assert (tensor.tolist(), tensor.requires_grad, tensor.note) == ([1.0, 1.0], True, "kept")
+    assert other.is_meta
+
+
+def test_normalisation_with_statistics_has_a_base() -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm3d)
+    assert all(issubclass(each, torch_private.NormBase) for each in kinds)
+    assert not issubclass(nn.LayerNorm, torch_private.NormBase)
+
+
+def test_a_pruning_method_names_what_it_prunes() -> None:
+    module = prune.l1_unstructured(nn.Linear(4, 1), "weight", amount=0.5)
+    [method] = torch_private.forward_pre_hooks(module).values()
+    assert torch_private.pruned_attribute(method) == "weight"
+
+
+def test_a_tensor_of_another_class_can_be_taken_for_a_parameter() -> None:
+    tensor = TwoTensor(torch.ones(2), torch.ones(2))
+    assert not isinstance(tensor, nn.Parameter)
+    torch_private.take_for_parameter(tensor)
+    assert isinstance(tensor, nn.Parameter)
+
+
+def test_an_optimizer_that_is_constructed_fused_unscales_by_itself_and_one_that_is_fused_later_does_not() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    later = torch.optim.AdamW(weights)
+    later.param_groups[0]["fused"] = True
+    assert torch_private.unscales_by_itself(torch.optim.AdamW(weights, fused=True))
+    assert not torch_private.unscales_by_itself(later)
+
+
+def test_a_gradient_scaler_tells_its_device_and_asks_its_own_method_to_unscale(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_private.scaler_device(torch.amp.GradScaler("cpu", enabled=False)) == "cpu"
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = HostGradScaler("cpu", init_scale=4.0)
+    called: list[type] = []
+    theirs = torch.amp.GradScaler._unscale_grads_
+
+    def noted(self: Any, *args: Any) -> Any:
+        called.append(type(self))
+        return theirs(self, *args)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "_unscale_grads_", noted)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    assert called == [HostGradScaler]
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1.0, 1.0]

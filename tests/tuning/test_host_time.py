@@ -1,0 +1,64 @@
+"""What the engine takes of the host is measured, and the planner uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.tuning import machine
+from sp_lightning.tuning.machine import HOST_SECONDS, host_seconds, measure_host_seconds
+from tests.support.answers import plan
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_line_through_layers_of_few_and_of_many_weights(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A visit of 60 µs, and 10 µs for each weight in it."""
+    visits = 12 * (2 if training else 1)
+    monkeypatch.setattr(machine, "_beyond_plain", lambda weights, training: visits * (6e-5 + 1e-5 * weights))
+    assert measure_host_seconds(training=training) == (pytest.approx(6e-5), pytest.approx(1e-5))
+
+
+def test_a_host_that_measures_badly_takes_no_negative_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_beyond_plain", lambda weights, training: -1.0 if weights > 1 else 24e-5)
+    assert measure_host_seconds(training=True) == (pytest.approx(1e-5), 0.0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_as_many_steps_run_with_the_engine_as_without_it(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock counts the steps. Nothing is left of them."""
+    begin = mock.Mock(wraps=Streamer.begin)
+    monkeypatch.setattr(Streamer, "begin", lambda *arguments, **options: begin(*arguments, **options))
+    clock = iter(range(10**6))
+    monkeypatch.setattr(machine, "thread_time", lambda: next(clock))
+    threads = torch.get_num_threads()
+    assert measure_host_seconds(training=training) == (0.0, 0.0)
+    assert next(clock) == 2 * 2 * 2 * machine._ROUNDS
+    assert begin.call_count == 2 * machine._ROUNDS
+    assert torch.get_num_threads() == threads
+
+
+def test_the_planner_takes_what_was_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def measure(*, training: bool) -> tuple[float, float]:
+        asked.append(training)
+        return 2 * HOST_SECONDS["inference"][0], 2 * HOST_SECONDS["inference"][1]
+
+    host_seconds.cache_clear()
+    monkeypatch.setattr(machine, "measure_host_seconds", measure)
+    model = ("squeezenet1_1", "--predict", "--k", "1", "--k-prime", "1")
+    assumed, measured = (_host(plan(capsys, *model, *more)) for more in ((), ("--measure-host",)))
+    assert measured == pytest.approx(2 * assumed)
+    assert asked == [False]  # once, for many windows
+    host_seconds.cache_clear()
+
+
+def _host(answer: dict[str, Any]) -> float:
+    seconds: float = answer["windows"][0]["busy_seconds"]["host"]
+    return seconds

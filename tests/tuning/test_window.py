@@ -1,0 +1,411 @@
+"""k and k' by themselves: the largest window that pays, never more than the budget, on a device that can be full."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Device
+from sp_lightning.device.timeline import Interval
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import Plan, make_plan
+from sp_lightning.tuning.choices import Window
+from sp_lightning.tuning.simulator import Walk
+from sp_lightning.tuning.tuner import Tuner
+from sp_lightning.tuning.visits import Rates, measured
+from tests.support.models import Module
+from tests.support.runs import assert_equal, assert_same, fit, superpipeline, trainer_for
+from tests.support.simdevice import SimDevice, simulated
+from tests.support.tiers import first
+from tests.support.visits import schedule_visits
+
+WIDTH = 64
+LAYER = WIDTH * WIDTH * 4
+LAYERS = 12
+
+
+class Tower(nn.Module):
+    """Equal layers, all of which can be residents of a small window."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.dropout(torch.tanh(layer(x)))
+        return x
+
+
+def rows(*sizes: int) -> list[Tensor]:
+    """Batches of so many rows."""
+    torch.manual_seed(3)
+    return [torch.randn(size, WIDTH) for size in sizes]
+
+
+class Meter(pl.Callback):
+    """Notes the window and the most memory in use, batch by batch."""
+
+    def __init__(self, devices: list[SimDevice]) -> None:
+        self._devices = devices
+        self.windows: list[tuple[int, int]] = []
+        self.peaks: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        plan = trainer.strategy.plan
+        self.windows.append((plan.k, plan.k_prime))
+        self.peaks.append(self._devices[-1].peak)
+
+
+def train(capacity: int | None, batches: list[Tensor], make: Any = None, **options: Any) -> tuple[Any, Meter]:
+    with simulated(capacity=capacity) as devices:
+        meter = Meter(devices)
+        outcome = fit(make or (lambda: Module(Tower())), batches, superpipeline(**options), callbacks=[meter])
+        return outcome, meter
+
+
+@pytest.fixture
+def slow_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated device a copy takes no time: the more layers stay, the faster must be said otherwise."""
+    monkeypatch.setattr(Tuner, "_seconds", lambda self, plan: 1 / plan.k)
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_the_window_grows_to_the_budget_and_no_further() -> None:
+    batches = rows(*[4] * 6)
+    capacity = 12 * LAYER
+    ours, meter = train(capacity, batches)
+    assert_same(ours, fit(lambda: Module(Tower()), batches))
+    assert meter.windows[0] == meter.windows[1] == (1, 1), "the first batches are watched"
+    k, k_prime = meter.windows[-1]
+    assert k > 3
+    assert max(meter.peaks) <= capacity
+    plan = make_plan(find_layers(Module(Tower())), k=k + 1, k_prime=k_prime)
+    assert plan.peak_device_bytes + 2 * LAYER > capacity * 15 // 16, "one layer more would not be sure to fit"
+
+
+@pytest.mark.rest("many batches; the first tier grows a window once")
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.parametrize("soft", first([True, False], False, why="the same where nothing but the budget limits"))
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 40, 4, 80, 4), (4, 4, 120, 4, 4), (64, 4, 4, 4, 64, 4)], ids=str)
+def test_batches_of_any_size_stay_within_the_budget(sizes: tuple[int, ...], soft: bool) -> None:
+    """The window gives way before a batch that is larger than those before, and comes back when its memory is known."""
+    batches = rows(*sizes)
+    _, least = train(2**40, batches, k=1, k_prime=1)
+    budget = max(least.peaks) + 4 * LAYER
+    ours, meter = train(2**40 if soft else budget, batches, gpu_memory=budget if soft else 1.0)
+    assert_same(ours, fit(lambda: Module(Tower()), batches))
+    assert max(meter.peaks) <= budget
+    assert meter.windows[-1][0] > 3
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_a_window_that_finds_no_room_after_all_leaves_the_one_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have taken the memory since it was measured."""
+    monkeypatch.setattr(Window, "fits", lambda self, plan, more=0: True)
+    batches = rows(*[4] * 5)
+    ours, meter = train(9 * LAYER, batches)
+    assert_same(ours, fit(lambda: Module(Tower()), batches))
+    assert set(meter.windows) == {(1, 1)}
+
+
+class Sampling(Tower):
+    """Uses four rows, however many there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:4])
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_a_batch_that_was_feared_for_nothing_leaves_the_window_as_it_was() -> None:
+    """Not what the larger window had in use counts as the rest, but what the smaller one has."""
+    _, meter = train(14 * LAYER, rows(4, 4, 4, 4, 80, 4, 4), lambda: Module(Sampling()))
+    assert meter.windows[4] < meter.windows[3]
+    assert meter.windows[5] == meter.windows[6] == meter.windows[3]
+
+
+class Takes(pl.Callback):
+    """Something beside torch's allocator takes memory as the first batch loads kernels."""
+
+    def __init__(self, devices: list[SimDevice], nbytes: int) -> None:
+        self._devices = devices
+        self._nbytes = nbytes
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            capacity = self._devices[-1].capacity
+            assert capacity is not None
+            self._devices[-1].capacity = capacity - self._nbytes
+
+
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.parametrize("budget", [None, 24 * LAYER, 1.0])
+def test_what_others_take_in_the_first_batch_is_not_there_for_the_window(budget: Any) -> None:
+    """Free memory was read before libraries had loaded their kernels: the window was chosen for more than there was."""
+    batches = rows(*[4] * 6)
+    with simulated(capacity=24 * LAYER) as devices:
+        meter = Meter(devices)
+        callbacks = [meter, Takes(devices, 12 * LAYER)]
+        ours = fit(lambda: Module(Tower()), batches, superpipeline(gpu_memory=budget), callbacks=callbacks)
+    assert_same(ours, fit(lambda: Module(Tower()), batches))
+    assert meter.windows[-1][0] > 3
+    assert meter.windows[-1][0] < LAYERS, "all layers fit in what was free at first"
+    assert max(meter.peaks) <= 12 * LAYER
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_a_choice_of_the_window_hides_no_peak() -> None:
+    """``torch.cuda.max_memory_allocated()`` is set back whenever a window is chosen; the counters keep what it was."""
+    batches = rows(*[4] * 4)
+    batches[0][0, 0] = 200.0  # takes most
+    with simulated(capacity=2**40) as devices:
+        strategy, meter = superpipeline(gpu_memory=2**30), Meter(devices)
+        fit(lambda: Module(Swelling()), batches, strategy, callbacks=[meter])
+        assert devices[-1].peak < max(meter.peaks)
+    assert strategy.stats().peak_allocated_bytes == max(meter.peaks)
+
+
+class Swelling(Tower):
+    """Takes much more memory for some batches, which do not look like it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if x[0, 0] > 100:
+            y = y + y.repeat(200, 1).mean()
+        return y
+
+
+def swelling_rows() -> list[Tensor]:
+    batches = rows(*[4] * 6)
+    batches[4][0, 0] = 200.0
+    return batches
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_a_step_that_runs_out_of_memory_says_what_to_do() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(20 * LAYER, swelling_rows(), lambda: Module(Swelling()))
+    note = "\n".join(raised.value.__notes__)
+    assert re.search(
+        r"k=\d+ and k_prime=1\. With SuperpipelineStrategy\(k=1, k_prime=1\) there would be .* more", note
+    ), note
+    ours, _ = train(20 * LAYER, swelling_rows(), lambda: Module(Swelling()), k=1, k_prime=1)
+    assert_same(ours, fit(lambda: Module(Swelling()), swelling_rows()))
+
+
+class Cell(nn.Module):
+    """A layer that can be computed again or offloaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.inner(x)))
+
+
+class SwellingCells(nn.Module):
+    """Needs so much more for some batches that it has to offload what its layers save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Cell() for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        swells = x[0, 0] > 100
+        for layer in self.layers:
+            x = layer(x)
+        return x + x.repeat(20, 1).mean() if swells else x
+
+
+def measured_rows() -> list[Tensor]:
+    """The third batch is the one whose time is measured, with layers that are recomputed, and which runs out of memory."""
+    batches = rows(*[64] * 5)
+    batches[2][0, 0] = 200.0
+    return batches
+
+
+def cells() -> Module:
+    return Module(SwellingCells())
+
+
+@pytest.mark.usefixtures("nothing_fits")
+def test_a_measured_step_that_runs_out_of_memory_says_what_to_do() -> None:
+    """It was run again where nothing seemed to have changed, for which user attributes were pickled before it."""
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(40 * LAYER, measured_rows(), cells, k=1, k_prime=1, activations="auto")
+    note = "\n".join(raised.value.__notes__)
+    assert 'With SuperpipelineStrategy(k=1, k_prime=1, activations="offload") activations take less.' in note
+    ours, _ = train(40 * LAYER, measured_rows(), cells, k=1, k_prime=1, activations="offload")
+    assert_same(ours, fit(cells, measured_rows()))
+
+
+class Penalized(Module):
+    """Reads float32 weights, which come as masters, in the batch that is timed."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 1e-3 * sum(p.norm() for p in self.parameters())
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_masters_that_come_on_demand_are_no_layers_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # by prediction, as it is
+    batches = rows(*[4] * 4)
+    with simulated(capacity=30 * LAYER):
+        ours = fit(lambda: Penalized(Tower()), batches, superpipeline(), precision="bf16-mixed")
+    assert_same(ours, fit(lambda: Penalized(Tower()), batches, precision="bf16-mixed"))
+
+
+def test_validation_is_no_part_of_the_batch_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def noted(intervals: Any, layers: int, **more: Any) -> Any:
+        found = measured(intervals, layers, **more)
+        counted.append(sum(bool(visit.layers) and not visit.backward for visit in found[0]))
+        return found
+
+    monkeypatch.setattr("sp_lightning.tuning.tuner.measured", noted)
+    with simulated(capacity=30 * LAYER):
+        fit(lambda: Module(Tower()), rows(*[4] * 4), superpipeline(), val=rows(*[4] * 5), val_check_interval=2)
+    assert counted == [LAYERS]
+
+
+def test_of_very_many_visits_the_first_are_walked() -> None:
+    intervals = [Interval("forward", at % 9, float(at), at + 0.5) for at in range(10**4)]
+    assert len(measured(intervals, 9, synchronous=True)[0]) == 2000
+
+
+class SwellsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient + gradient.repeat(200, 1).mean()
+
+
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.parametrize(
+    "overlap", first(["off", "forward"], "forward", why="the same error, with no update beside it")
+)
+def test_out_of_memory_in_backward_says_what_would_help(overlap: Any) -> None:
+    class Backward(Module):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(SwellsBackward.apply(batch.requires_grad_()) if batch[0, 0] > 100 else batch)
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(20 * LAYER, swelling_rows(), lambda: Backward(Tower()), optimizer_overlap=overlap, fused_optimizer=True)
+    note = "\n".join(raised.value.__notes__)
+    assert re.search(r"streamed with k=\d+ and k_prime=1\. With SuperpipelineStrategy\(k=1, k_prime=1\)", note), note
+
+
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.parametrize("fn", first(["predict", "validate", "test"], "predict", why="the same loop"))
+def test_batches_in_inference_mode(fn: str) -> None:
+    """They count no versions. The window grows and, out of memory, the error says what to do."""
+
+    def run(strategy: Any, batches: list[Tensor]) -> Any:
+        pl.seed_everything(7, verbose=False)
+        module = Module(Swelling())
+        module.eval()
+        trainer = trainer_for(strategy)
+        data: Any = DataLoader(batches, batch_size=1, collate_fn=lambda each: each[0] * 1)  # type: ignore[arg-type]
+        return getattr(trainer, fn)(module, data), trainer
+
+    batches = rows(*[4] * 6)
+    plain, _ = run("auto", batches)
+    with simulated(capacity=20 * LAYER):
+        ours, trainer = run(superpipeline(), batches)
+    assert_equal(ours, plain, fn)
+    assert trainer.strategy.plan.k > 1
+    with simulated(capacity=20 * LAYER), pytest.raises(torch.OutOfMemoryError) as raised:
+        run(superpipeline(), swelling_rows())
+    assert "With SuperpipelineStrategy(k=1, k_prime=1) there would be" in "\n".join(raised.value.__notes__)
+
+
+def test_out_of_memory_with_the_smallest_window_or_one_that_was_given() -> None:
+    keep = {"k_prime": 1, "activations": "keep"}
+    for options, advice in (
+        ({"k": 1, **keep}, "the rest are activations. Use a smaller batch, or SuperpipelineStrategy(acti"),
+        ({"k": 4, **keep}, 'Use less: SuperpipelineStrategy(k=2, k_prime=1), or k="auto".'),
+        ({"k": 4, "k_prime": 1}, 'With SuperpipelineStrategy(k=4, k_prime=1, activations="offload") activations take'),
+    ):
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            train(9 * LAYER, swelling_rows(), lambda: Module(Swelling()), **options)
+        assert advice in "\n".join(raised.value.__notes__)
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+class Card(Device):
+    """A device with so much memory."""
+
+    free = 100 * LAYER
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def begun(k: Any, k_prime: Any, budget: Any = None) -> Window:
+    window = Window(k, k_prime, budget)
+    window.begin(find_layers(Tower(40)), Card(torch.device("cpu")))
+    return window
+
+
+def by_prediction(upload: float, seconds: float) -> Any:
+    """The time of a batch of a training, each layer's forward of which takes so many seconds."""
+    rates = Rates(upload=upload, download=1e15, update=math.inf, host_memory=math.inf, visit_seconds=0.0)
+    return lambda plan: Walk(plan, schedule_visits(plan, [seconds] * 40, training=True), rates).predict().seconds
+
+
+def test_where_fetches_hide_behind_compute_the_window_stays_small() -> None:
+    plan = begun("auto", "auto").choose(by_prediction(upload=LAYER / 0.5, seconds=1.0))
+    assert plan.k <= 2
+
+
+def test_where_fetches_bind_all_room_is_used() -> None:
+    window = begun("auto", "auto", budget=20 * LAYER)
+    window.rest = 5 * LAYER
+    plan = window.choose(by_prediction(upload=LAYER / 3.0, seconds=1.0))
+    assert window.fits(plan)
+    assert plan.k + plan.k_prime >= 12
+    for k, k_prime in ((12, 1), (6, 2), (3, 1)):
+        other = make_plan(find_layers(Tower(40)), k=k, k_prime=k_prime)
+        if window.fits(other):
+            seconds = by_prediction(upload=LAYER / 3.0, seconds=1.0)
+            assert seconds(plan) <= seconds(other) * 1.01
+
+
+def test_gradients_that_were_measured_are_not_counted_twice() -> None:
+    window = begun("auto", "auto")
+    found = find_layers(Tower(40))
+    small, large = make_plan(found, k=1, k_prime=1), make_plan(found, k=3, k_prime=2)
+    assert window.needs(small) == small.peak_device_bytes
+    window.rest, window.rest_gradients = 10 * LAYER, small.gradient_bytes
+    assert window.needs(small) == (2 + 10) * LAYER
+    assert window.needs(large) == (5 + 10 + 1) * LAYER, "one more layer's gradients are on their way with k' = 2"
+
+
+def test_what_is_given_is_kept() -> None:
+    seconds = by_prediction(upload=LAYER / 3.0, seconds=1.0)
+    assert begun(7, "auto").choose(seconds).k == 7
+    assert begun("auto", 3).choose(seconds).k_prime == 3
+    assert not begun(7, 3).auto
+
+
+def test_on_the_cpu_there_is_no_limit_to_find() -> None:
+    outcome = fit(lambda: Module(Tower()), rows(4), SuperpipelineStrategy())
+    plan: Plan = outcome.trainer.strategy.plan  # type: ignore[attr-defined]
+    assert (plan.k, plan.k_prime) == (2, 1)

@@ -1,0 +1,390 @@
+"""torch's optimizers run fused: bitwise what ``fused=True`` gives, and the user's own value in all that is saved."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.updates import fused
+from sp_lightning.updates.fused import has_fused_step, runs_fused
+from tests.support.runs import Outcome, assert_same, fit
+from tests.support.simdevice import simulated
+from tests.support.tiers import first
+
+BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+Make = Callable[[Any], Any]
+LOSES_UPDATES = fused.loses_updates(
+    torch.optim.SGD([torch.zeros(64).bfloat16()]), {"params": [torch.zeros(64).bfloat16()]}
+)
+OPTIMIZERS: dict[str, Make] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": list(p)[:3], "lr": 1e-3}, {"params": list(p)[3:], "fused": False}], lr=1e-2
+    ),
+}
+
+
+def constructed(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+class Net(pl.LightningModule):
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.make = make
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.net.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def in_groups(make: Make) -> Make:
+    """As a user would have it on plain Lightning and clip all the same: fused in the groups that leave it open."""
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            group["fused"] = True if group["fused"] is None else group["fused"]
+        return optimizer
+
+    return made
+
+
+def open_again(outcome: Outcome) -> Outcome:
+    for optimizer in outcome.optimizers:
+        for group in optimizer["param_groups"]:
+            group["fused"] = None if group["fused"] is True else group["fused"]
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "precision",
+    first(
+        ["32-true", "bf16-mixed", "bf16-true"],
+        "bf16-mixed",
+        second=["bf16-true"],
+        why="the same steps with other dtypes",
+    ),
+)
+@pytest.mark.parametrize(
+    "clip", [{}, {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]
+)
+@pytest.mark.parametrize("accumulate", first([1, 2], 1, why="the same with accumulated gradients"))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_is_bitwise_what_fused_gives(name: str, accumulate: int, clip: dict[str, Any], precision: str) -> None:
+    options: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2, **clip}
+    as_ours = (
+        OPTIMIZERS[name] if (name, precision) == ("SGD", "bf16-true") and LOSES_UPDATES else in_groups(OPTIMIZERS[name])
+    )
+    plain = fit(lambda: Net(as_ours), BATCHES, **options)
+    ours = fit(lambda: Net(OPTIMIZERS[name]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True), **options)
+    assert_same(ours, open_again(plain))
+
+
+def skips_vectors(weights: list[Tensor], *arguments: Any, **options: Any) -> None:
+    """torch's fused SGD for weights of 16 bits, in 2.11 (pytorch#191763)."""
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_fused_step_that_loses_updates_is_not_used(
+    momentum: float, overlap: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Weights of 16 bits are trained as without ``fused``; those of 32 bits run fused."""
+
+    def make() -> pl.LightningModule:
+        return Net(lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum))
+
+    monkeypatch.setattr(torch, "_fused_sgd_", skips_vectors)
+    request.addfinalizer(fused._sgd_updates.cache_clear)
+    fused._sgd_updates.cache_clear()
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
+    if overlap == "forward":
+        with pytest.raises(
+            ValueError, match=r"SGD does not run fused \(torch .* would leave its 16-bit weights as they are\)"
+        ):
+            fit(make, BATCHES, strategy, precision="bf16-true")
+        return
+    assert_same(fit(make, BATCHES, strategy, precision="bf16-true"), fit(make, BATCHES, precision="bf16-true"))
+    assert not fused.loses_updates(torch.optim.SGD(nn.Linear(8, 8).parameters()), {"params": [torch.zeros(3)]})
+
+
+def test_fused_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it not switched on, the test above would compare nothing where the last bits happen to agree."""
+    module = importlib.import_module("torch.optim.sgd")
+    ran: list[int] = []
+
+    def counted(*args: Any, then: Any = module._fused_sgd, **kwargs: Any) -> None:
+        ran.append(1)
+        then(*args, **kwargs)
+
+    monkeypatch.setattr(module, "_fused_sgd", counted)
+    fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True))
+    assert len(ran) == len(BATCHES)
+    fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=False))
+    assert len(ran) == len(BATCHES)
+
+
+def test_what_is_saved_is_the_users_and_resumes_in_mid_epoch(tmp_path: Path) -> None:
+    def run(make: Make, strategy: Any, resume: Path | None = None) -> Outcome:
+        saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        return fit(
+            lambda: Net(make), BATCHES[:1] * 4, strategy, ckpt_path=resume, callbacks=[saver], enable_checkpointing=True
+        )
+
+    def ours() -> SuperpipelineStrategy:
+        return SuperpipelineStrategy(k=1, fused_optimizer=True)
+
+    path = tmp_path / "step=2.ckpt"
+    default = OPTIMIZERS["AdamW"]
+    for make, strategy, saved in ((default, ours(), None), (constructed, "auto", True)):
+        whole = run(make, strategy)
+        groups = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"]
+        assert [group["fused"] for group in groups] == [saved]
+        assert_same(run(make, ours(), path), replace(whole, losses=whole.losses[2:], gradients=whole.gradients[2:]))
+        path.unlink()
+    # A file of ours is an ordinary one: plain Lightning goes on as the user's optimizer does there.
+    run(default, ours())
+    assert run(default, "auto", path).trainer.global_step == 4
+
+
+def test_what_the_user_decided_is_left_alone() -> None:
+    class Own(torch.optim.AdamW):
+        """Somebody's subclass may step in its own way."""
+
+    parameters = [nn.Parameter(torch.randn(3))]
+    for optimizer in (
+        torch.optim.AdamW(parameters, fused=False),
+        torch.optim.AdamW(parameters, foreach=True),
+        torch.optim.Adam(parameters, differentiable=True),
+        torch.optim.Adam([nn.Parameter(torch.randn(3, device="meta"))]),
+    ):
+        assert not any(runs_fused(optimizer, group, fuse=True) for group in optimizer.param_groups)
+    assert not has_fused_step(torch.optim.RMSprop(parameters))
+    assert not has_fused_step(Own(parameters))
+    two = torch.optim.SGD([{"params": parameters}, {"params": [nn.Parameter(torch.randn(3))]}], lr=0.1)
+    two.param_groups[1]["fused"] = False
+    assert [runs_fused(two, group, fuse=True) for group in two.param_groups] == [True, False]
+    assert [runs_fused(two, group, fuse=False) for group in two.param_groups] == [False, False]
+    two.param_groups[1]["fused"] = True
+    assert runs_fused(two, two.param_groups[1], fuse=False)
+
+
+class Manual(Net):
+    """A group is added in mid-fit, without Lightning's closure."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: torch.optim.SGD(list(p)[:2], lr=1e-2))
+        self.automatic_optimization = False
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        if batch_idx == 0:
+            optimizer.optimizer.register_step_pre_hook(self.look)
+            optimizer.optimizer.register_step_post_hook(self.look)
+        if batch_idx == 1:
+            optimizer.add_param_group({"params": self.net[3].parameters()})
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+    def look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.seen.append([group["fused"] for group in optimizer.param_groups])
+
+
+def test_groups_that_are_added_are_fused_and_all_are_the_users_at_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the code of torch's step: hooks of users before it find their own value, and those after it."""
+    module, ran = importlib.import_module("torch.optim.sgd"), list[int]()
+
+    def counted(weights: Any, *args: Any, then: Any = module._fused_sgd, **kwargs: Any) -> None:
+        ran.append(len(weights))
+        then(weights, *args, **kwargs)
+
+    monkeypatch.setattr(module, "_fused_sgd", counted)
+    done = fit(Manual, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True))
+    assert ran == [2] + 3 * [2, 4]
+    assert done.module.seen == 2 * [[None]] + 6 * [[None, None]]
+    assert [group["fused"] for group in done.trainer.optimizers[0].param_groups] == [None, None]
+
+
+class Sparse(Net):
+    """Fused SGD refuses sparse gradients, and nobody knows of them before backward."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: torch.optim.SGD(p, lr=0.1))
+        self.net = nn.Sequential(nn.EmbeddingBag(5, 8, sparse=True), nn.Linear(8, 8))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch.abs().long() % 5) - 1).square().mean()
+
+
+class SparseByHand(Sparse):
+    """Without Lightning's wrapper around the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [Sparse, SparseByHand])
+def test_sparse_gradients_are_stepped_as_plain_does(make: Callable[[], Net]) -> None:
+    plain = fit(make, BATCHES)
+    assert_same(fit(make, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True)), plain)
+
+
+class Conditional(Net):
+    """torch's fused SGD fails where some parameters have momentum and others get their first gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZERS["SGD"])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        net = self.net[:2] if batch_idx < 2 else self.net
+        return (net(batch) - 1).square().mean()
+
+
+def test_parameters_may_get_their_first_gradient_later() -> None:
+    ours, plain = fit(Conditional, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True)), fit(Conditional, BATCHES)
+    assert all(torch.allclose(ours.state[name], value) for name, value in plain.state.items())
+
+
+def test_what_only_behaves_like_an_optimizer_is_left_alone() -> None:
+    class Wrapped(torch.optim.Optimizer):
+        """As many wrappers: the base class is never initialised."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+            self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.inner.zero_grad(set_to_none)
+
+        def state_dict(self) -> Any:
+            return self.inner.state_dict()
+
+    make = lambda p: Wrapped(torch.optim.SGD(p, lr=0.1))  # noqa: E731
+    assert_same(
+        fit(lambda: Net(make), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True)),
+        fit(lambda: Net(make), BATCHES),
+    )
+
+
+class Normed(pl.LightningModule):
+    """Convolutions and BatchNorm; the optimizer as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Conv2d(3 if not i else 8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for i in range(3)]
+        self.net = nn.Sequential(*blocks, nn.Flatten(), nn.LazyLinear(2))
+        self.net(torch.randn(2, 3, 12, 12))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_run_on_the_cpu_is_plains_with_no_option_at_all(precision: str) -> None:
+    """Whoever tries the strategy on a laptop compares two runs of one script."""
+    images = [torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(32)]
+    plain = fit(Normed, images, precision=precision)
+    ours = fit(Normed, images, "superpipeline", precision=precision)
+    assert len(plain.losses) == 32
+    assert_same(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "runs_fused"),
+    [
+        ({}, False),
+        ({"optimizer_overlap": "off"}, False),
+        ({"optimizer_overlap": "forward"}, True),
+        ({"optimizer_overlap": "backward"}, True),
+        ({"fused_optimizer": True}, True),
+        ({"fused_optimizer": True, "optimizer_overlap": "off"}, True),
+    ],
+)
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_fused_is_for_accelerators_and_for_who_asks(
+    accelerated: bool, options: dict[str, Any], runs_fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so in one sentence, and what it is to be compared with."""
+    caplog.set_level("INFO", "lightning.pytorch")
+    with simulated() if accelerated else nullcontext(), mock.patch("sp_lightning.observe.messages._SAID", set()):
+        ours = fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, SuperpipelineStrategy(k=1, **options), recorded="losses")
+    runs_fused = runs_fused or accelerated
+    make = in_groups(OPTIMIZERS["AdamW"]) if runs_fused else OPTIMIZERS["AdamW"]
+    assert_same(ours, open_again(fit(lambda: Net(make), BATCHES, recorded="losses")))
+    (line,) = (each for each in caplog.messages if each.startswith("Superpipeline: "))
+    assert ("AdamW runs fused on the CPU" in line) is runs_fused
+    assert ("results are bitwise those of plain Lightning whose optimizer has fused=True" in line) is runs_fused
+    named = options.get("optimizer_overlap", "off")
+    assert (f'which optimizer_overlap="{named}" needs' in line) is (named != "off")
+
+
+AROUND = [f"on_{each}" for each in (
+    "fit_start", "train_start", "train_epoch_start", "train_batch_start", "train_batch_end", "train_epoch_end", "train_end",
+    "fit_end", "exception",
+)]  # fmt: skip
+
+
+def looks(seen: set[Any]) -> Callback:
+    """Notes the groups' ``fused`` wherever a callback can look outside of a step."""
+
+    def look(trainer: Any, *_: Any) -> None:
+        seen.update(group["fused"] for optimizer in trainer.optimizers for group in optimizer.param_groups)
+
+    hooks: dict[str, Any] = dict.fromkeys(AROUND, look)
+    return LambdaCallback(**hooks)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_between_steps_the_groups_are_the_users(overlap: Any) -> None:
+    """``BaseFinetuning`` keeps copies of them, which its checkpoints hold."""
+    seen: set[Any] = set()
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
+    fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses", callbacks=[looks(seen)])
+    assert seen == {None}
+
+
+def test_after_a_step_that_failed_the_groups_are_the_users() -> None:
+    class Fails(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            raise ArithmeticError
+
+    seen: set[Any] = set()
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True)
+    with pytest.raises(ArithmeticError):
+        fit(lambda: Fails(OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses", callbacks=[looks(seen)])
+    assert seen == {None}

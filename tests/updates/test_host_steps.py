@@ -1,0 +1,119 @@
+"""What an optimizer's step takes on the host: measured in a run, estimated by ``plan``."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_lightning.__main__ import main
+from sp_lightning.gpu_steps.times import muon_flops
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
+
+STEP = 0.05  # seconds
+
+
+class Slow(torch.optim.SGD):
+    """An optimizer that is heavy on the host."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        time.sleep(STEP)
+        return loss
+
+
+class Automatic(Module):
+    def configure_optimizers(self) -> Any:
+        return Slow(self.parameters(), lr=0.1)
+
+
+class Manual(Automatic):
+    def __init__(self, net: Any) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        time.sleep(STEP)  # forward and backward are no part of the step
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Automatic, Manual])
+def test_steps_are_timed_where_the_device_waits_for_them(kind: Any) -> None:
+    strategy = superpipeline(k=1)
+    with simulated():
+        trainer_for(strategy).fit(kind(Stack()), loader(vectors(3)))
+    assert strategy.stats().step_seconds >= 3 * STEP
+    assert strategy.stats().step_seconds <= strategy.stats().waited_seconds
+    strategy = superpipeline(k=1)
+    trainer_for(strategy).fit(kind(Stack()), loader(vectors(3)))
+    assert strategy.stats().step_seconds == 0, "where the model computes on the host, nobody waits"
+
+
+def test_muons_products_are_counted_as_torch_multiplies() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 24), (32, 16), (5, 5))]
+    optimizer = torch.optim.Muon(matrices)
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    assert muon_flops(matrices) == counter.get_total_flops()
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[float, str]:
+    """Seconds of a batch, and the answer in words."""
+    asked = ["plan", "tests.planner.test_plan_command:Known", "--k", "1", "--k-prime", "1", *arguments]
+    main([*asked, "--json"])
+    (window,) = json.loads(capsys.readouterr().out)["windows"]
+    main(asked)
+    return window["seconds"], capsys.readouterr().out
+
+
+@pytest.mark.rest("a model of real size is counted")
+def test_plan_counts_other_optimizers_than_adamw(capsys: pytest.CaptureFixture[str]) -> None:
+    adamw, _ = answer(capsys, "--host-bandwidth", "1e-3")
+    sgd, said = answer(capsys, "--host-bandwidth", "1e-3", "--optimizer", "sgd")
+    assert sgd < adamw, "it has one tensor of state and not two"
+    assert "training, SGD with momentum" in said
+    muon, said = answer(capsys, "--optimizer", "muon", "--host-tflops", "1e-6")
+    flops = muon_flops(weight for weight in Module(Stack()).parameters() if weight.ndim == 2)
+    assert flops / 1e6 <= muon <= 1.1 * flops / 1e6
+    assert "Muon, and AdamW for embeddings, heads and vectors: each step takes" in said
+    assert f"takes {flops / 1e12:.3g} TFLOP on the host, {flops / 1e6:.3g} s with 1e-06 TFLOP/s" in said
+    slow, said = answer(capsys, "--step-seconds", "3")
+    assert 3 <= slow <= 3.1
+    assert "an optimizer with the state of AdamW: each step takes 3 s (--step-seconds), and the device waits" in said
+    assert " s for optimizer steps" in said
+
+
+@pytest.mark.long(
+    "four answers about a model of billions of parameters; test_separable counts small states in the first tier"
+)
+def test_plan_counts_eight_bits_of_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """Real layers' sizes: what is small stays float32, and so may be half of a small model."""
+    asked = ["plan", "examples/shapes/llama-3-8b.json", "--k", "1", "--k-prime", "1", "--json"]
+
+    def found(*arguments: str) -> dict[str, Any]:
+        main([*asked, *arguments])
+        answered: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return answered
+
+    adamw, bits = found(), found("--optimizer", "adamw8bit", "--step-seconds", "9", "--optimizer-overlap", "off")
+    saved = (adamw["host_bytes"] - bits["host_bytes"]) / adamw["parameters"]
+    assert 3.5 < saved < 4.5, "8 bytes of state against 2, and gradients that are widened: 2 more"
+    behind = found("--optimizer", "adamw8bit", "--step-seconds", "9")
+    assert behind["windows"][0]["seconds"] < bits["windows"][0]["seconds"], "in the background, layer by layer"
+    usual = found("--optimizer", "adamw8bit")["windows"][0]
+    assert usual["busy_seconds"]["optimizer"] == pytest.approx(21e-9 * adamw["parameters"], rel=0.01)
