@@ -25,10 +25,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.device.layout import PAGE, addresses, bytes_of, whole_pages
+from sp_lightning.device.pages import pages_in_memory, was_written
 from sp_lightning.disk.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
 from sp_lightning.disk.mapped_file import page_out
 from sp_lightning.model.found import Layer
-from sp_lightning.ranks.shared_memory import pages_in_memory, was_written
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import SparseMemory
 from sp_lightning.torch_compat.modes import no_inference_mode

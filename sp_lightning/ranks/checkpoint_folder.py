@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sp_lightning.device.pages import was_written
 from sp_lightning.ranks.folder_reader import INDEX, MARK, Keys, StoredTensor, is_folder
-from sp_lightning.ranks.shared_memory import was_written
 from sp_lightning.trainer.part_files import aside, beside, cause_of, create_part, not_written, sync_folder
 
 LEAST = 2**16

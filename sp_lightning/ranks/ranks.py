@@ -21,9 +21,10 @@ import torch
 
 from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import whole_pages
+from sp_lightning.device.pages import create, supported
 from sp_lightning.ranks.board import NodeNews, RankError, RankStatus, board_bytes
 from sp_lightning.ranks.collectives import Collectives
-from sp_lightning.ranks.shared_memory import SharedMemory, create, hand_out, receive, supported
+from sp_lightning.ranks.shared_memory import SharedMemory, hand_out, receive
 
 
 class Ranks(Collectives):

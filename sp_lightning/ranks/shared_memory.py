@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 import threading
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,28 +20,13 @@ from uuid import uuid4
 from weakref import WeakSet
 from zlib import crc32
 
-import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import PAGE, whole_pages
+from sp_lightning.device.pages import Page, written_pages
 
 with suppress(ImportError):  # Windows has none, and no devices that share memory
     import fcntl
-
-Page = tuple[int, int]
-"""Where a run of pages begins and ends, in bytes from the start of the memory."""
-
-_TRIED_PAGE = 4096
-
-
-def supported() -> str:
-    """Returns why memory cannot be shared on this system; an empty string if it can."""
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return "memfd_create is missing: expected a recent Linux"
-    if PAGE != _TRIED_PAGE:
-        return f"its pages have {PAGE} bytes, and only pages of {_TRIED_PAGE} bytes were tried"
-    return ""
 
 
 class SharedMemory:
@@ -177,93 +161,8 @@ def commit_or_drop(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> in
     return sum(view.drop(*each, commit=commit) for view, each in by_view.items())
 
 
-def written_pages(view: Tensor) -> list[Page]:
-    """Returns the runs of pages of a private mapping, flat ``uint8`` from a page's start, that this process has written."""
-    base = view.data_ptr()
-    return [(first - base, last - base) for first, last in _written_pages(base, base + view.nbytes)]
-
-
-def was_written(tensor: Tensor) -> bool:
-    """Whether a part of a tensor's memory is this process's own: in a view, whether this process has written its pages."""
-    begin = tensor.data_ptr() // PAGE * PAGE
-    return bool(_written_pages(begin, begin + whole_pages(tensor.data_ptr() - begin + tensor.nbytes)))
-
-
-def create(nbytes: int, name: str) -> int:
-    """Creates memory that other processes can map, and returns its descriptor. It is gone with the last that has it.
-
-    Args:
-        nbytes: how much, a multiple of the page size. Pages take memory once they are written.
-        name: what ``/proc`` shows of it.
-    """
-    descriptor = os.memfd_create(name)
-    os.ftruncate(descriptor, nbytes)
-    return descriptor
-
-
 def _tensor(memory: mmap.mmap) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-# ---------------------------------------------------------------------- which pages were written
-
-# linux/fs.h: PAGEMAP_SCAN, which is there from Linux 6.7 on.
-_SCAN = 0xC0606610
-_FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
-_REGIONS = 512
-# Documentation/admin-guide/mm/pagemap.rst: what a page's entry of 64 bits says.
-_ENTRY_FILE, _ENTRY_SWAPPED, _ENTRY_PRESENT = 1 << 61, 1 << 62, -1 << 63
-
-
-def _written_pages(begin: int, end: int) -> list[Page]:
-    """Returns the addresses of the pages of a private mapping that were copied because they were written.
-
-    Such pages are anonymous; all others are pages of the file, or are not there.
-    """
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        try:
-            return list(_scan(pagemap.fileno(), begin, end))
-        except OSError:  # an older Linux
-            return list(_read(pagemap.fileno(), begin, end))
-
-
-def _scan(pagemap: int, begin: int, end: int) -> Iterator[Page]:
-    regions = np.empty((_REGIONS, 3), np.uint64)
-    there, vector = _PRESENT | _SWAPPED, regions.ctypes.data
-    while begin < end:
-        # size, flags, start, end, walk_end, vec, vec_len, max_pages, inverted, mask, anyof_mask, return_mask
-        asked = array("Q", [96, 0, begin, end, 0, vector, _REGIONS, 0, _FILE, _FILE, there, there])
-        for first, last, _ in regions[: fcntl.ioctl(pagemap, _SCAN, asked)].tolist():
-            yield first, last
-        begin = asked[4]
-
-
-def _read(pagemap: int, begin: int, end: int) -> Iterator[Page]:
-    for first in range(begin, end, step := PAGE << 20):
-        written = _are_written(_entries(pagemap, first, min(step, end - first) // PAGE))
-        edges = torch.nn.functional.pad(written.int(), (1, 1)).diff().nonzero().flatten().tolist()
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            yield first + start * PAGE, first + stop * PAGE
-
-
-def _entries(pagemap: int, begin: int, pages: int) -> Tensor:
-    """What Linux says of pages, a number of 64 bits for each of which it says anything."""
-    found = os.pread(pagemap, 8 * pages, begin // PAGE * 8)
-    return torch.frombuffer(bytearray(found), dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
-
-
-def _are_written(entries: Tensor) -> Tensor:
-    return ((entries & (_ENTRY_PRESENT | _ENTRY_SWAPPED)) != 0) & ((entries & _ENTRY_FILE) == 0)
-
-
-def pages_in_memory(address: int, nbytes: int) -> int | None:
-    """How many pages of a private mapping are in memory; None if one of them was written, or nothing is known of one."""
-    pages = whole_pages(address % PAGE + nbytes) // PAGE
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        entries = _entries(pagemap.fileno(), address, pages)
-    if len(entries) != pages or _are_written(entries).any():
-        return None
-    return int((entries & _ENTRY_PRESENT != 0).sum())
 
 
 # ---------------------------------------------------------------------- from one process to the others

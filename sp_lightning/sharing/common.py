@@ -20,10 +20,10 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import PAGE, aligned, bytes_of, view, whole_pages
+from sp_lightning.device.pages import create, written_pages
 from sp_lightning.layers.layer import PendingGather, StreamedLayer
 from sp_lightning.layers.uploads import Uploads
 from sp_lightning.plan.plan import PlannedLayer
-from sp_lightning.ranks.shared_memory import create, written_pages
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.torch_compat.modes import no_inference_mode

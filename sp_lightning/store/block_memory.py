@@ -16,8 +16,9 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import PinnedMemory, return_pages
 from sp_lightning.device.layout import Span, bytes_of, lay_out, total_bytes, whole_pages
 from sp_lightning.device.lease import Lease
+from sp_lightning.device.pages import Page
 from sp_lightning.ranks.ranks import Ranks
-from sp_lightning.ranks.shared_memory import OwnView, Page, SharedMemory, commit_or_drop
+from sp_lightning.ranks.shared_memory import OwnView, SharedMemory, commit_or_drop
 
 
 class BlockMemory:

@@ -13,9 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from sp_lightning.device.layout import whole_pages
+from sp_lightning.device.pages import create
 from sp_lightning.ranks import board
 from sp_lightning.ranks.board import NodeNews, RankError, RankInterrupt, RankStatus, board_bytes
-from sp_lightning.ranks.shared_memory import SharedMemory, create
+from sp_lightning.ranks.shared_memory import SharedMemory
 
 
 def boards(size: int = 2) -> list[RankStatus]:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from sp_lightning.device.layout import whole_pages
+from sp_lightning.device.pages import create
 from sp_lightning.layers import uploads
 from sp_lightning.layers.uploads import _AHEAD, GatherLog, gather_log_bytes
-from sp_lightning.ranks.shared_memory import SharedMemory, create
+from sp_lightning.ranks.shared_memory import SharedMemory
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,11 @@ from unittest import mock
 import pytest
 import torch
 
+from sp_lightning.device import pages as device_pages
 from sp_lightning.device.layout import PAGE
+from sp_lightning.device.pages import create
 from sp_lightning.ranks import shared_memory
-from sp_lightning.ranks.shared_memory import SharedMemory, commit_or_drop, create, hand_out
+from sp_lightning.ranks.shared_memory import SharedMemory, commit_or_drop, hand_out
 
 PAGES = 16
 
@@ -28,7 +30,7 @@ PAGES = 16
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SharedMemory:
     """Full of sevens. Linux has two ways to find written pages; before 6.7 it had one."""
     if request.param == "read":
-        monkeypatch.setattr(shared_memory, "_SCAN", 0)
+        monkeypatch.setattr(device_pages, "_SCAN", 0)
     descriptor = create(PAGES * PAGE, "test")
     made = SharedMemory(descriptor, PAGES * PAGE)
     os.close(descriptor)
@@ -124,7 +126,7 @@ def test_what_is_kept_does_not_follow(memory: SharedMemory) -> None:
 
 
 def test_more_runs_than_the_kernel_returns_at_once() -> None:
-    pages = 4 * shared_memory._REGIONS
+    pages = 4 * device_pages._REGIONS
     descriptor = create(pages * PAGE, "test")
     memory = SharedMemory(descriptor, pages * PAGE)
     os.close(descriptor)

@@ -24,13 +24,14 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.lease import Lease
+from sp_lightning.device.pages import create
 from sp_lightning.engine.placement import Placement
 from sp_lightning.layers import uploads
 from sp_lightning.layers.layer import PendingGather, Slot
 from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.uploads import SlicedUploads, Uploads, gather_log_bytes
 from sp_lightning.ranks.board import RankError
-from sp_lightning.ranks.shared_memory import SharedMemory, create
+from sp_lightning.ranks.shared_memory import SharedMemory
 from tests.equality.cases import CASES
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import poison

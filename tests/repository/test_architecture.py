@@ -105,7 +105,7 @@ BETWEEN = {
 }
 """Capabilities that may import other capabilities, with the reason."""
 BETWEEN_NOT_YET = {
-    ("disk", "ranks"), ("gpu_steps", "disk"), ("gpu_steps", "tuning"), ("ranks", "experts"), ("sharing", "ranks"),
+    ("gpu_steps", "disk"), ("gpu_steps", "tuning"), ("ranks", "experts"),
 }  # fmt: skip
 """Further imports between capabilities, which are to go."""
 
