@@ -188,13 +188,15 @@ def fake_tensors() -> Iterator[None]:
 
 
 FEATURES = {
-    "FakeTensor": "superpipeline plan",
-    "FakeTensorMode": "superpipeline plan",
-    "VALUES_NEEDED": "superpipeline plan: activations that depend on values",
-    "FakeResults": "superpipeline plan",
-    "truncated_normal_without_values": "superpipeline plan: models that call nn.init.trunc_normal_",
-    "grouped_products_without_values": "superpipeline plan: stacked experts",
-    "modules_converted_without_swaps": "superpipeline plan: module.to(…)",
-    "fake_tensors": "superpipeline plan",
+    "the planner": {
+        "FakeTensor": "superpipeline plan",
+        "FakeTensorMode": "superpipeline plan",
+        "VALUES_NEEDED": "superpipeline plan: activations that depend on values",
+        "FakeResults": "superpipeline plan",
+        "truncated_normal_without_values": "superpipeline plan: models that call nn.init.trunc_normal_",
+        "grouped_products_without_values": "superpipeline plan: stacked experts",
+        "modules_converted_without_swaps": "superpipeline plan: module.to(…)",
+        "fake_tensors": "superpipeline plan",
+    },
 }
 """As :data:`sp_lightning.torch_compat.private.FEATURES`."""

@@ -311,7 +311,7 @@ PRIVATES: dict[str, set[str]] = {
     "updates.scaler": {"_unscale_grads_"},  # overridden: a method has to have its name. test_torch_private.py calls it
     "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }
-"""Privates of torch that one file may use beside ``device.torch_private``."""
+"""Privates of torch that one file may use beside ``torch_compat.private``."""
 
 
 def _torch_attributes() -> set[str]:

@@ -1,6 +1,6 @@
 """Each private name of torch is there; if one is not, the feature that depends on it is named.
 
-The files that use them are read, not imported: with one name missing, the import of ``torch_private`` fails as a whole.
+The files that use them are read, not imported: with one name missing, the import of ``private`` fails as a whole.
 ``python -m tests.torch_compat.test_torch_names`` prints the same for the torch that is installed.
 """
 
@@ -18,16 +18,16 @@ from unittest import mock
 import pytest
 import torch
 
-_FOLDER = Path(__file__).parents[2] / "sp_lightning" / "device"
-FILES = {name: (_FOLDER / f"{name}.py").read_text() for name in ("torch_private", "torch_fake")}
+_FOLDER = Path(__file__).parents[2] / "sp_lightning" / "torch_compat"
+FILES = {name: (_FOLDER / f"{name}.py").read_text() for name in ("private", "fake")}
 
 
 def features(source: str) -> dict[str, str]:
-    """The table of a file: the feature that depends on a name."""
+    """The table of a file without its ranks: the feature that depends on a name."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "FEATURES" for t in node.targets):
-            found: dict[str, str] = ast.literal_eval(node.value)
-            return found
+            ranked: dict[str, dict[str, str]] = ast.literal_eval(node.value)
+            return {name: feature for names in ranked.values() for name, feature in names.items()}
     raise AssertionError("the file has no FEATURES")
 
 
@@ -78,7 +78,7 @@ def _import(node: ast.Import | ast.ImportFrom, namespace: dict[str, Any]) -> dic
 def _run(node: ast.stmt, namespace: dict[str, Any]) -> Iterator[str]:
     module = ast.fix_missing_locations(ast.Module([node], []))
     try:
-        exec(compile(module, "<torch_private>", "exec", __future__.annotations.compiler_flag), namespace)
+        exec(compile(module, "<private>", "exec", __future__.annotations.compiler_flag), namespace)
     except Exception as error:
         yield f"{type(error).__name__}: {error}"
 
@@ -154,14 +154,14 @@ def test_a_name_that_torch_lacks_is_found(
     holder: Any, attribute: str, names: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(holder, attribute)
-    assert missing(FILES["torch_private"]).keys() == names
+    assert missing(FILES["private"]).keys() == names
 
 
 def test_a_module_that_torch_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only names that are made of it fail; the others are still told apart."""
     monkeypatch.setitem(sys.modules, "torch._functorch", SimpleNamespace(pyfunctorch=None))
     monkeypatch.delattr(sys.modules["torch._functorch"], "pyfunctorch")
-    assert missing(FILES["torch_private"]).keys() == {"clear_transforms"}
+    assert missing(FILES["private"]).keys() == {"clear_transforms"}
 
 
 if __name__ == "__main__":
