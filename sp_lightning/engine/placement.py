@@ -1,18 +1,15 @@
-"""Placement: which of the engine's parts one device has, and which several devices have."""
+"""Placement: makes the parts of the engine that differ with the place of the weights and with the number of devices."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import return_free_memory
 from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
 from sp_lightning.disk.away import note_on_disk
@@ -21,23 +18,20 @@ from sp_lightning.disk.state_placement import OnDisk
 from sp_lightning.disk.weights_in_files import FileBlock, FilePlace, WeightReader
 from sp_lightning.engine.host_source import FileSource, HostSource
 from sp_lightning.engine.step import Step
+from sp_lightning.engine.turns import Turns
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.uploads import SlicedUploads, Uploads
+from sp_lightning.layers.uploads import Uploads
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.plan.units import human_bytes
-from sp_lightning.ranks.ranks import Ranks
-from sp_lightning.ranks.reduced_gradients import ReducedGradients
-from sp_lightning.ranks.turns import RankTurns, SharedSource, written_here
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, BlockMemory, Staging, shared_allocator
-from sp_lightning.updates.background import BackgroundUpdates, SharedUpdates
+from sp_lightning.store.block_memory import Allocate, BlockMemory, Staging
+from sp_lightning.updates.background import BackgroundUpdates
 
 
 class Placement:
-    """Makes the parts that depend on the number of devices: here those of one device.
+    """Makes the parts of the engine for weights in host memory, and for one device. Subclasses make others.
 
     Attributes:
         remark: what a user should know of it, as a sentence.
@@ -96,57 +90,9 @@ class Placement:
         """The class of what brings layers' bytes."""
         return HostSource
 
-    def turns(
-        self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
-    ) -> RankTurns | None:
-        """Returns how the ranks take turns; None on one device. The other parts of this class are there."""
-        return None
-
-
-class RankPlacement(Placement):
-    """The parts of one of several devices, each of which has a process.
-
-    Args:
-        ranks: the processes.
-        sliced: whether they upload layers together.
-    """
-
-    def __init__(self, ranks: Ranks, *, sliced: bool = False) -> None:
-        self._ranks = ranks
-        self.sliced = sliced
-
-    def allocate(self, device: Device, plan: Plan) -> Allocate:
-        remedy = "The layers were found by the memory that is free: say which they are, with layers= and gpu_memory=."
-        self._ranks.must_agree("layers", {layer.name: human_bytes(layer.nbytes) for layer in plan.moving}, remedy)
-        nbytes = sum(whole_pages(layer.nbytes) for layer in (*plan.moving, plan.residents))
-        return shared_allocator(self._ranks, device, nbytes)
-
-    def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
-        return SlicedUploads(device, self._ranks, lock, written_here, log) if self.sliced else Uploads(device)
-
-    def gradients(
-        self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
-    ) -> GradientSink:
-        self._gradients = ReducedGradients(device, self._ranks, layers, staging, in_flight=in_flight)
-        return self._gradients
-
-    def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
-        if not device.computes_on_host:  # else the other ranks' models compute on these processors
-            device.background_threads = update_threads(self._ranks.size)
-        return SharedUpdates(layers, device, self._ranks, self._gradients)
-
-    @property
-    def source(self) -> type[HostSource]:
-        return SharedSource
-
-    def turns(
-        self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
-    ) -> RankTurns | None:
-        turns = RankTurns(lock, self._ranks, layers, source, step, self._gradients)
-        if self._ranks.primary:
-            turns.cast()
-        self._ranks.barrier(Wait.READ_AFTER_FILL)
-        return turns
+    def turns(self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step) -> Turns:
+        """Returns who may change the weights when. The other parts have been made already."""
+        return Turns()
 
 
 class FilePlacement(Placement):
@@ -237,15 +183,6 @@ class ScratchPlacement(Placement):
 def _room_for_gradients(layer: PlannedLayer) -> int:
     """Bytes of a file that a layer's gradients take at most, in its block and in its masters'."""
     return whole_pages(layer.gradient_bytes + ALIGNMENT * (len(layer.spans) + len(layer.casts))) + PAGE
-
-
-def update_threads(processes: int) -> int:
-    """How many threads the primary's updates take: those of all ranks, whose updates these are, but one for Python of each.
-
-    Lightning gives each process its part of the processors, and torchrun gives it one.
-    """
-    own = max(1, torch.get_num_threads() - 1)
-    return max(own, min(own * processes, len(os.sched_getaffinity(0)) - processes))
 
 
 ONE_DEVICE = Placement()

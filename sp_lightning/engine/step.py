@@ -18,7 +18,6 @@ from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import BlockSource
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.writes import WeightWatch
-from sp_lightning.ranks.board import LOST
 from sp_lightning.updates.background import BackgroundUpdates
 
 
@@ -327,11 +326,7 @@ class Step(Part):
         self.activations.flush()
         if self.training:
             self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
-        try:
-            self.residency.slots.end_round()
-        except LOST:
-            if well:  # otherwise there is an error already
-                raise
+        self.residency.slots.end_round(after_error=not well)
         self.residency.slots.give_back_extra()
         if self.shared:
             self.share(False)

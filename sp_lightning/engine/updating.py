@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,11 +12,11 @@ from torch.optim import Optimizer
 from sp_lightning.device.device import Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
+from sp_lightning.engine.turns import Turns
 from sp_lightning.gpu_steps.on_device import StepsOnDevice
 from sp_lightning.layers.device_parameter import Untouched
 from sp_lightning.layers.freed_gradient import forget, free
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
-from sp_lightning.ranks.turns import RankTurns
 from sp_lightning.torch_compat.modes import held
 
 
@@ -23,7 +24,7 @@ class Updating(Part):
     """The engine's side of updates: what :class:`~sp_lightning.engine.layerwise.LayerwiseStep` calls.
 
     Args:
-        turns: how the ranks take turns; None on one device.
+        turns: which process may change the weights, and when.
 
     Attributes:
         backward: its ``on_complete`` is called in the backward that was announced, for each layer whose gradients are all in
@@ -39,7 +40,7 @@ class Updating(Part):
         below: Part,
         step: Step,
         backward: Backward,
-        turns: RankTurns | None,
+        turns: Turns,
         on_device: StepsOnDevice | None,
         *,
         all_on_device: bool,
@@ -51,7 +52,7 @@ class Updating(Part):
         self.backward = backward
         self.step_seconds = 0.0
         self._turns = turns
-        self.several = turns is not None
+        self.several = turns.several
         self._place_of = {
             id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)
         }
@@ -149,11 +150,8 @@ class Updating(Part):
         return f"a step of {type(optimizer).__name__}{name}"
 
     def gather(self, optimizer: Optimizer) -> None:
-        """With several ranks, waits for all of them, and makes what the primary's user code has written that of all ranks."""
-        if self._turns is not None:
-            self.updates.finish()
-            if self._turns.begin(self.step_of(optimizer), weights=True):
-                self._turns.cast()
+        """Called before an optimizer updates its first layer. With several devices it waits for all of them."""
+        self._turns.gather(partial(self.step_of, optimizer))
 
     def is_viewed(self, layer: StreamedLayer) -> bool:
         """Returns True if user code holds memory of a weight of the layer or its masters, on the host or the device."""

@@ -139,24 +139,14 @@ class NoCasts:
 
 
 @dataclass(eq=False)
-class PendingGather:
-    """A layer of which some was sent to its slot; the rest is to come from other ranks, if these announce it, too.
+class PendingUpload:
+    """An upload of which only a part was issued. :class:`~sp_lightning.layers.uploads.Uploads` issues the rest.
 
     Attributes:
-        number: of its gather, in the round.
-        layer: which it is.
-        target: its slot's memory, flat ``uint8``.
-        source: its bytes on the host.
-        part: bytes of each rank's part. What is left behind the last one was sent whole.
-        landed: is called once the rest was issued.
+        layer: the layer.
     """
 
-    number: int
     layer: StreamedLayer
-    target: Tensor
-    source: Tensor
-    part: int
-    landed: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -175,7 +165,7 @@ class Slot:
             come to it again, because of those views.
         digests: what such views are compared with, which may be written at any time; None within the step that took them.
         filled: the event of the transfer into it.
-        coming: its layer, while other ranks have yet to announce that they bring it, too.
+        coming: the upload into it, as long as only a part of it was issued; else None.
         idle: the event after the last kernel that used it.
         begun: the mark in the timeline, if there is one, at which its last use began.
         backward: whether that use was in backward.
@@ -192,7 +182,7 @@ class Slot:
     stale: bool = False
     digests: ViewDigests | None = None
     filled: Any = None
-    coming: PendingGather | None = None
+    coming: PendingUpload | None = None
     idle: Any = None
     begun: Any = None
     backward: bool = False

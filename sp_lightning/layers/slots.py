@@ -228,22 +228,22 @@ class Slots:
         slot.alive = ()
 
     def _landed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Notes that all of a layer was issued that was on its way."""
+        """Notes that all of a pending upload was issued."""
         slot.coming = None
         slot.filled = layer.transfer = self._latest = self._device.record(Stream.UPLOAD)
 
     def _arrive(self, slot: Slot | None) -> None:
-        """Has all issued that is on its way to a slot."""
+        """Issues the rest of a pending upload into a slot."""
         if slot is not None and slot.coming is not None:
             self.uploads.finish(slot.coming)
 
-    def end_round(self) -> None:
-        """Has all issued that is on its way to any slot: what comes next may be other weights.
+    def end_round(self, *, after_error: bool = False) -> None:
+        """Issues all pending uploads, because the next ones may be of other weights.
 
-        Raises:
-            RankError: another rank has failed.
+        Args:
+            after_error: an error is being raised already, so failures of other processes raise none.
         """
-        self.uploads.end_round()
+        self.uploads.end_round(after_error=after_error)
 
     def use(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
         """Lends a fetched layer's memory to compute, which waits for the transfer."""
@@ -258,11 +258,7 @@ class Slots:
         return slot
 
     def join(self, slot: Slot) -> None:
-        """Lets compute wait for what was fetched into a slot that is, or is to be, in use.
-
-        Raises:
-            RankError: another rank has failed, with which the layer was to come.
-        """
+        """Lets compute wait for the fetch into a slot that is, or is to be, in use."""
         if slot.coming is not None:
             self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)

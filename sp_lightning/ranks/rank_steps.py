@@ -42,7 +42,7 @@ class RankSteps:
     @property
     def _turns(self) -> RankTurns:
         turns = self._run.engine.turns
-        assert turns is not None
+        assert isinstance(turns, RankTurns)
         return turns
 
     def attach(self, optimizers: list[Optimizer], scaler: Any) -> None:

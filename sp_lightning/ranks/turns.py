@@ -4,7 +4,7 @@ has written since then comes before them."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from zlib import crc32
 
@@ -13,14 +13,15 @@ from torch import nn
 from sp_lightning.device.device import Wait
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.step import Step
+from sp_lightning.engine.turns import Turns
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.slots import Staged
+from sp_lightning.ranks.block_memory import SharedBlockMemory, merge
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.reduced_gradients import ReducedGradients
-from sp_lightning.store.block_memory import SharedBlockMemory, merge
 
 
-class RankTurns:
+class RankTurns(Turns):
     """The engine of one rank, as the primary's turns see it.
 
     Args:
@@ -29,6 +30,8 @@ class RankTurns:
         layers: all layers.
         source, step, gradients: the engine's parts.
     """
+
+    several = True
 
     def __init__(
         self,
@@ -70,6 +73,12 @@ class RankTurns:
             self._merge(weights)
         self.ranks.begin_turn(what)
         return self.ranks.primary and self._merge(weights)
+
+    def gather(self, what: Callable[[], str]) -> None:
+        """Waits for all ranks, and makes what the primary's user code has written that of all ranks."""
+        self._step.updates.finish()
+        if self.begin(what(), weights=True):
+            self.cast()
 
     def must_be_alike(self, why: str) -> None:
         """Compares what ranks have written of weights since the last turn, before a turn after which they use them. Collective.

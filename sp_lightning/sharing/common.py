@@ -21,7 +21,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import PAGE, aligned, bytes_of, view, whole_pages
 from sp_lightning.device.pages import create, written_pages
-from sp_lightning.layers.layer import PendingGather, StreamedLayer
+from sp_lightning.layers.layer import PendingUpload, StreamedLayer
 from sp_lightning.layers.uploads import Uploads
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
@@ -265,7 +265,7 @@ class SharedUploads(Uploads):
 
     def send(
         self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]
-    ) -> PendingGather | None:
+    ) -> PendingUpload | None:
         memory: Any = layer.block.memory
         shared = memory.shared if isinstance(memory, TrialMemory) else None
         self._pass_on(shared)

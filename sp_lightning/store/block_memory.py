@@ -1,24 +1,20 @@
-"""The memory of a host block, of this process alone or of all ranks of the node; and that in which its gradients arrive."""
+"""Memory of a host block: that of its weights, and that in which its gradients arrive."""
 
 from __future__ import annotations
 
 import mmap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import PinnedMemory, return_pages
-from sp_lightning.device.layout import Span, bytes_of, lay_out, total_bytes, whole_pages
+from sp_lightning.device.layout import bytes_of, lay_out, total_bytes, whole_pages
 from sp_lightning.device.lease import Lease
-from sp_lightning.device.pages import Page
-from sp_lightning.ranks.ranks import Ranks
-from sp_lightning.ranks.shared_memory import OwnView, SharedMemory, commit_or_drop
 
 
 class BlockMemory:
@@ -102,107 +98,6 @@ class SparseMemory(BlockMemory):
         pages = mmap.mmap(-1, whole_pages(self._nbytes), flags=flags)
         pages.madvise(mmap.MADV_NOHUGEPAGE)
         self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self._nbytes]
-
-
-def shared_allocator(ranks: Ranks, device: Device, nbytes: int) -> Allocate:
-    """Returns what allocates blocks in memory that all ranks of a node have in common. Collective.
-
-    Args:
-        ranks: those who share it.
-        device: page-locks it.
-        nbytes: of all blocks, each in whole pages.
-    """
-    memory, used = ranks.share(nbytes, "weights"), 0
-
-    def allocate(nbytes: int, pin: bool) -> BlockMemory:
-        nonlocal used
-        begin, used = used, used + whole_pages(nbytes)
-        return SharedBlockMemory(memory, begin, nbytes, device, pin=pin, primary=ranks.primary)
-
-    return allocate
-
-
-class SharedBlockMemory(BlockMemory):
-    """The memory of one of several ranks. What its user code writes is this rank's own until an update.
-
-    Args:
-        memory: that of all blocks.
-        begin, nbytes: this block's part.
-        device: page-locks it.
-        pin: whether it does.
-        primary: whether this rank's parameters give the values.
-
-    Attributes:
-        view: this rank's view of the block, and of more.
-        primary: whether what this rank writes counts.
-        written: whether this rank has written pages of its own, as far as :meth:`look` has seen.
-    """
-
-    def __init__(
-        self, memory: SharedMemory, begin: int, nbytes: int, device: Device, *, pin: bool, primary: bool
-    ) -> None:
-        self._shared = memory
-        self.primary = primary
-        self._begin, self._pages = begin, whole_pages(nbytes)
-        self._nbytes = nbytes
-        self._offset = begin  # in the view
-        self.view = memory.own
-        self.common = memory.common[begin : begin + nbytes]
-        self.written = False
-        self._memory = PinnedMemory(device, memory=memory.common[begin : begin + self._pages], pin=pin)
-        self.pinned = self._memory.pinned
-
-    @property
-    def first(self) -> Tensor | None:
-        return self.common if self.primary else None
-
-    @property
-    def seen(self) -> Tensor:
-        return self.view.bytes[self._offset : self._offset + self._nbytes]
-
-    @property
-    def fetched(self) -> Tensor:
-        """All of the block as this rank sees it, if it has written some of it."""
-        return self.seen if self.written else self.common
-
-    @property
-    def area(self) -> tuple[OwnView, Page]:
-        """The view, and where the block lies in it. Memory that the block has left to others is in no block's area."""
-        return self.view, (self._offset, self._offset + self._pages)
-
-    def look(self) -> bool:
-        """Looks whether this rank has written the block."""
-        self.written = bool(self.view.written(self._offset, self._offset + self._pages))
-        return self.written
-
-    def digest(self, spans: Sequence[Span]) -> int:
-        """Returns a number that says at which of these places this rank has other values than all ranks, and which; 0 if none.
-
-        What was written and put back is no other value.
-        """
-        view, (begin, end) = self.area
-        found = 0
-        for span in spans if view.written(begin, end) else ():
-            if not torch.equal(bytes_of(self.seen, span), bytes_of(self.common, span)):
-                found = view.checksum(begin + span.offset, span.nbytes, crc32(span.name.encode(), found))
-        return found
-
-    def anew(self) -> None:
-        self.view.keep(self._offset, self._offset + self._pages)
-        self.view = self._shared.view_anew(self._begin, self._begin + self._pages)
-        self._offset = 0
-
-
-def merge(blocks: Iterable[BlockMemory]) -> int:
-    """Gives all ranks what the primary's user code has written of blocks, and drops what another rank's has.
-
-    Returns:
-        The bytes that this rank had written.
-    """
-    shared = [block for block in blocks if isinstance(block, SharedBlockMemory)]
-    for block in shared:
-        block.written = False
-    return commit_or_drop([block.area for block in shared], commit=any(block.primary for block in shared))
 
 
 # ---------------------------------------------------------------------- gradients

@@ -24,7 +24,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.disk.tier import place
-from sp_lightning.engine.placement import ONE_DEVICE, Placement, RankPlacement
+from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers.buffers import find_averages
 from sp_lightning.layers.device_parameter import DeviceParameter
@@ -41,7 +41,9 @@ from sp_lightning.observe.messages import (
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.host_memory import anonymous_bytes, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
+from sp_lightning.ranks.placement import RankPlacement
 from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.ranks.transfer import takes_slices
 from sp_lightning.sharing.shared_base import current
 from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.trainer.compat import last_checkpoint, look_at_loaders, note_device
@@ -49,7 +51,6 @@ from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.user_hooks import UserHooks
 from sp_lightning.tuning.choices import Window
-from sp_lightning.tuning.machine import takes_slices
 from sp_lightning.tuning.tuner import Tuner
 
 
@@ -398,8 +399,7 @@ class Run:
     def loading(self) -> AbstractContextManager[None]:
         """Around the loading of a state into the module between steps: weights may be written, and what rank 0 loads counts."""
         self.engine.allow_writes()
-        turns = self.engine.turns
-        return nullcontext() if turns is None else turns.loading(self.module)
+        return self.engine.turns.loading(self.module)
 
     def send_buffers(self) -> None:
         """With several devices, overwrites the buffers of all ranks by those of rank 0. Collective."""

@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
-from sp_lightning.layers import uploads
 from sp_lightning.observe import messages
+from sp_lightning.ranks import gather_log, sliced_uploads, transfer
 from sp_lightning.ranks.ranks import Ranks
-from sp_lightning.tuning import machine
 from tests.equality.on_ranks import TRAINED, compare, reference
 from tests.support.models import Module
 from tests.support.ranks import in_ranks, rank
@@ -97,7 +96,7 @@ def train(kind: type[Module], transfer: str) -> tuple[dict[str, Any], int, int]:
     torch.manual_seed(1)
     strategy = SuperpipelineStrategy(k=1, transfer=transfer, fused_optimizer=False)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:  # the process stays for the next test
-        patch.setattr(uploads, "PATIENCE", 2.0)  # on a busy machine ranks come late to what they agree on
+        patch.setattr(gather_log, "PATIENCE", 2.0)  # on a busy machine ranks come late to what they agree on
         outcome = fit(kind, list(torch.randn(8, 2, 32)), strategy, devices=2)
     stats = strategy.stats()
     return outcome.state, stats.gathered_bytes, stats.fetched_bytes
@@ -116,7 +115,7 @@ def train_without_hooks() -> int:
     strategy = SuperpipelineStrategy(k=1, transfer="sharded")
     with pytest.MonkeyPatch.context() as patch:  # the process stays for the next test
         if rank() == 0:
-            patch.setattr(uploads, "LOOK", 1000.0)  # no thread issues what the engine does not come by
+            patch.setattr(sliced_uploads, "LOOK", 1000.0)  # no thread issues what the engine does not come by
         trainer_for(strategy, devices=2).fit(Wide(), DataLoader(list(torch.randn(16, 32)), 2))
     return strategy.stats().gathered_bytes
 
@@ -171,7 +170,7 @@ def measured() -> tuple[float, float, bool]:
     ranks = Ranks(torch.device("cpu"))
     device = Device(torch.device("cpu"))
     log = logging.getLogger()
-    return *machine.measure_uploads(device, ranks, 1 << 20), machine.takes_slices(
+    return *transfer.measure_uploads(device, ranks, 1 << 20), transfer.takes_slices(
         "auto", device, ranks, log, trains=False
     )
 
@@ -194,9 +193,9 @@ def chosen() -> tuple[bool, bool]:
         dist.init_process_group("gloo", rank=rank(), world_size=2)
     ranks, log = Ranks(torch.device("cpu")), logging.getLogger()
     device = UploadsFaster(torch.device("cpu"))
-    with mock.patch.object(machine, "measure_uploads", return_value=(2.0, 1.0)):
+    with mock.patch.object(transfer, "measure_uploads", return_value=(2.0, 1.0)):
         training, prediction = (
-            machine.takes_slices("auto", device, ranks, log, trains=trains) for trains in (True, False)
+            transfer.takes_slices("auto", device, ranks, log, trains=trains) for trains in (True, False)
         )
     return training, prediction
 

@@ -10,14 +10,14 @@ import pytest
 
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.pages import create
-from sp_lightning.layers import uploads
-from sp_lightning.layers.uploads import _AHEAD, GatherLog, gather_log_bytes
+from sp_lightning.ranks import gather_log
+from sp_lightning.ranks.gather_log import AHEAD, GatherLog, gather_log_bytes
 from sp_lightning.ranks.shared_memory import SharedMemory
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "PATIENCE", 0.0)
+    monkeypatch.setattr(gather_log, "PATIENCE", 0.0)
 
 
 class Others:
@@ -135,10 +135,10 @@ def test_a_rank_that_is_not_to_wait_closes_its_round() -> None:
 
 def test_as_many_are_kept_as_may_be_open() -> None:
     _, (first, second) = logs()
-    for number in range(2 * _AHEAD):
+    for number in range(2 * AHEAD):
         first.announce(number)
-        if number >= _AHEAD:
-            second.announce(number - _AHEAD)
-    for number in range(_AHEAD):
-        second.announce(number + _AHEAD)
-    assert all(rank.verdict(number) for rank in (first, second) for number in range(2 * _AHEAD))
+        if number >= AHEAD:
+            second.announce(number - AHEAD)
+    for number in range(AHEAD):
+        second.announce(number + AHEAD)
+    assert all(rank.verdict(number) for rank in (first, second) for number in range(2 * AHEAD))

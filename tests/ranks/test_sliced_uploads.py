@@ -26,12 +26,14 @@ from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.pages import create
 from sp_lightning.engine.placement import Placement
-from sp_lightning.layers import uploads
-from sp_lightning.layers.layer import PendingGather, Slot
+from sp_lightning.layers.layer import Slot
 from sp_lightning.layers.slots import Slots
-from sp_lightning.layers.uploads import SlicedUploads, Uploads, gather_log_bytes
+from sp_lightning.layers.uploads import Uploads
+from sp_lightning.ranks import gather_log, sliced_uploads
 from sp_lightning.ranks.board import RankError
+from sp_lightning.ranks.gather_log import gather_log_bytes
 from sp_lightning.ranks.shared_memory import SharedMemory
+from sp_lightning.ranks.sliced_uploads import PendingGather, SlicedUploads
 from tests.equality.cases import CASES
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import poison
@@ -234,9 +236,9 @@ def go_through(batches: list[Batch], size: int, *, patience: float) -> list[Rank
     together = Together(size)
     weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
     with (
-        mock.patch.object(uploads, "PATIENCE", patience),
-        mock.patch.object(uploads, "LOOK", 0.002),
-        mock.patch.object(uploads, "_EVERY", 2),
+        mock.patch.object(gather_log, "PATIENCE", patience),
+        mock.patch.object(sliced_uploads, "LOOK", 0.002),
+        mock.patch.object(sliced_uploads, "_EVERY", 2),
     ):
         ranks = [Rank(rank, together, weights, batches) for rank in range(size)]
         for rank in ranks:
@@ -344,7 +346,7 @@ class Late(Uploads):
         poison(target)
         half = source.nbytes // 2
         self.device.copy((target[:half],), (source[:half],), Stream.UPLOAD)
-        self.pending.append(PendingGather(0, layer, target, source, 0, landed))
+        self.pending.append(PendingGather(layer, 0, target, source, 0, landed))
         return self.pending[-1]
 
     def finish(self, last: PendingGather | None = None) -> None:
@@ -355,7 +357,7 @@ class Late(Uploads):
             coming.landed()
             self.waited += 1
 
-    def end_round(self) -> None:
+    def end_round(self, *, after_error: bool = False) -> None:
         self.finish()
 
 

@@ -1,0 +1,84 @@
+"""The parts of the engine of one of several devices, each of which has its own process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.layout import whole_pages
+from sp_lightning.engine.host_source import HostSource
+from sp_lightning.engine.placement import Placement
+from sp_lightning.engine.step import Step
+from sp_lightning.layers.gradient_sink import GradientSink
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.uploads import Uploads
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.units import human_bytes
+from sp_lightning.ranks.block_memory import shared_allocator
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.ranks.reduced_gradients import ReducedGradients
+from sp_lightning.ranks.shared_updates import SharedUpdates
+from sp_lightning.ranks.sliced_uploads import SlicedUploads
+from sp_lightning.ranks.turns import RankTurns, SharedSource, written_here
+from sp_lightning.store.block_memory import Allocate, Staging
+from sp_lightning.updates.background import BackgroundUpdates
+
+
+class RankPlacement(Placement):
+    """The parts of one of several devices, each of which has a process.
+
+    Args:
+        ranks: the processes.
+        sliced: whether they upload layers together.
+    """
+
+    def __init__(self, ranks: Ranks, *, sliced: bool = False) -> None:
+        self._ranks = ranks
+        self.sliced = sliced
+
+    def allocate(self, device: Device, plan: Plan) -> Allocate:
+        remedy = "The layers were found by the memory that is free: say which they are, with layers= and gpu_memory=."
+        self._ranks.must_agree("layers", {layer.name: human_bytes(layer.nbytes) for layer in plan.moving}, remedy)
+        nbytes = sum(whole_pages(layer.nbytes) for layer in (*plan.moving, plan.residents))
+        return shared_allocator(self._ranks, device, nbytes)
+
+    def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
+        return SlicedUploads(device, self._ranks, lock, written_here, log) if self.sliced else Uploads(device)
+
+    def gradients(
+        self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
+    ) -> GradientSink:
+        self._gradients = ReducedGradients(device, self._ranks, layers, staging, in_flight=in_flight)
+        return self._gradients
+
+    def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
+        if not device.computes_on_host:  # else the other ranks' models compute on these processors
+            device.background_threads = update_threads(self._ranks.size)
+        return SharedUpdates(layers, device, self._ranks, self._gradients)
+
+    @property
+    def source(self) -> type[HostSource]:
+        return SharedSource
+
+    def turns(
+        self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
+    ) -> RankTurns:
+        turns = RankTurns(lock, self._ranks, layers, source, step, self._gradients)
+        if self._ranks.primary:
+            turns.cast()
+        self._ranks.barrier(Wait.READ_AFTER_FILL)
+        return turns
+
+
+def update_threads(processes: int) -> int:
+    """How many threads the primary's updates take: those of all ranks, whose updates these are, but one for Python of each.
+
+    Lightning gives each process its part of the processors, and torchrun gives it one.
+    """
+    own = max(1, torch.get_num_threads() - 1)
+    return max(own, min(own * processes, len(os.sched_getaffinity(0)) - processes))

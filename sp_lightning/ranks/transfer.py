@@ -1,0 +1,84 @@
+"""``transfer=``: whether each device uploads whole layers, or a part of each layer that it then shares with the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.observe.messages import say_once
+from sp_lightning.plan.choices import Transfer
+from sp_lightning.ranks.ranks import Ranks
+
+NBYTES = 1 << 26
+"""As many bytes are copied as a layer of a large model has, within a factor of ten."""
+
+_MUCH = 0.8
+"""Slices have to take at most this share of the time: they make ranks wait for each other."""
+
+
+def takes_slices(transfer: Transfer, device: Device, ranks: Ranks | None, log: logging.Logger, *, trains: bool) -> bool:
+    """Whether the devices of a node upload layers together. Collective; all ranks have the same answer.
+
+    With ``"auto"`` some memory is uploaded both ways, by all ranks at once, as in a run. Where the model computes on the host
+    there is nothing to upload, and the answer is no. So it is in training, because gathers beside sums of gradients are what
+    neither NCCL nor torch promises (see :mod:`~sp_lightning.ranks.sliced_uploads`): a user asks for them by name.
+    """
+    if ranks is None or ranks.size == 1:
+        if transfer == "sharded":
+            say_once(
+                log,
+                'Superpipeline: transfer="sharded" changes nothing: no other device on this node could bring slices.',
+            )
+        return False
+    if transfer != "auto":
+        return transfer == "sharded"
+    if device.computes_on_host or trains:
+        why = "the model computes on the host" if device.computes_on_host else "the run trains"
+        log.debug('Superpipeline: transfer="auto": layers are uploaded whole, because %s.', why)
+        return False
+    whole, sliced = measure_uploads(device, ranks)
+    taken = bool(ranks.all_have(int(sliced < _MUCH * whole), "how layers are uploaded"))
+    log.debug(
+        'Superpipeline: transfer="auto": layers are uploaded %s; %d MiB took %.3g ms whole and %.3g ms sliced on this rank.',
+        "in slices" if taken else "whole", NBYTES >> 20, whole * 1e3, sliced * 1e3,
+    )  # fmt: skip
+    return taken
+
+
+def measure_uploads(device: Device, ranks: Ranks, nbytes: int = NBYTES) -> tuple[float, float]:
+    """Returns the seconds that an upload of so many bytes takes, whole and sliced. Collective."""
+    source = device.host_empty(nbytes, pin=True)[:nbytes]
+    source.fill_(1)
+    device.pin(source)
+    target = device.upload_target(nbytes)
+    part = nbytes // ranks.size
+    own = slice(ranks.rank * part, (ranks.rank + 1) * part)
+
+    def alone() -> None:
+        device.copy([target], [source], Stream.UPLOAD)
+
+    def together() -> None:
+        device.copy([target[own]], [source[own]], Stream.UPLOAD)
+        with device.on(Stream.UPLOAD):
+            ranks.gather(target[: ranks.size * part], ranks.uploads, "a measurement")
+
+    def seconds(upload: Callable[[], None]) -> float:
+        upload()
+        taken = []
+        for _ in range(3):
+            device.synchronize(device.record(Stream.UPLOAD), Wait.CLOSE_AFTER_FETCH)
+            ranks.barrier(Wait.STEP_AFTER_ARRIVAL)
+            begun = perf_counter()
+            upload()
+            device.synchronize(device.record(Stream.UPLOAD), Wait.CLOSE_AFTER_FETCH)
+            taken.append(perf_counter() - begun)
+        return min(taken)
+
+    with torch.no_grad():
+        measured = seconds(alone), seconds(together)
+    device.unpin(source)
+    return measured
