@@ -19,6 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sp_lightning.model.rows import RowFinder
 
 CAPABILITIES = {
     "activations": "offloads or recomputes activations, and cuts a loss into chunks",
@@ -72,3 +76,15 @@ def _capability(module: str | None) -> str | None:
 def is_installed(folder: str) -> bool:
     """Returns True if the folder of a capability is part of this installation."""
     return find_spec(f"sp_lightning.{folder}") is not None
+
+
+@cache
+def row_finder() -> RowFinder:
+    """Returns what finds stacked experts and embeddings. Without ``experts`` it finds none, and layers are uploaded whole (slower)."""
+    if is_installed("experts"):
+        from sp_lightning.experts.finder import ExpertsAndEmbeddings
+
+        return ExpertsAndEmbeddings()
+    from sp_lightning.model.rows import RowFinder
+
+    return RowFinder()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,8 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.experts.embedding_rows import EmbeddingRows
-from sp_lightning.experts.expert_rows import ExpertRows
 from sp_lightning.layers.host_casts import Casts
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.parameter_group import ParameterGroup
@@ -81,22 +78,6 @@ def _warn_of_unpinned(layers: Sequence[StreamedLayer]) -> None:
 def _allocate_locked(allocate: Allocate, pin: bool, nbytes: int, seldom: bool) -> BlockMemory:
     """Memory for a block that goes to the device for its updates: it is page-locked whether it is fetched seldom or not."""
     return allocate(nbytes, pin)
-
-
-def make_rows(
-    found: Found, layers: Sequence[StreamedLayer], device: Device, log: logging.Logger | None, *, pin: bool
-) -> dict[nn.Module, tuple[StreamedLayer, ...]]:
-    """Gives layers of which only rows travel their rows. Returns the embeddings among them, with their layers."""
-    embeddings: dict[nn.Module, tuple[StreamedLayer, ...]] = {}
-    table_layers = [layer for layer in layers if layer.kind is Kind.TABLE]
-    for layer, found_layer in zip(table_layers, found.tables, strict=True):
-        embedding: Any = found.places[found_layer.parameters[0][1]][0].module
-        layer.rows = EmbeddingRows(embedding, layer, device, pin=pin)
-        embeddings[embedding] = (layer,)
-    for layer in layers:
-        if layer.planned.rows:
-            layer.rows = ExpertRows(layer, device, log or logging.getLogger("lightning.pytorch"))
-    return embeddings
 
 
 def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict[nn.Parameter, Any]:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from sp_lightning.experts.expert_rows import ExpertRows
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.torch_compat.around_calls import release, surround
 from sp_lightning.torch_compat.modes import never_compiled
@@ -60,7 +59,7 @@ class ModuleCalls:
         self._in_evaluation = in_evaluation
         self._unit = unit
         self._runner = runner
-        self._experts = next((layer.rows for layer in visits if isinstance(layer.rows, ExpertRows)), None)
+        self._rows = next((layer.rows for layer in visits if layer.rows.watches_calls), None)
         surround(module, self)
 
     def remove(self) -> None:
@@ -83,19 +82,19 @@ class ModuleCalls:
     def _begin(self, args: Any, kwargs: Any) -> Visits:
         if self._in_evaluation is not None and not self._module.training:
             return self._listener.enter(self._in_evaluation, args)
-        if self._experts is None:
+        if self._rows is None:
             return self._listener.enter(self._visits, args)
-        self._experts.begin_call(self._module, args, kwargs)
+        self._rows.begin_call(self._module, args, kwargs)
         try:
             return self._listener.enter(self._visits, (args, kwargs))
         except BaseException:
-            self._experts.end_call()
+            self._rows.end_call()
             raise
 
     @never_compiled
     def _end(self, visits: Visits, output: Any) -> None:
-        if self._experts is not None:
-            self._experts.end_call()
+        if self._rows is not None:
+            self._rows.end_call()
         self._listener.leave(visits, output)
 
 

@@ -100,7 +100,7 @@ class Residency:
             RuntimeError: the running backward has updated the layer already.
         """
         if layer in self.used:
-            if not layer.rows.complete:
+            if not layer.whole and not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
         if self._tenants.replaced:
@@ -124,8 +124,10 @@ class Residency:
         if not early and layer.outdated:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
-        layer.rows.begin_use()
-        if absent or not layer.rows.complete:
+        if not layer.whole:
+            layer.rows.begin_use()
+            absent = absent or not layer.rows.complete
+        if absent:
             layer.refuse_updated()
             self.demand_fetches += 1
             self._fetch([(layer, layer.slot or self.slots.find(layer, self.prefetch.trace.next_use))])
@@ -134,7 +136,7 @@ class Residency:
         return slot
 
     def _complete(self, layer: StreamedLayer) -> None:
-        """Brings the rows of stacked experts that are missing, into the slot that is in use."""
+        """Uploads the missing rows of a layer into the slot that is in use."""
         slot = self.used[layer]
         layer.refuse_updated()
         if layer.outdated:

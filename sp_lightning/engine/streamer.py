@@ -17,7 +17,7 @@ from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import HostRing
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.access import Access
-from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
+from sp_lightning.engine.assembly import make_layers, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.module_calls import ModuleCalls, listen
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
@@ -37,6 +37,7 @@ from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan
+from sp_lightning.registry import row_finder
 from sp_lightning.store.block_memory import Staging
 from sp_lightning.torch_compat.patched import unwatch, watch
 
@@ -108,7 +109,7 @@ class Streamer:
         *self._moving, self._resident_layer = self._layers
         self._watch = WeightWatch([layer.block for layer in self._layers]) if debug_writes else None
         self._stays: set[int] = set()
-        self._embeddings = make_rows(self.found, self._layers, device, log, pin=pin)
+        self._embeddings = row_finder().make_rows(self.found, self._layers, device, log, pin=pin)
         self._slots = Slots(plan, self._moving, device, placement.uploads(device, self._lock, log))
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self.updates = placement.updates(self._layers, device)

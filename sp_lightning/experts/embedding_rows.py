@@ -23,9 +23,7 @@ from sp_lightning.layers.slots import Staged
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import (
     gradient_hooks,
-    sparse_indices,
     sparse_rows,
-    sparse_values,
     transforms_active,
     will_execute_node,
 )
@@ -198,14 +196,3 @@ def _is_looked_at(ctx: Any) -> bool:
         return not will_execute_node(ctx.next_functions[0][0])
     except RuntimeError:  # torch raises this if torch.autograd.grad was called for this leaf
         return True
-
-
-def each_row_once(gradient: Tensor) -> Tensor:
-    """Sums the rows that several uses of an embedding gave, one after the other, as autograd sums dense gradients."""
-    if gradient.is_coalesced():
-        return gradient
-    with no_inference_mode():
-        numbers, where = torch.unique(sparse_indices(gradient)[0], return_inverse=True)
-        values = sparse_values(gradient)
-        rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
-        return sparse_rows(numbers[None], rows, gradient.shape)

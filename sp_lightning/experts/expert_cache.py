@@ -33,33 +33,38 @@ class ExpertCache:
 
     Args:
         device: allocates the memory.
-        nbytes: how much memory there is.
-        layers: the layers; those of stacked experts keep theirs.
-
-    Attributes:
-        nbytes: how much memory is taken.
-        kept_bytes: bytes of the experts that were copied to slots from here.
+        layers: the layers of stacked experts.
     """
 
-    def __init__(self, device: Device, nbytes: int, layers: Sequence[StreamedLayer]) -> None:
+    def __init__(self, device: Device, layers: Sequence[StreamedLayer]) -> None:
         self._device = device
-        layers = [layer for layer in layers if layer.planned.rows]
         rows = [
             [layer.planned.spans[at].nbytes // layer.planned.rows for at in layer.planned.stacks] for layer in layers
         ]
         self._place = max((sum(map(aligned, each)) for each in rows), default=0)
-        experts = sum(layer.planned.rows for layer in layers)
-        self._count = min(nbytes // self._place, experts) if self._place else 0
-        self._memory = device.empty(self._count * self._place)
-        self.nbytes = self._memory.nbytes
-        self.kept_bytes = 0
-        self._free = list(range(self._count))
+        self._experts = sum(layer.planned.rows for layer in layers)
+        self._count = 0
+        self._memory = device.empty(0)
+        self._free: list[int] = []
         self._at: dict[StreamedLayer, dict[int, int]] = {layer: {} for layer in layers}  # the place of each expert
         self._scores: dict[Expert, float] = {}
         self._calls: dict[StreamedLayer, int] = {}
         self._least: list[tuple[float, int, int, Expert]] = []  # a heap of scores, also of those that have risen since
-        for layer in layers if self.nbytes else ():
-            layer.rows.cache = self
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any expert can be kept."""
+        return self._count > 0
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocates memory for as many experts as fit, unless it has some. Returns the bytes that it allocated."""
+        count = min(nbytes // self._place, self._experts)
+        if self._count or not count:
+            return 0
+        self._memory = self._device.empty(count * self._place)
+        self._count = count
+        self._free = list(range(count))
+        return self._memory.nbytes
 
     def rows(self, layer: StreamedLayer) -> frozenset[int]:
         """The experts of a layer that are here."""
@@ -79,7 +84,6 @@ class ExpertCache:
         """Copies experts that are here to their places in a slot, which compute may write."""
         for row in rows:
             self._copy(layer, row, self._at[layer][row], slot, into_slot=True)
-            self.kept_bytes += layer.planned.row_bytes
 
     def keep(self, layer: StreamedLayer, rows: Iterable[int], slot: Tensor) -> None:
         """Copies experts that a slot has, and compute may read, to where they stay."""
@@ -97,14 +101,17 @@ class ExpertCache:
         self._free += self._at[layer].values()
         self._at[layer].clear()
 
-    def close(self) -> None:
-        """Frees the memory. Nothing is kept any more."""
+    def free(self) -> None:
+        """Frees the memory. Nothing is kept any more, and no use is remembered."""
         self._device.access(self._memory, Stream.COMPUTE, write=True)
         self._memory = self._device.empty(0)
-        self.nbytes = 0
-        for layer, rows in self._at.items():
+        self._count = 0
+        self._free.clear()
+        for rows in self._at.values():
             rows.clear()
-            layer.rows.cache = None
+        self._scores.clear()
+        self._calls.clear()
+        self._least.clear()
 
     def _push(self, expert: Expert) -> None:
         layer, row = expert

@@ -23,10 +23,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import part
+from sp_lightning.experts.expert_cache import ExpertCache
 from sp_lightning.experts.stacks import NEARLY_ALL, StackReading, how_it_reads
 from sp_lightning.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.layers.layer import NOTHING, AllRows, Rows, Slot, StreamedLayer
 from sp_lightning.observe.messages import say_once
+from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import (
     forward_pre_hooks,
@@ -72,9 +74,13 @@ class ExpertRows(AllRows):
         comes_whole: why all experts come whatever is routed; empty while that is not so.
     """
 
-    def __init__(self, layer: StreamedLayer, device: Device, log: logging.Logger) -> None:
+    watches_calls = True
+
+    def __init__(self, layer: StreamedLayer, device: Device, cache: ExpertCache, log: logging.Logger) -> None:
         self.layer = layer
         self._device = device
+        self._cache = cache
+        self.cache: ExpertCache | None = None
         self.count = layer.planned.rows
         self.stacks = frozenset(layer.planned.stacks)
         layer.parameters.compute = self.compute
@@ -91,6 +97,17 @@ class ExpertRows(AllRows):
         self._steadiness = 0.0
         self._read_whole = False  # whether graphs may have been built of anything but routed rows
         self._gradient_rows: dict[int, set[int] | None] = {}  # by index of the parameter, in the running backward
+
+    def allocate(self, plan: Plan) -> int:
+        """Allocates the cache, unless another layer has done so, and uses it if the plan has memory for it."""
+        nbytes = self._cache.allocate(plan.cache_bytes)
+        self.cache = self._cache if self._cache.has_room else None
+        return nbytes
+
+    def free(self) -> None:
+        """Frees the cache."""
+        self._cache.free()
+        self.cache = None
 
     # ------------------------------------------------------------------ calls
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.model.found import STACK_DIMENSIONS, is_stack
 from sp_lightning.model.wrapped import parts
 
-# One parameter of each expert is a matrix, so that of a stack has so many dimensions.
-_DIMENSIONS = 3
 # A forward takes hidden states, the indices of the experts, and their weights.
 _ARGUMENTS = 3
 # Words in the names of arguments that say what is routed where, and words beside them of which that is not so.
@@ -44,14 +43,9 @@ def stacked_rows(module: nn.Module) -> int:
 
 def stacks_in(module: nn.Module) -> list[Tensor]:
     """A module's stacks of experts: its own parameters of three dimensions, which begin with the number of experts."""
-    stacks: list[Tensor] = [p for p in module._parameters.values() if p is not None and p.dim() == _DIMENSIONS]
+    stacks: list[Tensor] = [p for p in module._parameters.values() if p is not None and p.dim() == STACK_DIMENSIONS]
     one_count = len({len(stack) for stack in stacks}) == 1 and len(stacks[0]) > 1
     return stacks if one_count and _is_routed(module) else []
-
-
-def is_stack(tensor: Tensor | None, count: int) -> bool:
-    """Whether a parameter of a module with ``count`` stacked experts is one of its stacks."""
-    return tensor is not None and tensor.dim() == _DIMENSIONS and len(tensor) == count
 
 
 def routed_share(module: nn.Module, args: Sequence[Any]) -> float:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import aligned, lay_out, part, strided
-from sp_lightning.experts.embedding_rows import each_row_once
 from sp_lightning.layers.gradient_sink import GradientSink, Wanted, bytes_of_dense
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.narrow_gradient import add_on_device, drop, keep_narrow, stored, waits_on_device
@@ -351,3 +350,14 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
             for hook in list(after.values()):
                 if hook(parameter) is not None:
                     raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # torch's own words
+
+
+def each_row_once(gradient: Tensor) -> Tensor:
+    """Adds up the rows that several uses of an embedding gave, in the order in which autograd adds dense gradients."""
+    if gradient.is_coalesced():
+        return gradient
+    with no_inference_mode():
+        numbers, where = torch.unique(sparse_indices(gradient)[0], return_inverse=True)
+        values = sparse_values(gradient)
+        rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
+        return sparse_rows(numbers[None], rows, gradient.shape)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.device.device import Stream
 from sp_lightning.device.layout import Span
@@ -22,7 +22,7 @@ from sp_lightning.layers.freed_gradient import forget
 from sp_lightning.layers.narrow_gradient import widen
 from sp_lightning.layers.parameter_group import ParameterGroup
 from sp_lightning.layers.writes import ViewDigests
-from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
 
@@ -43,18 +43,31 @@ class AllRows:
         host_waits: how often the host has waited for the numbers of rows.
         hits, misses: how many rows of experts uses have asked for that were on the device, and that were not.
         sent_bytes: bytes of the experts that were sent, those of whole layers included.
-        cache: the :class:`~sp_lightning.experts.expert_cache.ExpertCache` that keeps rows that were used; None without one.
+        watches_calls: whether calls of the layer's module are announced with their arguments (:meth:`begin_call`).
     """
 
     stacks: frozenset[int] = NOTHING
     ahead: Rows = None
     complete = True
     sparse_on_device = False
-    cache: Any = None
+    watches_calls = False
     looked_up_bytes = host_waits = hits = misses = sent_bytes = 0
 
     def begin_step(self, *, training: bool) -> None:
         """A step begins."""
+
+    def allocate(self, plan: Plan) -> int:
+        """Allocates device memory beside the slots of a plan, between two batches. Returns its bytes."""
+        return 0
+
+    def free(self) -> None:
+        """Frees that memory."""
+
+    def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
+        """A call of the layer's module begins in this thread, before the layer is asked for."""
+
+    def end_call(self) -> None:
+        """The latest call in this thread has returned or raised."""
 
     def need(self, rows: Rows) -> None:
         """The use of the layer that begins, or goes on, may read these rows."""
@@ -369,7 +382,8 @@ class StreamedLayer:
 
     def leave_slot(self) -> None:
         """As :meth:`invalidate`, but weights were given other memory: views of the old one keep the old values."""
-        self.rows.drop_cached()
+        if not self.whole:
+            self.rows.drop_cached()
         if self.kind is Kind.RESIDENTS and self.slot is not None:
             self.slot.stale = True  # they take another one when they are used next
             return

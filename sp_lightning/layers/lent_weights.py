@@ -214,8 +214,9 @@ class BoundWeights(SlotUsers):
 
     def _after_release(self, layer: StreamedLayer, slot: Slot) -> None:
         """Invalidates a layer that comes on demand after its use, unless user code still views it."""
-        layer.casts.withdraw()
-        layer.rows.end_use()
+        if not layer.whole:
+            layer.casts.withdraw()
+            layer.rows.end_use()
         group = layer.parameters
         if not slot.escaped:
             group.exposed.intersection_update(group.replaced)

@@ -21,7 +21,6 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import part
 from sp_lightning.device.lease import Lease
-from sp_lightning.experts.expert_cache import ExpertCache
 from sp_lightning.layers.layer import AllRows, Slot, StreamedLayer
 from sp_lightning.layers.uploads import Uploads
 from sp_lightning.plan.plan import Plan
@@ -114,8 +113,7 @@ class Slots:
         """The layers of which none has to make room for another."""
         self.all_settled = len(settled) == len(self._plan.layers)
         self.uploads.ring = self._plan.main_ring
-        self.cache = ExpertCache(self._device, self._plan.cache_bytes, self._layers)
-        self.device_bytes += self.cache.nbytes
+        self.device_bytes += sum(layer.rows.allocate(self._plan) for layer in self._layers if not layer.whole)
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
         memory = self._device.empty(self._plan.rings[ring].nbytes)
@@ -190,7 +188,11 @@ class Slots:
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            nbytes = self._copy_kept(layer, slot) if layer.kept else layer.rows.send(slot, source)
+            nbytes = None
+            if layer.kept:
+                nbytes = self._copy_kept(layer, slot)
+            elif not layer.whole:
+                nbytes = layer.rows.send(slot, source)
             if nbytes is None and made:
                 nbytes, slot.alive = 0, [each for _, each in made]
                 self._device.copy([part(slot.memory, span) for span, _ in made], slot.alive, Stream.UPLOAD)
@@ -266,7 +268,8 @@ class Slots:
         if slot.alive:
             self._wait_for_readers(slot)
         if slot.layer is not None:
-            slot.layer.rows.arrived(slot.memory)
+            if not slot.layer.whole:
+                slot.layer.rows.arrived(slot.memory)
             if slot.layer.spent:  # compute has waited for the step that read them
                 slot.layer.spent = ()
 
@@ -358,7 +361,8 @@ class Slots:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
         for layer in self._layers:
             layer.slot = None
-        self.cache.close()
+            if not layer.whole:
+                layer.rows.free()
         self.by_address.clear()
         self.planned.clear()
         self.all.clear()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sp_lightning.experts.stacks import stacked_rows
 from sp_lightning.model.found import join_names
+from sp_lightning.model.rows import RowFinder
 from sp_lightning.torch_compat.private import is_compiled
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -76,17 +76,17 @@ def are_experts(name: str, module: nn.Module) -> bool:
     return is_list and "expert" in name.rpartition(".")[2]
 
 
-def experts_in(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def experts_in(module: nn.Module, name: str, finder: RowFinder) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules of the experts inside a block. Experts inside a compiled module cannot come one by one."""
     for key, child in module.named_children():
         full = join_names(name, key)
         if is_compiled(child):
             continue
-        if stacked_rows(child):
+        if finder.stacked(child):
             yield full, child
             continue
         if not are_experts(key, child):
-            yield from experts_in(child, full)
+            yield from experts_in(child, full, finder)
             continue
         for inner, expert in child.named_children():
             if any(True for _ in expert.parameters()):

@@ -9,9 +9,9 @@ from types import FunctionType, MethodType
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.experts.stacks import stacks_in
 from sp_lightning.model.blocks import has_blocks
 from sp_lightning.model.found import Layer, OverlappingPair, Unit, join_names, tensor_bytes
+from sp_lightning.model.rows import RowFinder
 from sp_lightning.model.wrapped import parts
 from sp_lightning.torch_compat.fake import FakeTensor
 from sp_lightning.torch_compat.private import is_compiled, is_traceable_wrapper_subclass
@@ -139,7 +139,11 @@ _MOSTLY = 0.95
 
 
 def notes_on(
-    module: nn.Module, whole: Mapping[nn.Module, str], units: Sequence[Unit], streaming: Iterable[Layer]
+    module: nn.Module,
+    whole: Mapping[nn.Module, str],
+    units: Sequence[Unit],
+    streaming: Iterable[Layer],
+    finder: RowFinder,
 ) -> tuple[str, ...]:
     """The notes on a model.
 
@@ -148,8 +152,9 @@ def notes_on(
         whole: the modules that are moved whole, with their names.
         units: all units.
         streaming: the layers and the tables.
+        finder: finds stacked experts.
     """
-    return (*_notes_on_whole(whole), *_notes_on_units(units), *_note_on_share(module, streaming))
+    return (*_notes_on_whole(whole), *_notes_on_units(units, finder), *_note_on_share(module, streaming))
 
 
 def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], others: Collection[nn.Parameter]) -> str:
@@ -181,7 +186,7 @@ def _why_whole(module: nn.Module, name: str) -> str:
     return f"{name!r} {'is a ScriptModule' if script else 'has parameters of a class that cannot be streamed'}"
 
 
-def _notes_on_units(units: Sequence[Unit]) -> list[str]:
+def _notes_on_units(units: Sequence[Unit], finder: RowFinder) -> list[str]:
     modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
     compiled = [name for name, module in modules if is_compiled(module) and has_blocks(module)]
     notes = [f"{name!r} is compiled as a whole and moves as one. Compile its layers instead." for name in compiled]
@@ -193,7 +198,7 @@ def _notes_on_units(units: Sequence[Unit]) -> list[str]:
         join_names(name, key) if key else name
         for name, module in modules
         for key, child in module.named_modules()
-        if stacks_in(child)
+        if finder.has_stacks(child)
     )
     whole = [full for full in inside if full not in apart]
     if whole:

@@ -8,14 +8,12 @@ block, only the rows travel that are looked up.
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from sp_lightning.experts.stacks import is_stack, stacked_rows
 from sp_lightning.model.blocks import (
     CONTAINERS,
     are_experts,
@@ -27,10 +25,22 @@ from sp_lightning.model.blocks import (
     uses_torchscript,
 )
 from sp_lightning.model.checks import advice_to_group, modules_moved_whole, notes_on, parted_parameters, why_nothing
-from sp_lightning.model.found import Found, Layer, NamedParameter, Place, Unit, buffers_in, join_names, tensor_bytes
+from sp_lightning.model.found import (
+    Found,
+    Layer,
+    NamedParameter,
+    Place,
+    Unit,
+    buffers_in,
+    is_stack,
+    join_names,
+    tensor_bytes,
+)
 from sp_lightning.model.patterns import LayerChoice, chosen_layers, chosen_residents
+from sp_lightning.model.rows import RowFinder
 from sp_lightning.model.without_values import refuse_without_values
 from sp_lightning.model.wrapped import parts
+from sp_lightning.registry import row_finder
 from sp_lightning.torch_compat.fake import FakeTensor
 from sp_lightning.torch_compat.private import is_compiled, is_traceable_wrapper_subclass
 
@@ -71,17 +81,18 @@ def find_layers(
     """
     names = {child: name for name, child in reversed(list(module.named_modules()))}
     refuse_without_values(module)
+    finder = row_finder()
     chosen, kept = chosen_layers(module, layers, names), chosen_residents(module, keep_on_gpu)
     whole = modules_moved_whole(module, kept)
     _refuse_both(chosen, kept, names)
     parted = parted_parameters(module, whole)
-    walk = _Walk(module, chosen=chosen, whole=whole, whole_blocks=whole_blocks)
+    walk = _Walk(module, finder, chosen=chosen, whole=whole, whole_blocks=whole_blocks)
     units = list(walk.units(module, names[module]))
     places = _places(module, whole)
     lowered = set() if autocast is None else _lowered(module, places)
     small = _small(units)
     moving = [unit for unit in units if unit not in small and any(p not in kept for _, p in unit.parameters)]
-    looked_up = _looked_up(moving, places)
+    looked_up = finder.looked_up(moving, places)
     streamed = [unit for unit in moving if unit not in looked_up]
     found, tables = (tuple(_layer(unit, kept, lowered, places) for unit in each) for each in (streamed, looked_up))
     return Found(
@@ -90,7 +101,7 @@ def find_layers(
         visits=_visits(walk.above, units, streamed, kept),
         places=places,
         aside=tuple((name, child) for child, name in whole.items()),
-        notes=notes_on(module, whole, units, (*found, *tables)),
+        notes=notes_on(module, whole, units, (*found, *tables), finder),
         autocast=autocast,
         wrapped=tuple(p for p in places if is_traceable_wrapper_subclass(p)),
         tables=tables,
@@ -156,22 +167,6 @@ def _small(units: Sequence[Unit]) -> set[Unit]:
     return small
 
 
-def _looked_up(units: Sequence[Unit], places: Places) -> list[Unit]:
-    """The embeddings that are at least as large as the median unit that moves whole, and that nothing but their calls uses."""
-    median = statistics.median([unit.nbytes for unit in units if not unit.rows] or [0])
-    return [unit for unit in units if not unit.chosen and unit.nbytes >= median and _is_table(unit, places)]
-
-
-def _is_table(unit: Unit, places: Places) -> bool:
-    """Whether a unit is an embedding of which nothing but rows is read; another forward may read the weight in any way."""
-    if not isinstance(unit.module, nn.Embedding) or len(unit.parameters) != 1:
-        return False
-    if type(unit.module).forward is not nn.Embedding.forward or "forward" in vars(unit.module):
-        return False
-    (_, weight) = unit.parameters[0]
-    return places[weight] == (Place(unit.module, "weight"),) and unit.module.max_norm is None
-
-
 def _residents(units: Iterable[Unit], small: set[Unit], kept: set[nn.Parameter]) -> Layer:
     named = (named for unit in units for named in unit.parameters if unit in small or named[1] in kept)
     return Layer("residents", _plain(named))
@@ -230,6 +225,7 @@ class _Walk:
 
     Args:
         module: the root.
+        finder: finds stacked experts.
         chosen: the modules that the user wants to be layers.
         whole: the modules that are moved whole, which have no units.
         whole_blocks: whether blocks move with those experts that are modules.
@@ -239,8 +235,15 @@ class _Walk:
     """
 
     def __init__(
-        self, module: nn.Module, *, chosen: set[nn.Module], whole: Mapping[nn.Module, str], whole_blocks: bool
+        self,
+        module: nn.Module,
+        finder: RowFinder,
+        *,
+        chosen: set[nn.Module],
+        whole: Mapping[nn.Module, str],
+        whole_blocks: bool,
     ) -> None:
+        self._finder = finder
         self.above: list[nn.Module] = []
         self._total = sum(map(tensor_bytes, module.parameters()))
         self._chosen = chosen
@@ -282,11 +285,11 @@ class _Walk:
         """A module that is not cut, then the experts inside it."""
         chosen = module in self._chosen
         closed = chosen or is_compiled(module)
-        experts = {} if closed else {expert: key for key, expert in experts_in(module, name)}
-        if not closed and stacked_rows(module):
+        experts = {} if closed else {expert: key for key, expert in experts_in(module, name, self._finder)}
+        if not closed and self._finder.stacked(module):
             experts = {module: name}
         if self._whole_blocks:
-            experts = {expert: key for expert, key in experts.items() if stacked_rows(expert)}
+            experts = {expert: key for expert, key in experts.items() if self._finder.stacked(expert)}
         if experts and any(map(uses_torchscript, module.modules())):
             experts = {}  # TorchScript reads memory without asking, so all weights have to be there
         within = [self._expert(expert, key, within=expert is not module) for expert, key in experts.items()]
@@ -295,7 +298,8 @@ class _Walk:
         yield from within
 
     def _expert(self, module: nn.Module, name: str, *, within: bool) -> Unit:
-        return Unit(name, module, self._own(module, name), expert=True, within=within, rows=stacked_rows(module))
+        rows = self._finder.stacked(module)
+        return Unit(name, module, self._own(module, name), expert=True, within=within, rows=rows)
 
     def _is_cut(self, module: nn.Module, *, is_block: bool) -> bool:
         if is_compiled(module):

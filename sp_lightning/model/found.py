@@ -15,6 +15,10 @@ NamedParameter = tuple[str, nn.Parameter]
 """A parameter with its qualified name."""
 
 
+STACK_DIMENSIONS = 3
+"""One parameter of each expert is a matrix, and a stack of them has one more dimension."""
+
+
 class Place(NamedTuple):
     """Where a parameter sits: ``module._parameters[attribute]``."""
 
@@ -169,6 +173,11 @@ def _with_gradients(parameters: Collection[nn.Parameter]) -> tuple[int, int]:
 def tensor_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a wrapped one, those of the plain tensors that it consists of."""
     return sum(part.numel() * part.element_size() for _, part in parts("", tensor))
+
+
+def is_stack(tensor: Tensor | None, count: int) -> bool:
+    """Returns True if a parameter of a module with ``count`` stacked experts is one of its stacks."""
+    return tensor is not None and tensor.dim() == STACK_DIMENSIONS and len(tensor) == count
 
 
 def buffers_in(module: nn.Module) -> Iterator[Tensor]:

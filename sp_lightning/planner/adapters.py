@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sp_lightning.experts.stacks import is_stack
+from sp_lightning.model.found import is_stack
 
 
 def add_adapters(module: nn.Module, rank: int) -> list[str]:

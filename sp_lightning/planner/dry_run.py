@@ -23,9 +23,9 @@ from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.activations.offload import count_once, is_small
 from sp_lightning.activations.policy import EXEMPT, Call, Mode, Modes, peak_bytes
-from sp_lightning.experts.stacks import routed_share
 from sp_lightning.model.found import Found
 from sp_lightning.plan.units import in_gib
+from sp_lightning.registry import row_finder
 from sp_lightning.torch_compat.private import (
     TorchDispatchMode,
     cpu_attention_backward_operator,
@@ -262,7 +262,7 @@ class _Trial(TorchDispatchMode):
         """Forward pre-hook of a module that uses layers: their visit begins."""
         self._above.append(self.now)
         self.now = self.begin(layers, backward=False)
-        self.now.share = routed_share(module, args)
+        self.now.share = row_finder().routed_share(module, args)
 
     def leave(self, layers: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of such a module: the visit of its caller goes on, and the outputs tell when backward comes."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.experts.embedding_rows import each_row_once
 from sp_lightning.layers.gradient_sink import GradientSink, Wanted
+from sp_lightning.layers.gradients import each_row_once
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.ranks.gradient_places import Family, GradientPlaces, Place, compare_trained, gradient_of, present
 from sp_lightning.ranks.rank_sum import is_narrow, sum_over_ranks

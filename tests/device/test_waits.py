@@ -44,7 +44,6 @@ from torch import Tensor
 
 from sp_lightning.activations.offload import Offload
 from sp_lightning.device.device import Stream, Wait
-from sp_lightning.experts.embedding_rows import EmbeddingRows
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.store.block import HostBlock
 from tests.support.runs import assert_same, superpipeline
@@ -87,6 +86,8 @@ def as_a_device_does() -> Iterator[None]:
     A copy to the host that is not told otherwise is done in the order of compute, and the host waits for it. And memory
     that compute has done with is written by the next kernel, which may come after another wait, not at once.
     """
+    from sp_lightning.experts.embedding_rows import EmbeddingRows
+
     write, look_up, dispatch = HostBlock.write, EmbeddingRows._look_up, Watch.__torch_dispatch__
     freed: list[Tensor] = []
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sp_lightning.engine.module_calls import listen
-from sp_lightning.experts.expert_rows import ExpertRows
+from sp_lightning.layers.layer import AllRows
 
 
 class Listens:
@@ -73,8 +73,10 @@ def test_a_call_that_has_not_begun_does_not_end_the_call_around_it() -> None:
     assert listener.left == [2.0]
 
 
-class Routes(ExpertRows):
+class Routes(AllRows):
     """Notes the routed calls that are running. Those of zeros cannot be read."""
+
+    watches_calls = True
 
     def __init__(self) -> None:
         self.running: list[float] = []

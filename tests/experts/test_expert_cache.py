@@ -12,7 +12,6 @@ import torch
 
 from sp_lightning.device.device import Device
 from sp_lightning.experts.expert_cache import ExpertCache
-from sp_lightning.layers.layer import AllRows
 from sp_lightning.layers.slots import Slots
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
@@ -146,12 +145,12 @@ class _Layer:
         found = find_layers(Routers())
         self.planned = next(layer for layer in make_plan(found, k=1, k_prime=1).layers if layer.rows)
         self.index = index
-        self.rows = AllRows()
 
 
 def test_the_expert_goes_whose_uses_count_least() -> None:
     layer: Any = _Layer(0)
-    cache = ExpertCache(Device(torch.device("cpu")), 3 * layer.planned.row_bytes, [layer])
+    cache = ExpertCache(Device(torch.device("cpu")), [layer])
+    cache.allocate(3 * layer.planned.row_bytes)
     slot = torch.zeros(layer.planned.nbytes, dtype=torch.uint8)
     for rows in ((0, 1), (0, 2), (0, 1), (3,)):
         cache.use(layer, rows)
@@ -167,7 +166,8 @@ def test_the_expert_goes_whose_uses_count_least() -> None:
 
 def test_what_is_brought_is_what_was_kept() -> None:
     layer: Any = _Layer(0)
-    cache = ExpertCache(Device(torch.device("cpu")), EXPERTS * layer.planned.row_bytes, [layer])
+    cache = ExpertCache(Device(torch.device("cpu")), [layer])
+    cache.allocate(EXPERTS * layer.planned.row_bytes)
     slot = torch.randint(0, 255, (layer.planned.nbytes,), dtype=torch.uint8)
     cache.keep(layer, range(EXPERTS), slot)
     other = torch.zeros_like(slot)

@@ -37,11 +37,9 @@ MAY_IMPORT_LIGHTNING = {"trainer", "ranks", "sharing", "comparison", "planner", 
 
 NOT_YET: dict[str, set[str]] = {
     "engine.access": {"activations.recompute"},
-    "engine.assembly": {"experts.embedding_rows", "experts.expert_rows"},
     "engine.clipping": {"kernels.gpu_norms"},
     "engine.host_source": {"disk.direct_file", "disk.state_placement", "disk.weights_in_files"},
     "engine.layerwise": {"disk.away", "disk.state_on_disk", "gpu_steps.alone", "kernels.like_gpu"},
-    "engine.module_calls": {"experts.expert_rows"},
     "engine.placement": {
         "disk.away",
         "disk.mapped_file",
@@ -53,13 +51,8 @@ NOT_YET: dict[str, set[str]] = {
     "engine.step": {"activations.calls"},
     "engine.streamer": {"activations.calls", "activations.policy", "gpu_steps.on_device"},
     "engine.updating": {"gpu_steps.on_device"},
-    "layers.gradients": {"experts.embedding_rows"},
     "layers.narrow_gradient": {"kernels.gpu_norms", "kernels.norms"},
-    "layers.slots": {"experts.expert_cache"},
     "layers.writes": {"disk.mapped_file", "disk.weights_in_files"},
-    "model.blocks": {"experts.stacks"},
-    "model.checks": {"experts.stacks"},
-    "model.find": {"experts.stacks"},
     "observe.messages": {"activations.policy"},
     "observe.stats": {"kernels.jit"},
     "plan.options": {"activations.policy"},
@@ -101,7 +94,7 @@ BETWEEN = {
 }
 """Capabilities that may import other capabilities, with the reason."""
 BETWEEN_NOT_YET = {
-    ("gpu_steps", "disk"), ("gpu_steps", "tuning"), ("ranks", "experts"),
+    ("gpu_steps", "disk"), ("gpu_steps", "tuning"),
 }  # fmt: skip
 """Further imports between capabilities, which are to go."""
 

@@ -1,0 +1,64 @@
+"""Finds the modules of which a batch uploads some rows: stacked experts, and embeddings."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from sp_lightning.device.device import Device
+from sp_lightning.experts.embedding_rows import EmbeddingRows
+from sp_lightning.experts.expert_cache import ExpertCache
+from sp_lightning.experts.expert_rows import ExpertRows
+from sp_lightning.experts.stacks import routed_share, stacked_rows, stacks_in
+from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.model.found import Found, Place, Unit
+from sp_lightning.model.rows import RowFinder
+
+Places = Mapping[nn.Parameter, tuple[Place, ...]]
+
+
+class ExpertsAndEmbeddings(RowFinder):
+    """Finds stacked experts (:mod:`~sp_lightning.experts.stacks`) and embeddings that only look up rows."""
+
+    def stacked(self, module: nn.Module) -> int:
+        return stacked_rows(module)
+
+    def has_stacks(self, module: nn.Module) -> bool:
+        return bool(stacks_in(module))
+
+    def looked_up(self, units: Sequence[Unit], places: Places) -> list[Unit]:
+        """Returns the embeddings that are at least as large as the median unit that is uploaded whole."""
+        median = statistics.median([unit.nbytes for unit in units if not unit.rows] or [0])
+        return [unit for unit in units if not unit.chosen and unit.nbytes >= median and _only_looks_up(unit, places)]
+
+    def routed_share(self, module: nn.Module, args: Sequence[Any]) -> float:
+        return routed_share(module, args)
+
+    def make_rows(
+        self, found: Found, layers: Sequence[StreamedLayer], device: Device, log: logging.Logger | None, *, pin: bool
+    ) -> dict[nn.Module, tuple[StreamedLayer, ...]]:
+        embeddings: dict[nn.Module, tuple[StreamedLayer, ...]] = {}
+        tables = [layer for layer in layers if layer.kind is Kind.TABLE]
+        for layer, found_layer in zip(tables, found.tables, strict=True):
+            embedding: Any = found.places[found_layer.parameters[0][1]][0].module
+            layer.rows = EmbeddingRows(embedding, layer, device, pin=pin)
+            embeddings[embedding] = (layer,)
+        stacked = [layer for layer in layers if layer.planned.rows]
+        cache = ExpertCache(device, stacked)
+        for layer in stacked:
+            layer.rows = ExpertRows(layer, device, cache, log or logging.getLogger("lightning.pytorch"))
+        return embeddings
+
+
+def _only_looks_up(unit: Unit, places: Places) -> bool:
+    """Returns True if a unit is an embedding whose weight only torch's own forward reads. Another forward may read all of it."""
+    if not isinstance(unit.module, nn.Embedding) or len(unit.parameters) != 1:
+        return False
+    if type(unit.module).forward is not nn.Embedding.forward or "forward" in vars(unit.module):
+        return False
+    (_, weight) = unit.parameters[0]
+    return places[weight] == (Place(unit.module, "weight"),) and unit.module.max_norm is None

@@ -1,0 +1,58 @@
+"""The interface of layers of which a batch uploads some rows: who finds them, and who makes their rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from sp_lightning.device.device import Device
+from sp_lightning.model.found import Found, Place, Unit
+
+
+class RowFinder:
+    """Finds modules of which a batch uses only some rows of the weights. This default finds none: every layer is uploaded whole.
+
+    :func:`~sp_lightning.registry.row_finder` returns the one to ask. Layers are found before they exist, so the same object
+    is asked twice: by the search for layers, and by the engine, once it has made them.
+    """
+
+    def stacked(self, module: nn.Module) -> int:
+        """Returns how many experts a module holds in stacks, if single experts can be uploaded; otherwise 0."""
+        return 0
+
+    def has_stacks(self, module: nn.Module) -> bool:
+        """Returns True if a module holds stacked experts, also if they can only be uploaded together."""
+        return False
+
+    def looked_up(self, units: Sequence[Unit], places: Mapping[nn.Parameter, tuple[Place, ...]]) -> list[Unit]:
+        """Returns the units that are embeddings of which only the rows in a batch are to be uploaded.
+
+        Args:
+            units: the units that are streamed.
+            places: all places of each parameter in the module tree.
+        """
+        return []
+
+    def routed_share(self, module: nn.Module, args: Sequence[Any]) -> float:
+        """Returns the share of a module's weights that a call with these arguments is expected to use."""
+        return 1.0
+
+    def make_rows(
+        self, found: Found, layers: Sequence[Any], device: Device, log: logging.Logger | None, *, pin: bool
+    ) -> dict[nn.Module, tuple[Any, ...]]:
+        """Sets the :attr:`~sp_lightning.layers.layer.StreamedLayer.rows` of layers whose rows are uploaded.
+
+        Args:
+            found: what was found in the module.
+            layers: the layers of the engine, which have :class:`~sp_lightning.layers.layer.AllRows` until now.
+            device: uploads rows.
+            log: the logger for warnings; None for Lightning's.
+            pin: whether host memory is page-locked.
+
+        Returns:
+            The embeddings that the search for layers gave to :attr:`Found.tables`, each with its layer.
+        """
+        return {}
