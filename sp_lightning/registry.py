@@ -80,7 +80,7 @@ def is_installed(folder: str) -> bool:
 
 @cache
 def row_finder() -> RowFinder:
-    """Returns what finds stacked experts and embeddings. Without ``experts`` it finds none: layers are uploaded whole (slower)."""
+    """Returns what finds stacked experts and embeddings. Without ``experts`` (slower), all layers are uploaded whole."""
     if is_installed("experts"):
         from sp_lightning.experts.finder import ExpertsAndEmbeddings
 
