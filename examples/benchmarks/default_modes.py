@@ -103,7 +103,7 @@ def chosen(callbacks: list[Callback], options: dict[str, Any]) -> Mode:
         strategy=SuperpipelineStrategy(k=1), accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[*callbacks, Looks()], **options,
     )  # fmt: skip
-    with mock.patch("sp_lightning.trainer.user_hooks._computes_on_host", return_value=False):
+    with mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False):
         trainer.fit(Small(), DataLoader(torch.ones(12, 2, 8), batch_size=None))  # type: ignore[arg-type]
     return modes[-1]
 

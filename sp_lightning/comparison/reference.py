@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.kernels.like_gpu import LikeGpu
-from sp_lightning.trainer.user_hooks import scaler_of
+from sp_lightning.trainer.update_facts import scaler_of
 from sp_lightning.updates.fused import has_fused_step, runs_fused
 
 

@@ -8,7 +8,6 @@ backward has left no time are updated during the next forward. If gradients are 
 
 from __future__ import annotations
 
-import enum
 import logging
 import sys
 from collections import defaultdict
@@ -31,6 +30,7 @@ from sp_lightning.gpu_steps.alone import constants_of, is_declared
 from sp_lightning.kernels.like_gpu import LikeGpu
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.narrow_gradient import Change, as_it_came, change, drop, stored
+from sp_lightning.plan.update_policy import EarlyUpdates
 from sp_lightning.torch_compat.patched import in_place_of, state_of
 from sp_lightning.torch_compat.private import tree_map
 from sp_lightning.updates.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
@@ -45,20 +45,6 @@ _OWN = 4
 """References to a parameter's state that no user code has: the optimizer's, and those of the code that counts them."""
 _OF_EACH = ("params", "param_names")
 """What of a group is a list with one entry for each parameter."""
-
-
-class EarlyUpdates(enum.Enum):
-    """When layers are updated (``optimizer_overlap``)."""
-
-    NO = "after backward"
-    TRIED = "after backward, which shows whether they could be in it"
-    KEEPS = "in backward or later; gradients stay until zero_grad"
-    FREES = "in backward, after which gradients are freed, because memory is short and no hook looks at them"
-
-    @property
-    def in_backward(self) -> bool:
-        """True if updates may begin before all gradients are complete."""
-        return self in (EarlyUpdates.KEEPS, EarlyUpdates.FREES)
 
 
 class LayerwiseStep:

@@ -12,8 +12,8 @@ from sp_lightning.gpu_steps.alone import is_of_bitsandbytes
 from sp_lightning.gpu_steps.times import host_seconds_of, least_seconds, measure
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.ledger import Ledger
+from sp_lightning.plan.update_policy import Place, UpdateFacts, choose_overlap
 from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.user_hooks import against_background_on_device, against_steps_on_device, choose_overlap
 
 if TYPE_CHECKING:
     from sp_lightning.trainer.run import Run
@@ -27,13 +27,13 @@ class StepPlace:
     Args:
         run: whose steps they are.
         options: the user's.
-        count: what a step sends, reads and writes: by whether the device steps, and when.
+        count: what a step sends, reads and writes, by where it runs and when.
 
     Attributes:
         why: why ``"auto"`` has chosen the place; empty before, and where nothing is to choose.
     """
 
-    def __init__(self, run: Run, options: Options, count: Callable[[bool, Overlap], Ledger]) -> None:
+    def __init__(self, run: Run, options: Options, count: Callable[[Place, Overlap], Ledger]) -> None:
         self._run = run
         self._options = options
         self._count = count
@@ -45,94 +45,65 @@ class StepPlace:
         place = "GPU" if self._run.steps_on_device else "CPU"
         return f'Optimizers step on the {place} (optimizer_on="auto": {self.why}).' if self.why else ""
 
-    def decide(self, stepping: Sequence[Optimizer], *, fuse: bool) -> None:
-        """Decides it, from optimizers, hooks and callbacks as they are now.
+    def moves(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> bool:
+        """Returns True if ``"auto"`` moves the steps from the GPU to the CPU. It decides once: the last bits depend on the place.
 
         Args:
             stepping: the optimizers.
-            fuse: whether the host would run them fused where their users left that open.
+            facts: the facts of the run, with steps on the GPU if there is room for them.
 
         Raises:
-            ValueError: they are to be on the device, and cannot be.
+            ValueError: the user's ``optimizer_overlap`` is not possible on the GPU.
         """
-        asked, run = self._options.optimizer_on, self._run
-        if asked == "gpu" and (why := against_steps_on_device(run.module.trainer, stepping)):
-            raise ValueError(f'optimizer_on="gpu" cannot be used: {why}. Leave it out: then the host steps.')
-        if asked != "auto" or self.why or not stepping:
-            return
-        if run.engine.device.computes_on_host:
+        run = self._run
+        if self._options.optimizer_on != "auto" or self.why or not stepping:
+            return False
+        if facts.on_cpu:
             self.why = "the model computes there, too"
-            return
-        if not run.steps_on_device:
-            self.why = "several devices" if run.ranks else "the device has no room for two layers' state"
-            return
-        stays, self.why = self._choose(stepping, fuse)
-        if not stays:
-            run.step_on_host()
+        elif facts.place == "cpu":
+            self.why = "several devices" if facts.ranks else "the device has no room for two layers' state"
+        else:
+            stays, self.why = self._choose(stepping, facts)
+            if not stays:
+                run.step_on_host()
+                return True
+        return False
 
-    def _choose(self, stepping: Sequence[Optimizer], fuse: bool) -> tuple[bool, str]:
+    def _choose(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> tuple[bool, str]:
         """Returns whether the device is the better place, and why.
 
         Raises:
             ValueError: the user's ``optimizer_overlap`` is not possible on the device.
         """
         names = " and ".join(sorted({type(each).__name__ for each in stepping}))
-        if why := self._against_device(stepping):
+        if why := _against_gpu(facts):
             return False, why
         if any(map(is_of_bitsandbytes, stepping)):
             return True, "bitsandbytes' kernels are for devices"
-        there = self._overlap(stepping, on_device=True)
+        there, _ = choose_overlap(facts, "gpu")
         try:
-            here = self._overlap(stepping, fuse=fuse)
+            here, _ = choose_overlap(facts, "cpu")
         except ValueError:
-            return True, f'the host cannot update {names} with optimizer_overlap="{self._options.optimizer_overlap}"'
+            return True, f'the host cannot update {names} with optimizer_overlap="{facts.overlap}"'
         seconds = self._seconds(stepping, there, here)
         if seconds is None:
             return False, f"what the state of {names} will be is not known, or the device has no room to be measured"
         why = "estimated time of an update: {gpu:.3g} s on the GPU, {cpu:.3g} s on the CPU".format(**seconds)
         return seconds["gpu"] < _MUCH * seconds["cpu"], why
 
-    def better(self, stepping: Sequence[Optimizer], *, fuse: bool) -> str:
+    def better(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> str:
         """A sentence if the other place would be faster; empty if not, or if that is not known or not possible."""
-        now, other = ("gpu", "cpu") if self._run.steps_on_device else ("cpu", "gpu")
-        if self._against_device(stepping):
+        now, other = ("gpu", "cpu") if facts.place == "gpu" else ("cpu", "gpu")
+        if _against_gpu(facts):
             return ""
         try:
-            there, here = self._overlap(stepping, on_device=True), self._overlap(stepping, fuse=fuse)
+            there, here = choose_overlap(facts, "gpu")[0], choose_overlap(facts, "cpu")[0]
         except ValueError:
             return ""
         seconds = self._seconds(stepping, there, here)
         if seconds is None or seconds[other] >= _MUCH * seconds[now]:
             return ""
         return f'Estimated time of an update: {seconds[other]:.3g} s with optimizer_on="{other}", {seconds[now]:.3g} s now.'
-
-    def earlier(self, stepping: Sequence[Optimizer], *, fuse: bool) -> str:
-        """A sentence if the run has waited for updates under forward most, and they may run under backward; else empty."""
-        run, stats = self._run, self._run.engine.stats()
-        if 2 * stats.update_stall_seconds < stats.waited_seconds:
-            return ""
-        try:
-            choose_overlap("backward", run.module.trainer, stepping, fuse=fuse, on_device=run.steps_on_device)
-        except ValueError:
-            return ""
-        return (
-            'Try optimizer_overlap="backward": updates then overlap with the backward pass, too '
-            "(p.grad is None after a step)."
-        )
-
-    def _against_device(self, stepping: Sequence[Optimizer]) -> str:
-        options, trainer = self._options, self._run.module.trainer
-        background = options.optimizer_overlap in ("forward", "backward")
-        return (
-            against_steps_on_device(trainer, stepping)
-            or ("fused_optimizer=True is about steps there" if options.fused_optimizer is True else "")
-            or (against_background_on_device(trainer, stepping) if background else "")
-        )
-
-    def _overlap(self, stepping: Sequence[Optimizer], *, fuse: bool = False, on_device: bool = False) -> Overlap:
-        """When updates would run. The errors are those of :func:`choose_overlap`."""
-        asked, trainer = self._options.optimizer_overlap, self._run.module.trainer
-        return choose_overlap(asked, trainer, stepping, fuse=fuse, on_device=on_device)[0]
 
     def _seconds(self, stepping: Sequence[Optimizer], there: Overlap, here: Overlap) -> Mapping[str, float] | None:
         """Seconds of a step by the place; None if the optimizers' state is not known, or the device is full.
@@ -141,7 +112,7 @@ class StepPlace:
             stepping: the optimizers.
             there, here: when updates would run on the device, and on the host.
         """
-        on_device, on_host = self._count(True, there), self._count(False, here)
+        on_device, on_host = self._count("gpu", there), self._count("cpu", here)
         if on_device.state is None:
             return None
         try:
@@ -150,3 +121,12 @@ class StepPlace:
             return None
         computing = host_seconds_of(stepping, machine)
         return {"gpu": least_seconds(on_device, machine), "cpu": least_seconds(on_host, machine, computing)}
+
+
+def _against_gpu(facts: UpdateFacts) -> str:
+    """Returns why ``"auto"`` cannot step on the GPU; empty if it can."""
+    if facts.against_gpu:
+        return facts.against_gpu
+    if facts.fused_optimizer is True:
+        return "fused_optimizer=True is about steps there"
+    return facts.against_gpu_background if facts.overlap in ("forward", "backward") else ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from sp_lightning.device.layout import ALIGNMENT, Span, aligned, lay_out, total_
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.rings import Ring, choose_rings_apart
 from sp_lightning.plan.units import in_gib
+from sp_lightning.plan.update_policy import UpdatePolicy
 
 # At most so many lines of layers are printed.
 _LONGEST = 12
@@ -90,6 +91,7 @@ class Plan:
         nothing: why nothing is streamed; empty if something is.
         steps_on_device: whether layers are stepped on the device.
         stay: the indices of the layers that stay on the device, with their gradients and their optimizer state.
+        updates: where, when and how layers are updated; None outside of training. It does not count in comparisons.
     """
 
     k: int
@@ -110,6 +112,7 @@ class Plan:
     nothing: str = ""
     steps_on_device: bool = False
     stay: frozenset[int] = frozenset()
+    updates: UpdatePolicy | None = field(default=None, compare=False)
 
     @property
     def alone(self) -> bool:
@@ -279,6 +282,7 @@ class Plan:
                 self._heading(),
                 *shown,
                 *(f"  {name:<{width}} {in_gib(n):>10}   {more}".rstrip() for name, (n, more) in totals.items()),
+                *([] if self.updates is None else [f"  updates: {self.updates}"]),
                 *(f"  note: {note}" for note in self.notes),
             ]
         )

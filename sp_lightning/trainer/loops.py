@@ -17,6 +17,7 @@ from sp_lightning.observe.messages import BEING_UPDATED, not_whole
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.update_policy import UpdatePolicy
 from sp_lightning.ranks.agreement import compare_batches, compare_models, compare_optimizers, compare_weights
 from sp_lightning.trainer.compat import last_checkpoint, skips_backward
 from sp_lightning.trainer.host_strategy import HostStrategy
@@ -42,6 +43,7 @@ class ReadableStrategy(HostStrategy):
         self._ledger: Ledger | None = None
         self._remarks: list[str] = []
         self._bits: list[str] = []  # whose bits optimizers' steps had
+        self._updates: UpdatePolicy | None = None  # how layers were updated
         self._said: set[str] = set()
         self._signals = DeferredSignals()
         super().__init__(*args)
@@ -54,7 +56,7 @@ class ReadableStrategy(HostStrategy):
         try:
             if run.streamer is not None:  # else building it anew has failed
                 self._ledger = run.steps.ledger or self._ledger  # with the state that optimizers have come to
-                self._remarks, self._bits = run.remarks(), run.steps.bits()
+                self._remarks, self._bits, self._updates = run.remarks(), run.steps.bits(), run.steps.policy
         finally:
             try:
                 run.close()
@@ -77,8 +79,8 @@ class ReadableStrategy(HostStrategy):
             RuntimeError: before set-up.
         """
         plan, run = self._results("plan").plan, self._run
-        bits = self._bits if run is None else run.steps.bits()
-        return replace(plan, notes=(*plan.notes, *bits)) if bits else plan
+        bits, updates = (self._bits, self._updates) if run is None else (run.steps.bits(), run.steps.policy)
+        return replace(plan, notes=(*plan.notes, *bits), updates=updates)
 
     @property
     def activations(self) -> dict[str, Mode]:
@@ -188,8 +190,7 @@ class LoopStrategy(ReadableStrategy):
         assert self._run is not None
         if self._all_ranks is not None:
             compare_optimizers(self._all_ranks, self.optimizers)
-        self._run.steps.arrange()
-        state = self._run.steps.place_state()
+        state = self._run.steps.begin()
         self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
 
     def on_exception(self, exception: BaseException) -> None:

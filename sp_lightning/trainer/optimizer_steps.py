@@ -14,33 +14,42 @@ from torch.optim import Optimizer
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.disk.away import leave_files
 from sp_lightning.disk.tier import DiskTier, without
-from sp_lightning.engine.layerwise import EarlyUpdates, LayerwiseStep
+from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.gpu_steps.step_place import StepPlace
-from sp_lightning.kernels.like_gpu import GpuBits, writes_gradients
+from sp_lightning.kernels.like_gpu import GpuBits
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
+from sp_lightning.plan.update_policy import (
+    DiskFacts,
+    EarlyUpdates,
+    Place,
+    UpdateFacts,
+    UpdatePolicy,
+    against_gpu_bits,
+    against_staying,
+    choose_overlap,
+    complete,
+    decide,
+    may_stay_narrow,
+)
 from sp_lightning.ranks.rank_steps import RankSteps
 from sp_lightning.torch_compat.patched import in_place_of
-from sp_lightning.trainer.compat import is_no_optimizer
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks
-from sp_lightning.trainer.user_hooks import (
+from sp_lightning.trainer.update_facts import (
     CLIPPING,
-    against_background_on_device,
-    against_early_updates,
-    against_steps_on_device,
-    are_gradients_unread,
-    are_gradients_unread_before_step,
-    choose_overlap,
+    batch_facts,
     clips_as_lightning,
-    clips_in_its_own_way,
-    may_look_after_step,
+    collect,
+    real_optimizers,
     scaler_of,
 )
+from sp_lightning.trainer.user_hooks import clips_in_its_own_way
 from sp_lightning.updates.fused import has_fused_step, is_separable, runs_fused
 
 if TYPE_CHECKING:
+    from sp_lightning.engine.streamer import Streamer
     from sp_lightning.trainer.run import Run
 
 Closure = Callable[[], Any]
@@ -55,7 +64,7 @@ class OptimizerSteps:
         log: gets the mode in which steps run, at DEBUG.
 
     Attributes:
-        overlap: the mode in which updates run, ``"off"`` until :meth:`arrange` has chosen one.
+        policy: how layers are updated; None until :meth:`begin`, when there are optimizers.
         disk: what of the optimizers' state is on a disk; None without ``disk=``.
     """
 
@@ -67,12 +76,13 @@ class OptimizerSteps:
         self._trainer: Any = run.module.trainer
         self._ranks = None if run.ranks is None else RankSteps(run)
         self.disk: DiskTier | None = None
-        self._logged: str | None = None  # None until :meth:`arrange`: there are no optimizers yet
-        self.overlap: Overlap = "off"
-        self._why = ""  # what prevents a faster mode
+        self._facts = UpdateFacts()
+        self.policy: UpdatePolicy | None = None
+        # What ``_layerwise`` was made for.
+        self._executed: tuple[Streamer, UpdateFacts, UpdatePolicy] | None = None
+        self._logged = ""  # the mode that was logged last
         self._bits = GpuBits(None)
         self._none_stay = ""  # why gpu_layers="auto" keeps no layer on the device
-        self._early = EarlyUpdates.NO
         self._place = StepPlace(run, options, self._count_as)
         self._step_hooks = StepHooks(run, self._fuses_whole)
         self._tried = False  # whether a step has shown what backward needs
@@ -92,29 +102,24 @@ class OptimizerSteps:
         if self._ranks is not None:
             self._ranks.detach()
         self._layerwise.clear()
+        self._executed = None
         self.disk = None  # its file is gone with the run
 
     # ------------------------------------------------------------------ how steps run
 
     @property
-    def _fuse(self) -> bool:
-        """Whether optimizers run fused if their users left that open.
-
-        By default they do not where the same steps on the CPU are plain Lightning's: results would differ from those.
-        """
-        return not self._run.steps_on_device and self._fuse_on_host  # there it runs as its user made it
+    def overlap(self) -> Overlap:
+        """What updates run beside; ``"off"`` until that is decided."""
+        return "off" if self.policy is None else self.policy.overlap
 
     @property
-    def _fuse_on_host(self) -> bool:
-        options = self._options
-        if options.fused_optimizer != "auto":
-            return options.fused_optimizer
-        on_host = self._run.engine.device.computes_on_host
-        return not on_host or options.optimizer_overlap in ("forward", "backward")
+    def _frees(self) -> bool:
+        return self.policy is not None and self.policy.early is EarlyUpdates.FREES
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
-        return self._fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
+        fuse = self.policy is not None and self.policy.fused
+        return fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
 
     def _fuses_whole(self, optimizer: Optimizer) -> bool:
         """Returns True if a step that is not split by layers runs fused. Logs once that it has the CPU's last bits."""
@@ -124,113 +129,108 @@ class OptimizerSteps:
 
     @property
     def _real_optimizers(self) -> list[Optimizer]:
-        """The trainer's, without what stands for none; outside of training it has none."""
-        return [each for each in self._trainer.optimizers if not is_no_optimizer(each)] if self._run.trains else []
+        """The optimizers that step; none outside of training."""
+        return real_optimizers(self._trainer) if self._run.trains else []
 
-    def arrange(self) -> None:
-        """Chooses the mode of updates, from optimizers, hooks and callbacks as they are now.
+    def begin(self) -> int:
+        """Decides how layers are updated, and where the optimizers' state is. Returns the bytes of host memory for state.
 
         Raises:
-            ValueError: a mode was asked for by name that is not possible.
+            ValueError: an option asks by name for a place or a mode that is not possible.
         """
-        streamer, trainer = self._run.engine, self._trainer
-        asked = self._options.optimizer_overlap
-        if streamer.plan.stay and (why := against_steps_on_device(trainer, self._real_optimizers)):
-            raise ValueError(
-                f"gpu_layers={self._options.gpu_layers} steps layers on the GPU, which cannot be done here: {why}. Leave it out: "
-                "then the CPU steps all layers."
-            )
-        self._place.decide(self._real_optimizers, fuse=self._fuse_on_host)
-        self.overlap, why = choose_overlap(
-            asked, trainer, trainer.optimizers, fuse=self._fuse, on_device=self._run.steps_on_device
-        )
-        self._early = EarlyUpdates.NO
-        if self.overlap == "backward":
-            self._early, why = self._choose_early()
-            if not self._early.in_backward:
-                self.overlap = "forward"
-        measure = self._clips() == "norm" and are_gradients_unread_before_step(trainer)
-        state = None if self.disk is None else self.disk.state
-        waits, on_disk = self.overlap == "off", self._run.placement.on_disk
-        # All ranks step in one way, although only the primary's optimizers have state that is on the disk or not.
-        ranks_with_disk = self._ranks is not None and self._options.disk is not None
-        stay = bool(streamer.plan.stay)
-        by_layers = (
-            not waits or state is not None or on_disk.any or ranks_with_disk or self._run.steps_on_device or stay
-        )
-        streamer.updating.gradients.keep_there = (
-            stay and scaler_of(trainer) is None and self._run.module.automatic_optimization
-        )
-        bits = self._bits = GpuBits(None if self._run.steps_on_device else streamer.device.plain_steps_on)
-        bits.decide(
+        self._decide(self._collect())
+        state = self.place_state()
+        self._execute()
+        self.absorb_state()
+        return state
+
+    def arrange(self) -> None:
+        """Decides again if the facts have changed: optimizers, hooks, callbacks, or the layers that stay.
+
+        Raises:
+            ValueError: an option asks by name for a place or a mode that is not possible.
+        """
+        if (facts := self._collect()) != self._facts:
+            self._decide(facts)
+        self._execute()
+
+    def _collect(self) -> UpdateFacts:
+        run = self._run
+        return collect(
+            self._trainer,
+            self._options,
             self._real_optimizers,
-            self._run.module,
-            self._against_gpu_bits(by_layers),
-            fuse=self._options.fused_optimizer is True,
-            scaled=scaler_of(trainer) is not None,
-            clips=self._clips() == "norm" or clips_in_its_own_way(self._run.module),
+            place="gpu" if run.steps_on_device else "cpu",
+            stay=bool(run.engine.plan.stay),
+            on_cpu=run.engine.device.computes_on_host,
+            ranks=self._ranks is not None,
+            shares_base=run.shares_base,
+            tried=self._tried,
+            needed=self._needed,
         )
-        self._none_stay = self._against_staying(bits)
-        self._run.let_layers_stay(not self._none_stay)
-        if waits and (by_layers or bits.stepping):
-            # The bits of a step that is not fused depend on the number of threads.
-            streamer.device.background_threads = torch.get_num_threads()
+
+    def _decide(self, facts: UpdateFacts) -> None:
+        """Decides where and when optimizers step."""
+        if self._place.moves(self._real_optimizers, facts):
+            facts = replace(facts, place="cpu")
+        self._facts, self.policy = facts, decide(facts)
+
+    def _execute(self) -> None:
+        """Completes the policy, and has the optimizers step as it says."""
+        run, engine, facts, decided = self._run, self._run.engine, self._facts, self.policy
+        assert decided is not None
+        state = None if self.disk is None else self.disk.state
+        on_disk = run.placement.on_disk
+        disk = DiskFacts(state is not None, bool(on_disk.gradients), on_disk.any)
         optimizers = self._real_optimizers
+        bits = self._bits = GpuBits(None if facts.place == "gpu" else engine.device.plain_steps_on)
+        bits.decide(
+            optimizers,
+            run.module,
+            against_gpu_bits(decided, facts, disk),
+            fuse=facts.fused_optimizer is True,
+            scaled=facts.batch.scales,
+            clips=self._clips() == "norm" or clips_in_its_own_way(run.module),
+        )
+        like_gpu = [(each in bits.stepping, each in bits.clipping) for each in optimizers]
+        policy = self.policy = complete(decided, facts, disk, like_gpu)
+        self._none_stay = against_staying(facts, like_gpu=bool(bits.stepping) and bits.whole)
+        run.let_layers_stay(not self._none_stay)
+        if self._executed != (engine, facts, policy):
+            self._make_steps(policy, optimizers)
+            self._executed = engine, facts, policy
+        if self._ranks is not None:  # again each time: a checkpoint may have given an optimizer other state
+            self._ranks.attach([each for each in optimizers if each not in self._layerwise], scaler_of(self._trainer))
+        placed = self._options.disk is None or self.disk is not None  # only the primary's state is on the disk
+        if placed and policy.mode != self._logged:
+            self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), policy.mode)
+            self._logged = policy.mode
+
+    def _make_steps(self, policy: UpdatePolicy, optimizers: Sequence[Optimizer]) -> None:
+        """Makes the steps of optimizers that are taken apart by layers."""
+        engine, state = self._run.engine, None if self.disk is None else self.disk.state
+        engine.updating.gradients.keep_there = policy.gradients_stay
+        if policy.all_threads:
+            engine.device.background_threads = torch.get_num_threads()
         self._layerwise = {
             optimizer: LayerwiseStep(
                 optimizer,
-                streamer.updating,
-                fuse=self._fuse,
-                early=self._early,
-                clip_value=self._clip_value,
-                measure=measure and (bool(on_disk.gradients) or not waits) and not self._run.steps_on_device,
-                narrow=self._narrow() and not (optimizer in bits.stepping and writes_gradients(optimizer)),
+                engine.updating,
+                fuse=policy.fused,
+                early=policy.early,
+                clip_value=self._facts.batch.clip_value,
+                measure=policy.measure_norms,
+                narrow=of.narrow,
                 state=state,
-                waits=waits,
-                lands=self._run.steps_on_device and self._options.disk is not None,
-                waits_there=not has_fused_step(optimizer) and bool(against_background_on_device(trainer, [optimizer])),
-                like=bits.like if optimizer in bits.stepping else None,
-                like_norms=optimizer in bits.clipping,
+                waits=policy.overlap == "off",
+                lands=policy.lands,
+                waits_there=of.ends_first,
+                like=self._bits.like if of.like_gpu else None,
+                like_norms=of.like_gpu_norms,
             )
-            for optimizer in optimizers
-            if by_layers or optimizer in bits.stepping
+            for optimizer, of in zip(optimizers, policy.optimizers, strict=True)
+            if of.by_layers
         }
-        if self._ranks is not None:
-            self._ranks.attach([each for each in optimizers if each not in self._layerwise], scaler_of(trainer))
-        self._why = why
-        mode = f"{self.overlap} ({why})" if why else self.overlap
-        placed = self._options.disk is None or self.disk is not None
-        self._logged = self._logged or ""
-        if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
-            self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), mode)
-            self._logged = mode
-
-    def _against_staying(self, bits: GpuBits) -> str:
-        """Returns why ``gpu_layers="auto"`` keeps no layer on the device; empty if it may."""
-        options, run = self._options, self._run
-        if run.engine.device.computes_on_host:
-            return "the model computes on the CPU"
-        if self._ranks is not None or options.disk is not None or run.shares_base:
-            return "it is not supported with several devices, a disk or a SharedBase"
-        if not self._real_optimizers:
-            return "nothing is trained"
-        if why := against_steps_on_device(self._trainer, self._real_optimizers):
-            return why
-        if run.steps_on_device or (bits.stepping and bits.whole):
-            return ""
-        return "steps on the CPU differ from the GPU's in the last bits, so results would depend on it"
-
-    def _against_gpu_bits(self, by_layers: bool) -> str:
-        """Returns why all CPU steps differ from the GPU's in the last bits; empty if some may have the same.
-
-        Args:
-            by_layers: whether steps are taken apart by layers in any case.
-        """
-        if self._options.fused_optimizer is False:
-            return "fused_optimizer=False"
-        if self._ranks is not None and not by_layers:
-            return 'with several devices and optimizer_overlap="off", the primary steps all layers at once'
-        return ""
 
     def look_again(self) -> None:
         """A batch begins: since the mode was chosen, user code may have added hooks, or changed how gradients are clipped.
@@ -238,44 +238,12 @@ class OptimizerSteps:
         Raises:
             ValueError: ``"backward"`` was asked for by name, and is not possible any more.
         """
-        if self.overlap != "backward" or not self._layerwise:
+        if self.overlap != "backward" or not self._layerwise or batch_facts(self._trainer) == self._facts.batch:
             return
-        on_device = self._run.steps_on_device
-        against = against_early_updates(self._trainer, on_device=on_device)
-        if against or any(each.clip_value != self._clip_value for each in self._layerwise.values()):
-            self._run.finish_updates()
-            self.arrange()
-            if when := self._when():
-                self._log.info("Superpipeline: %s", when)
-
-    @property
-    def _clip_value(self) -> float | None:
-        """What the trainer clips each element of a gradient to; None if it does not."""
-        return self._trainer.gradient_clip_val if self._clips() == "value" else None
-
-    def _choose_early(self) -> tuple[EarlyUpdates, str]:
-        """When layers are updated, where hooks and optimizers allow ``"backward"``, and for ``"auto"`` why not in backward."""
-        asked = self._options.optimizer_overlap
-        if asked == "auto":
-            if against := self._against_early():
-                return EarlyUpdates.NO, against
-            if not self._tried:
-                return EarlyUpdates.TRIED, ""
-        if self._run.steps_on_device or self._ranks is not None:
-            return EarlyUpdates.FREES, ""
-        return EarlyUpdates.FREES if asked == "backward" and not may_look_after_step(
-            self._trainer
-        ) else EarlyUpdates.KEEPS, ""
-
-    def _against_early(self) -> str:
-        """Why ``"auto"`` does not let updates begin in backward; empty if nothing is known against it."""
-        if self._options.debug_writes:
-            return "debug_writes=True compares weights over a backward"
-        if self._ranks is not None or self._options.disk is not None:  # and user code may look at them
-            return 'with several devices, or a disk, optimizer_overlap="backward" frees gradients'
-        if self._run.steps_on_device and may_look_after_step(self._trainer):
-            return "on the device, gradients are freed as soon as they are used, and a hook may look at them"
-        return self._needed
+        self._run.finish_updates()
+        self.arrange()
+        if when := self._when():
+            self._log.info("Superpipeline: %s", when)
 
     def _end_trial(self, needed: Sequence[str]) -> None:
         """A step has shown whether updates may begin in backward.
@@ -291,25 +259,39 @@ class OptimizerSteps:
 
     def _when(self) -> str:
         """When updates run and why not sooner, as a sentence; empty if a user has chosen that, or if the host computes."""
-        if self._options.optimizer_overlap != "auto" or self._logged is None or not self._real_optimizers:
+        policy = self.policy
+        if self._options.optimizer_overlap != "auto" or policy is None or not self._real_optimizers:
             return ""
         if self._run.engine.device.computes_on_host:
             return ""
-        if self.overlap == "backward" or (self.overlap == "forward" and not self._why):  # the first step tries that
+        if self.overlap == "backward" or (self.overlap == "forward" and not policy.why):  # the first step tries that
             return "Optimizer steps overlap with backward and the next forward pass."
-        if self.overlap == "forward":
-            return f"Optimizer steps overlap with the next forward pass; {self._why}."
-        return f"Optimizer steps do not overlap with the model; {self._why}."
+        if policy.overlap == "forward":
+            return f"Optimizer steps overlap with the next forward pass; {policy.why}."
+        return f"Optimizer steps do not overlap with the model; {policy.why}."
 
     def better(self) -> str:
         """What would make steps faster, the other place or another time, in sentences; empty if there is no choice."""
-        if self._run.engine.device.computes_on_host or not self._real_optimizers or self._logged is None:
+        if self._run.engine.device.computes_on_host or not self._real_optimizers or self.policy is None:
             return ""
         self._run.finish_updates()  # until then optimizers have a class that waits
-        place, stepping = self._place, self._real_optimizers
-        other = place.better(stepping, fuse=self._fuse_on_host) if self._ranks is None else ""
-        earlier = place.earlier(stepping, fuse=self._fuse) if self.overlap == "forward" else ""
+        other = self._place.better(self._real_optimizers, self._facts) if self._ranks is None else ""
+        earlier = self._earlier() if self.overlap == "forward" else ""
         return " ".join(filter(None, [other, earlier or self._would_stay()]))
+
+    def _earlier(self) -> str:
+        """A sentence if the run has waited for updates under forward most, and they may run under backward; else empty."""
+        stats = self._run.engine.stats()
+        if 2 * stats.update_stall_seconds < stats.waited_seconds:
+            return ""
+        try:
+            choose_overlap(replace(self._facts, overlap="backward"), self._facts.place)
+        except ValueError:
+            return ""
+        return (
+            'Try optimizer_overlap="backward": updates then overlap with the backward pass, too '
+            "(p.grad is None after a step)."
+        )
 
     def _would_stay(self) -> str:
         """A sentence if the run has waited for updates most, and layers would fit on the device with their state; else empty."""
@@ -353,8 +335,6 @@ class OptimizerSteps:
         others, beside = ledger.gradients + on_host + on_disk.window, on_disk.weight_bytes + on_disk.gradient_bytes
         tier.place(self._real_optimizers, streamer.updating.layer_of, self._still, others, elsewhere, beside)
         self.disk = tier
-        self.arrange()
-        self.absorb_state()
         return tier.placement.memory_bytes
 
     def absorb_state(self) -> None:
@@ -374,37 +354,31 @@ class OptimizerSteps:
     @property
     def ledger(self) -> Ledger | None:
         """Host memory and traffic as they are now; None outside training."""
-        return self._count() if self._logged is not None else None
+        return self._count() if self.policy is not None else None
 
     def _count(self) -> Ledger:
         trainer = self._trainer
-        ledger = self._count_as(self._run.steps_on_device, self.overlap)
+        ledger = self._count_as(self._facts.place, self.overlap)
         fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
         ledger = without(replace(ledger, fused=fused), self._run.placement)
         return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
 
-    def _count_as(self, on_device: bool, overlap: Overlap) -> Ledger:
+    def _count_as(self, place: Place, overlap: Overlap) -> Ledger:
         """Host memory and traffic with steps in one of the places, and in one of the modes."""
-        trainer = self._trainer
+        trainer, on_device = self._trainer, place == "gpu"
+        disk = DiskFacts(gradients=bool(self._run.placement.on_disk.gradients))
         pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
-            early=overlap == "backward" and (self._early is EarlyUpdates.FREES or on_device),
+            early=overlap == "backward" and (self._frees or on_device),
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
             pieces=pieces,
-            narrow=(pieces or on_device) and self._narrow(),
+            narrow=(pieces or on_device) and may_stay_narrow(self._facts, disk),
             sliced=self._run.placement.sliced,
             on_device=on_device,
         )
         return make_ledger(self._run.engine.plan, trainer.optimizers, steps)
-
-    def _narrow(self) -> bool:
-        """Whether gradients may stay in the dtype in which they come.
-
-        Those on a disk do not: one that user code looks at would be widened in memory that there is not.
-        """
-        return self._ranks is None and not self._run.placement.on_disk.gradients and are_gradients_unread(self._trainer)
 
     @contextmanager
     def _still(self) -> Generator[None, None, None]:
@@ -429,7 +403,7 @@ class OptimizerSteps:
         remarks[:0] = self.bits()
         if self._options.gpu_layers == "auto" and self._none_stay:
             remarks.append(f'No layer stays on the GPU (gpu_layers="auto"): {self._none_stay}.')
-        stepping = self._real_optimizers if self._logged is not None else ()
+        stepping = self._real_optimizers if self.policy is not None else ()
         names = {
             type(optimizer).__name__
             for optimizer in stepping
@@ -457,7 +431,7 @@ class OptimizerSteps:
 
     def bits(self) -> list[str]:
         """Returns whose bits steps on the CPU have, in sentences; nothing without a GPU, or if the GPU steps."""
-        if self._logged is None:
+        if self.policy is None:
             return []
         mixed = bool(self._run.engine.plan.stay)
         return self._bits.sentences(automatic=self._run.module.automatic_optimization, mixed=mixed)
@@ -470,7 +444,7 @@ class OptimizerSteps:
 
     def forget_freed(self) -> None:
         """The training step is over. What comes next sets gradients to None, and has to find that freed ones are."""
-        if self._early is EarlyUpdates.FREES:
+        if self._frees:
             self._run.engine.updating.forget_freed()
 
     def none_runs(self) -> None:
@@ -542,14 +516,12 @@ class OptimizerSteps:
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
         """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
-        on_disk, seen = bool(self._run.placement.on_disk.gradients), self._run.hooks.may_write_weights("gradients")
-        by_layers = on_disk or self._run.steps_on_device or (self.overlap != "off" and not seen)
-        by_layers = by_layers or layerwise.clipping.like is not None
-        if not (by_layers and clips_as_lightning(plugin)):
+        clipping, read = layerwise.clipping, self._run.hooks.may_write_weights("gradients")
+        assert self.policy is not None
+        clip = self.policy.clip(read=read, like_gpu=clipping.like is not None)
+        if clip == "whole" or not clips_as_lightning(plugin):
             return {}
-        clipping = layerwise.clipping
-        # Not in the updates: user code that reads gradients is to find them clipped, and the device's updates clip none.
-        clipping.at_once = seen or self._run.steps_on_device
+        clipping.at_once = clip == "at once"
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
             layerwise.refuse_other_clipping(None)

@@ -32,10 +32,12 @@ from pytorch_lightning.plugins.precision import BitsandbytesPrecision, MixedPrec
 from torch import Tensor, nn
 
 import sp_lightning
+from sp_lightning.plan.update_policy import UpdateFacts, decide
 from sp_lightning.pytorch_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCallback
 from sp_lightning.trainer.compat import base_of, is_a, path
-from sp_lightning.trainer.user_hooks import choose_overlap, hooks_of_users
+from sp_lightning.trainer.update_facts import batch_facts
+from sp_lightning.trainer.user_hooks import hooks_of_users
 from sp_lightning.updates.scaler import HostGradScaler
 from tests.support.runs import assert_equal
 
@@ -142,7 +144,7 @@ def test_what_cannot_be_is_refused_as_with_lightning() -> None:
     trainer = trainer_for("superpipeline", callbacks=[StochasticWeightAveraging(1e-2)])
     trainer.strategy.connect(module)
     with pytest.raises(ValueError, match="StochasticWeightAveraging steps without a backward"):
-        choose_overlap("backward", trainer, [module.configure_optimizers()], fuse=True, on_device=False)
+        decide(UpdateFacts(overlap="backward", batch=batch_facts(trainer)))
 
 
 def test_the_scaler_works_on_the_host() -> None:

@@ -89,7 +89,7 @@ def _memory(variant: Variant) -> Iterator[None]:
         if variant.memory == "simulated":
             stack.enter_context(simulated())
         if variant.strategy.get("optimizer_overlap") == "auto":  # as on an accelerator
-            stack.enter_context(mock.patch("sp_lightning.trainer.user_hooks._computes_on_host", return_value=False))
+            stack.enter_context(mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False))
         if variant.memory == "crowded":
             stack.enter_context(simulated(capacity=2**40))
             stack.enter_context(crowded())

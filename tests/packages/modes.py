@@ -12,6 +12,7 @@ import sys
 from typing import Any
 from unittest import mock
 
+from sp_lightning.plan.update_policy import UpdateFacts
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from tests.packages import child
 
@@ -23,17 +24,19 @@ def main(package: str, *only: str) -> None:
     for library, strategy in child.STRATEGIES.items():
         child._patch(library.Trainer, strategy, [])
     chosen: dict[str, Any] = {}
-    arrange = OptimizerSteps.arrange
+    execute = OptimizerSteps._execute
 
     def noted(steps: OptimizerSteps) -> None:
-        arrange(steps)
-        if steps._run.trains:
+        execute(steps)
+        if steps._run.trains and steps.policy is not None:
             name = type(steps._trainer.lightning_module).__name__
-            chosen.update({"class": name, "mode": steps.overlap, "early": steps._early.name, "why": steps._why})
+            chosen.update(
+                {"class": name, "mode": steps.overlap, "early": steps.policy.early.name, "why": steps.policy.why}
+            )
 
-    computes_elsewhere = mock.patch("sp_lightning.trainer.user_hooks._computes_on_host", return_value=False)
-    fuses = mock.patch.object(OptimizerSteps, "_fuse_on_host", True)
-    with computes_elsewhere, fuses, mock.patch.object(OptimizerSteps, "arrange", noted):
+    computes_elsewhere = mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False)
+    fuses = mock.patch.object(UpdateFacts, "fuses_on_cpu", True)
+    with computes_elsewhere, fuses, mock.patch.object(OptimizerSteps, "_execute", noted):
         for model, train in models.items():
             if not only or model in only:
                 chosen.clear()

@@ -29,7 +29,7 @@ BATCHES = 6
 @pytest.fixture(autouse=True)
 def accelerator() -> Iterator[None]:
     """The simulated device is treated as an accelerator; its updates run when a thread waits for them."""
-    with mock.patch("sp_lightning.trainer.user_hooks._computes_on_host", return_value=False), simulated():
+    with mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False), simulated():
         yield
 
 

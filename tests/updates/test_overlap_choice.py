@@ -37,7 +37,7 @@ def chosen(caplog: pytest.LogCaptureFixture, module: pl.LightningModule, **optio
     caplog.set_level(logging.DEBUG, logger="lightning.pytorch.superpipeline")
     caplog.clear()
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=options.pop("fused_optimizer", True))
-    with mock.patch("sp_lightning.trainer.user_hooks._computes_on_host", return_value=False):  # as on an accelerator
+    with mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False):  # as on an accelerator
         trainer_for(strategy, **options).fit(module, loader(vectors()))
     found = [record.getMessage() for record in caplog.records if "background" in record.getMessage()]
     return found[-1] if found else ""

@@ -1,0 +1,422 @@
+"""Decides where and when each layer is updated: a frozen :class:`UpdatePolicy`, made from frozen facts by pure functions.
+
+``trainer.update_facts`` collects the facts. :func:`decide` needs no more than those: it says where optimizers step and when.
+:func:`complete` adds how they step, which also depends on what is on a disk, and on whose bits steps have. The engine executes
+a policy without deciding.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sp_lightning.plan.choices import Fused, OptimizerOn, Overlap, Share
+
+Place = Literal["cpu", "gpu"]
+Unit = Literal["whole", "primary", "layers"]
+Clip = Literal["whole", "at once", "in update"]
+
+
+class EarlyUpdates(enum.Enum):
+    """When a layer is updated with ``optimizer_overlap="backward"``, and what becomes of its gradients."""
+
+    NO = "after backward"
+    TRIED = "after backward, which shows whether they could be in it"
+    KEEPS = "in backward or later; gradients stay until zero_grad"
+    FREES = "in backward, after which gradients are freed, because memory is short and no hook looks at them"
+
+    @property
+    def in_backward(self) -> bool:
+        """True if updates may begin before all gradients are complete."""
+        return self in (EarlyUpdates.KEEPS, EarlyUpdates.FREES)
+
+
+# ---------------------------------------------------------------------- facts
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """Facts that may change between two batches.
+
+    Attributes:
+        automatic: whether Lightning runs backward and the optimizers (automatic optimization).
+        clip: how the trainer clips gradients, ``"norm"`` or ``"value"``, and the limit; None if it does not clip.
+        clips_as_lightning: whether the precision plugin clips by Lightning's own methods.
+        scales: whether gradients are scaled (``16-mixed``).
+        averages: whether StochasticWeightAveraging is among the callbacks.
+        hook: a user's hook that may look at gradients or weights before the step, by name; empty if there is none.
+    """
+
+    automatic: bool = True
+    clip: tuple[str, float] | None = None
+    clips_as_lightning: bool = True
+    scales: bool = False
+    averages: bool = False
+    hook: str = ""
+
+    @property
+    def clip_value(self) -> float | None:
+        """The limit of each element of a gradient; None if elements are not clipped."""
+        return self.clip[1] if self.clip is not None and self.clip[0] == "value" else None
+
+    def against_early_updates(self, place: Place) -> str:
+        """Returns why a layer's gradients cannot be used before all gradients are complete; empty if they can.
+
+        Two other changes between two batches need no other mode: a layer whose parameters have got post-accumulate hooks is
+        updated after backward, and the closure's ``zero_grad`` undoes what a step hook does to gradients.
+        """
+        if not self.automatic:
+            return "optimization is manual"
+        if self.clip is not None and (place == "gpu" or self.clip[0] != "value" or not self.clips_as_lightning):
+            return f"gradient_clip_val={self.clip[1]} needs all gradients before the first update"
+        if self.scales:
+            return "the gradient scaler of 16-mixed needs all gradients before the first update"
+        if self.averages:
+            return "StochasticWeightAveraging steps without a backward to adapt BatchNorm"
+        return f"{self.hook} may look at gradients or weights before the step" if self.hook else ""
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """Facts about one optimizer.
+
+    Attributes:
+        identity: its ``id``, which changes if a callback exchanges the optimizer.
+        writes_gradients: whether its step on a GPU writes gradients.
+        ends_first: whether its step on the GPU has to end before the next forward begins.
+    """
+
+    identity: int = 0
+    writes_gradients: bool = False
+    ends_first: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """What :func:`decide` and :func:`complete` depend on. Reasons are clauses of a sentence, and empty if there is none.
+
+    Attributes:
+        overlap, optimizer_on, gpu_layers, fused_optimizer, debug_writes: the options.
+        disk: whether ``disk=`` is given.
+        place: where optimizers step.
+        stay: whether layers stay on the GPU.
+        on_cpu: whether the model computes on the CPU.
+        ranks: whether several devices train.
+        shares_base: whether the run is a trial of a SharedBase.
+        optimizers: the optimizers that step; none if nothing is trained.
+        batch: the facts that may change between two batches.
+        against_background: why ``"auto"`` updates nothing in the background.
+        against_layers: why steps on the CPU cannot be taken apart by layers.
+        instead: how they could be, as the beginning of a sentence.
+        against_forward: why updates cannot run beside the next forward.
+        against_gpu: why the optimizers cannot step on the GPU.
+        against_gpu_background: why steps on the GPU cannot run in the background.
+        accumulation_hooks: whether parameters have post-accumulate hooks.
+        step_hooks: whether optimizers have step hooks.
+        unread_before_step: whether no user code reads or writes gradients between backward and the step.
+        unread: whether no user code reads gradients until they are set to None.
+        read_after_step: whether user code runs between the step and ``zero_grad``, or after the last step.
+        tried: whether a step has shown what backward needs.
+        needed: the use of a layer whose gradients were complete, which that step has shown.
+    """
+
+    overlap: Overlap = "auto"
+    optimizer_on: OptimizerOn = "cpu"
+    gpu_layers: Share = 0
+    fused_optimizer: Fused = "auto"
+    debug_writes: bool = False
+    disk: bool = False
+    place: Place = "cpu"
+    stay: bool = False
+    on_cpu: bool = False
+    ranks: bool = False
+    shares_base: bool = False
+    optimizers: tuple[OptimizerFacts, ...] = (OptimizerFacts(),)
+    batch: BatchFacts = BatchFacts()
+    against_background: str = ""
+    against_layers: str = ""
+    instead: str = ""
+    against_forward: str = ""
+    against_gpu: str = ""
+    against_gpu_background: str = ""
+    accumulation_hooks: bool = False
+    step_hooks: bool = False
+    unread_before_step: bool = True
+    unread: bool = True
+    read_after_step: bool = False
+    tried: bool = False
+    needed: str = ""
+
+    @property
+    def fuses_on_cpu(self) -> bool:
+        """Whether steps on the CPU run fused if the user has left that open.
+
+        By default they do not if plain Lightning steps on the CPU, too: results would differ from its results.
+        """
+        if self.fused_optimizer != "auto":
+            return self.fused_optimizer
+        return not self.on_cpu or self.overlap in ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class DiskFacts:
+    """What is on a disk.
+
+    Attributes:
+        state: whether some of the optimizers' state is.
+        gradients: whether gradients are.
+        anything: whether weights, gradients or state are.
+    """
+
+    state: bool = False
+    gradients: bool = False
+    anything: bool = False
+
+
+# ---------------------------------------------------------------------- the policy
+
+
+@dataclass(frozen=True)
+class OptimizerPolicy:
+    """How the steps of one optimizer run.
+
+    Attributes:
+        by_layers: whether its step is taken apart by layers.
+        narrow: whether its gradients keep the dtype in which they come until the update.
+        ends_first: whether a step of a layer that stays on the GPU ends before the next forward begins.
+        like_gpu, like_gpu_norms: whether its steps on the CPU, and the norms of its gradients, have a GPU's bits.
+    """
+
+    by_layers: bool = False
+    narrow: bool = False
+    ends_first: bool = False
+    like_gpu: bool = False
+    like_gpu_norms: bool = False
+
+
+@dataclass(frozen=True)
+class UpdatePolicy:
+    """Where, when and how layers are updated. :func:`decide` makes the first four fields, :func:`complete` the others.
+
+    Attributes:
+        place: where optimizers step. Layers that stay on the GPU step there in any case.
+        overlap: what updates run beside.
+        early: when a layer is updated in backward, and what becomes of its gradients.
+        why: why a faster mode is not used; empty if it is.
+        unit: what steps at once: all layers; all layers, on the primary of several devices; each layer by itself.
+        fused: whether optimizers on the CPU run fused if their users have left that open.
+        all_threads: whether the background has as many threads as a step of all layers: the bits of a step that is not fused
+            depend on their number.
+        measure_norms: whether norms of gradients are computed while backward goes on.
+        clips_by_layers: whether gradients are clipped layer by layer although user code reads them.
+        clips_unread_by_layers: the same if no user code reads them.
+        gradients_stay: whether gradients of layers that stay on the GPU stay there.
+        lands: whether an update ends only when its results are in host memory, because that may go to a disk next.
+        optimizers: how each optimizer's steps run.
+    """
+
+    place: Place = "cpu"
+    overlap: Overlap = "off"
+    early: EarlyUpdates = EarlyUpdates.NO
+    why: str = ""
+    unit: Unit = "whole"
+    fused: bool = False
+    all_threads: bool = False
+    measure_norms: bool = False
+    clips_by_layers: bool = False
+    clips_unread_by_layers: bool = False
+    gradients_stay: bool = False
+    lands: bool = False
+    optimizers: tuple[OptimizerPolicy, ...] = ()
+
+    @property
+    def mode(self) -> str:
+        """The overlap, and why it is not a faster one."""
+        return f"{self.overlap} ({self.why})" if self.why else self.overlap
+
+    def clip(self, *, read: bool, like_gpu: bool) -> Clip:
+        """Returns when gradients are clipped: all of them by the precision plugin, layer by layer at once, or in the updates.
+
+        Args:
+            read: whether user code may read gradients before the step. It then has to find them clipped.
+            like_gpu: whether the optimizer's norms have a GPU's bits.
+        """
+        if not (self.clips_by_layers or like_gpu or (self.clips_unread_by_layers and not read)):
+            return "whole"
+        return "at once" if read or self.place == "gpu" else "in update"  # updates on the GPU do not clip
+
+    def __str__(self) -> str:
+        units = {"whole": "all layers at once", "primary": "all layers at once, on rank 0", "layers": "layer by layer"}
+        fused = ", fused if the optimizer leaves that open" if self.fused and self.place == "cpu" else ""
+        return f"{units[self.unit]} on the {self.place.upper()}{fused}; overlap: {self.mode}"
+
+
+# ---------------------------------------------------------------------- decisions
+
+
+def decide(facts: UpdateFacts) -> UpdatePolicy:
+    """Decides where optimizers step, and when.
+
+    Raises:
+        ValueError: an option asks by name for a place or a mode that is not possible.
+    """
+    if facts.stay and facts.against_gpu:
+        raise ValueError(
+            f"gpu_layers={facts.gpu_layers} steps layers on the GPU, which cannot be done here: {facts.against_gpu}. Leave it "
+            "out: then the CPU steps all layers."
+        )
+    if facts.optimizer_on == "gpu" and facts.against_gpu:
+        raise ValueError(f'optimizer_on="gpu" cannot be used: {facts.against_gpu}. Leave it out: then the host steps.')
+    overlap, why = choose_overlap(facts, facts.place)
+    early = EarlyUpdates.NO
+    if overlap == "backward":
+        early, why = _choose_early(facts)
+        overlap = "backward" if early.in_backward else "forward"
+    fused = facts.place == "cpu" and facts.fuses_on_cpu  # on the GPU an optimizer runs as its user made it
+    return UpdatePolicy(facts.place, overlap, early, why, fused=fused)
+
+
+def choose_overlap(facts: UpdateFacts, place: Place) -> tuple[Overlap, str]:
+    """Returns what updates run beside, and, for ``"auto"``, why not in a faster mode. The first step shows if backward allows it.
+
+    Args:
+        facts: the facts.
+        place: where optimizers would step, which need not be :attr:`UpdateFacts.place`.
+
+    Raises:
+        ValueError: a mode was asked for by name that is not possible.
+    """
+    asked = facts.overlap
+    if asked == "off":
+        return "off", ""
+    if not facts.optimizers:
+        return "off", "there is no optimizer"
+    never, better = facts.against_layers, facts.instead
+    if place == "gpu":
+        never, better = facts.against_gpu_background, ""
+    if asked == "auto":
+        if why := facts.against_background or never or facts.against_forward:
+            return "off", why
+        why = _against_backward(facts, place)
+        return ("forward" if why else "backward"), why
+    if why := never or (_against_backward(facts, place) if asked == "backward" else facts.against_forward):
+        there = 'optimizer_on="gpu", ' if place == "gpu" else ""
+        other = "off" if never or facts.against_forward else "forward"
+        raise ValueError(
+            f'optimizer_overlap="{asked}" cannot be used: {why}. '
+            f'{better or "Use"} SuperpipelineStrategy({there}optimizer_overlap="{other}").'
+        )
+    return asked, ""
+
+
+def complete(
+    policy: UpdatePolicy, facts: UpdateFacts, disk: DiskFacts, like_gpu: Sequence[tuple[bool, bool]] = ()
+) -> UpdatePolicy:
+    """Completes the policy of :func:`decide`.
+
+    Args:
+        policy: where and when optimizers step.
+        facts: what it was decided from.
+        disk: what is on a disk.
+        like_gpu: for each optimizer, whether its steps on the CPU have a GPU's bits, and whether the norms have them.
+    """
+    on_gpu, waits = policy.place == "gpu", policy.overlap == "off"
+    by_layers = steps_by_layers(policy, facts, disk)
+    like_gpu = like_gpu or [(False, False)] * len(facts.optimizers)
+    # Gradients on a disk do not stay narrow: one that user code looks at would be widened in memory that there is not.
+    narrow = may_stay_narrow(facts, disk)
+    clips_norm = facts.batch.clip is not None and facts.batch.clip[0] == "norm"
+    return replace(
+        policy,
+        unit="layers" if by_layers else "primary" if facts.ranks else "whole",
+        all_threads=waits and (by_layers or any(steps for steps, _ in like_gpu)),
+        measure_norms=clips_norm and facts.unread_before_step and (disk.gradients or not waits) and not on_gpu,
+        clips_by_layers=disk.gradients or on_gpu,
+        clips_unread_by_layers=not waits,
+        gradients_stay=facts.stay and not facts.batch.scales and facts.batch.automatic,
+        lands=on_gpu and facts.disk,
+        optimizers=tuple(
+            OptimizerPolicy(
+                by_layers=by_layers or steps,
+                narrow=narrow and not (steps and each.writes_gradients),
+                ends_first=each.ends_first,
+                like_gpu=steps,
+                like_gpu_norms=norms,
+            )
+            for each, (steps, norms) in zip(facts.optimizers, like_gpu, strict=True)
+        ),
+    )
+
+
+def steps_by_layers(policy: UpdatePolicy, facts: UpdateFacts, disk: DiskFacts) -> bool:
+    """Returns True if steps are taken apart by layers. All ranks do so if one does, although only the primary has state."""
+    ranks_with_disk = facts.ranks and facts.disk
+    on_gpu = policy.place == "gpu" or facts.stay
+    return policy.overlap != "off" or on_gpu or disk.state or disk.anything or ranks_with_disk
+
+
+def may_stay_narrow(facts: UpdateFacts, disk: DiskFacts) -> bool:
+    """Returns True if gradients may keep the dtype in which they come until the update."""
+    return not facts.ranks and not disk.gradients and facts.unread
+
+
+def against_gpu_bits(policy: UpdatePolicy, facts: UpdateFacts, disk: DiskFacts) -> str:
+    """Returns why all steps on the CPU differ from the GPU's in the last bits; empty if some may have the same."""
+    if facts.fused_optimizer is False:
+        return "fused_optimizer=False"
+    if facts.ranks and not steps_by_layers(policy, facts, disk):
+        return 'with several devices and optimizer_overlap="off", the primary steps all layers at once'
+    return ""
+
+
+def against_staying(facts: UpdateFacts, *, like_gpu: bool) -> str:
+    """Returns why ``gpu_layers="auto"`` keeps no layer on the GPU; empty if it may.
+
+    Args:
+        facts: the facts.
+        like_gpu: whether all steps on the CPU, and all norms that may be needed, have the GPU's bits.
+    """
+    if facts.on_cpu:
+        return "the model computes on the CPU"
+    if facts.ranks or facts.disk or facts.shares_base:
+        return "it is not supported with several devices, a disk or a SharedBase"
+    if not facts.optimizers:
+        return "nothing is trained"
+    if facts.against_gpu:
+        return facts.against_gpu
+    if facts.place == "gpu" or like_gpu:
+        return ""
+    return "steps on the CPU differ from the GPU's in the last bits, so results would depend on it"
+
+
+def _against_backward(facts: UpdateFacts, place: Place) -> str:
+    """Returns why updates cannot begin in backward; empty if they can."""
+    if facts.accumulation_hooks:
+        return "parameters have post-accumulate hooks, which may write other gradients than their own"
+    if facts.step_hooks:
+        return "the optimizer has step hooks, which run after backward"
+    return facts.batch.against_early_updates(place)
+
+
+def _choose_early(facts: UpdateFacts) -> tuple[EarlyUpdates, str]:
+    """Returns when layers are updated if the mode is ``"backward"``, and, for ``"auto"``, why not in backward."""
+    if facts.overlap == "auto":
+        if against := _against_early(facts):
+            return EarlyUpdates.NO, against
+        if not facts.tried:
+            return EarlyUpdates.TRIED, ""
+    frees = facts.place == "gpu" or facts.ranks or (facts.overlap == "backward" and not facts.read_after_step)
+    return (EarlyUpdates.FREES if frees else EarlyUpdates.KEEPS), ""
+
+
+def _against_early(facts: UpdateFacts) -> str:
+    """Returns why ``"auto"`` does not let updates begin in backward; empty if nothing is known against it."""
+    if facts.debug_writes:
+        return "debug_writes=True compares weights over a backward"
+    if facts.ranks or facts.disk:  # and user code may look at gradients
+        return 'with several devices, or a disk, optimizer_overlap="backward" frees gradients'
+    if facts.place == "gpu" and facts.read_after_step:
+        return "on the device, gradients are freed as soon as they are used, and a hook may look at them"
+    return facts.needed

@@ -1,0 +1,251 @@
+"""Collects the facts from which ``plan.update_policy`` decides how layers are updated: options, hooks, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch.optim import Optimizer
+
+from sp_lightning.gpu_steps.alone import (
+    DECLARES,
+    depends_on_places,
+    is_declared,
+    is_of_bitsandbytes,
+    is_torchs,
+    steps_alone,
+)
+from sp_lightning.kernels.like_gpu import writes_gradients
+from sp_lightning.plan.update_policy import BatchFacts, OptimizerFacts, Place, UpdateFacts
+from sp_lightning.torch_compat.private import (
+    accumulation_hooks,
+    global_step_hooks,
+    gradient_hooks,
+    step_hooks,
+    unscales_by_itself,
+)
+from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
+from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.user_hooks import hooks_of_users
+from sp_lightning.updates.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
+from sp_lightning.updates.scaler import HostGradScaler
+from sp_lightning.updates.step_context import compiles
+
+CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
+"""The methods of a precision plugin that clip."""
+
+
+def collect(
+    trainer: Any,
+    options: Options,
+    optimizers: Sequence[Optimizer],
+    *,
+    place: Place,
+    stay: bool,
+    on_cpu: bool,
+    ranks: bool,
+    shares_base: bool,
+    tried: bool,
+    needed: str,
+) -> UpdateFacts:
+    """Collects the facts as they are now. No update may be under way, because its optimizer has another class until it is done.
+
+    Args:
+        trainer: with its module, its callbacks and its precision plugin.
+        options: the user's.
+        optimizers: the optimizers that step, as their users configured them.
+        place, stay, on_cpu, ranks, shares_base, tried, needed: see :class:`UpdateFacts`.
+    """
+    facts = UpdateFacts(
+        overlap=options.optimizer_overlap,
+        optimizer_on=options.optimizer_on,
+        gpu_layers=options.gpu_layers,
+        fused_optimizer=options.fused_optimizer,
+        debug_writes=options.debug_writes,
+        disk=options.disk is not None,
+        place=place,
+        stay=stay,
+        on_cpu=on_cpu,
+        ranks=ranks,
+        shares_base=shares_base,
+        tried=tried,
+        needed=needed,
+    )
+    against_layers, instead = _against_layerwise_steps(optimizers, facts.fuses_on_cpu)
+    return replace(
+        facts,
+        optimizers=tuple(
+            OptimizerFacts(
+                identity=id(each),
+                writes_gradients=writes_gradients(each),
+                ends_first=not has_fused_step(each) and bool(_against_background_on_gpu(trainer, [each])),
+            )
+            for each in optimizers
+        ),
+        batch=batch_facts(trainer),
+        against_background=_against_background(trainer),
+        against_layers=against_layers,
+        instead=instead,
+        against_forward=_against_beside_forward(optimizers),
+        against_gpu=_against_steps_on_gpu(trainer, optimizers),
+        against_gpu_background=_against_background_on_gpu(trainer, optimizers),
+        accumulation_hooks=any(accumulation_hooks(p) for p in trainer.lightning_module.parameters()),
+        step_hooks=_has_step_hooks(optimizers),
+        unread_before_step=_are_gradients_unread_before_step(trainer),
+        unread=are_gradients_unread(trainer),
+        read_after_step=bool(hooks_of_users(trainer, "train", "optimizer", "end")),
+    )
+
+
+def batch_facts(trainer: Any) -> BatchFacts:
+    """Returns the facts that may change between two batches, as they are now."""
+    limit = trainer.gradient_clip_val
+    return BatchFacts(
+        automatic=trainer.lightning_module.automatic_optimization,
+        clip=((trainer.gradient_clip_algorithm or "norm"), limit) if limit else None,
+        clips_as_lightning=clips_as_lightning(trainer.precision_plugin),
+        scales=scaler_of(trainer) is not None,
+        averages=any(is_a(callback, StochasticWeightAveraging) for callback in trainer.callbacks),
+        hook=next(iter(hooks_of_users(trainer, "gradients", "step")), ""),
+    )
+
+
+def real_optimizers(trainer: Any) -> list[Optimizer]:
+    """Returns the trainer's optimizers, without what Lightning has in place of none."""
+    return [each for each in trainer.optimizers if not is_no_optimizer(each)]
+
+
+def scaler_of(trainer: Any) -> Any:
+    """Returns the gradient scaler of ``16-mixed``; None for other precisions."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def clips_as_lightning(plugin: Any) -> bool:
+    """Returns True if a precision plugin clips by Lightning's own methods."""
+    base, kind = base_of(plugin, Precision), type(plugin)
+    own = any(getattr(kind, name) is not getattr(base, name) for name in CLIPPING)
+    return not own and not any(name in vars(plugin) for name in CLIPPING)
+
+
+# ---------------------------------------------------------------------- who reads gradients
+
+
+def _are_gradients_unread_before_step(trainer: Any) -> bool:
+    """Returns True if no user code and no scaler reads or writes gradients between backward and the optimizer's step.
+
+    Their norms may then be computed while backward goes on.
+    """
+    return not hooks_of_users(trainer, "gradients") and not _has_parameter_hooks(trainer) and scaler_of(trainer) is None
+
+
+def are_gradients_unread(trainer: Any) -> bool:
+    """Returns True if no hook runs between backward and the moment when gradients are set to None, so that none need be widened.
+
+    A user's own scaler, or an optimizer that unscales by itself, may read and write gradients in between.
+    """
+    hooks = hooks_of_users(trainer, "gradients", "train", "optimizer", "end")
+    scaler = scaler_of(trainer)
+    ours = type(scaler) is HostGradScaler and not any(map(unscales_by_itself, trainer.optimizers))
+    return not hooks and not _has_parameter_hooks(trainer) and (scaler is None or ours)
+
+
+def _has_parameter_hooks(trainer: Any) -> bool:
+    return any(gradient_hooks(p) or accumulation_hooks(p) for p in trainer.lightning_module.parameters())
+
+
+def _has_step_hooks(optimizers: Sequence[Optimizer]) -> bool:
+    """Returns True if other code than this package has hooks on the steps of optimizers."""
+    hooks = [*global_step_hooks(), *(hook for optimizer in optimizers for hook in step_hooks(optimizer))]
+    return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)
+
+
+# ---------------------------------------------------------------------- what is against a place or a mode
+
+
+def _computes_on_host(trainer: Any) -> bool:
+    return bool(trainer.strategy.root_device.type == "cpu")
+
+
+def _against_background(trainer: Any) -> str:
+    """Returns why updates run in ``optimizer.step()``; empty if they may run in the background."""
+    if _computes_on_host(trainer):
+        return "they would compete with the model for the CPU"
+    plugin = trainer.precision_plugin
+    if not is_exactly(plugin, (Precision, MixedPrecision, HalfPrecision, DoublePrecision)):
+        return f"{type(plugin).__name__} is not among the precision plugins that were tried"
+    return ""
+
+
+def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tuple[str, str]:
+    """Returns why an optimizer's step on the CPU cannot be taken apart by layers; empty if all can.
+
+    The second text is how it could be, as the beginning of a sentence that goes on with another mode; empty if there is none.
+    """
+    for optimizer in [each for each in optimizers if not is_separable(each)]:
+        name = type(optimizer).__name__
+        if not has_fused_step(optimizer):
+            if getattr(optimizer, "bf16_stochastic_round", False):
+                return f"{name}(bf16_stochastic_round=True) draws random numbers in the order of all parameters", ""
+            instead = 'Step on the GPU (optimizer_on="gpu"), or use' if is_of_bitsandbytes(optimizer) else ""
+            return (
+                f"{name} is not one of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers, "
+                "nor one of torchao's with a state of few bits"
+            ), instead
+        for group in [each for each in optimizer.param_groups if not runs_fused(optimizer, each, fuse=fuse)]:
+            chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
+            by = ", ".join(f"{key}={value}" for key, value in chosen.items())
+            if not by and loses_updates(optimizer, group):
+                by = f"torch {torch.__version__} would leave its 16-bit weights as they are"
+            by = by or "fused=False or fused_optimizer=False"
+            left_open = {**group, **dict.fromkeys(("fused", *BARS_FUSED))}
+            better = ""
+            if runs_fused(optimizer, left_open, fuse=True):
+                better = f"Leave that out, and {name} runs fused, as with fused=True, or use"
+            return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})", better
+    return "", ""
+
+
+def _against_beside_forward(optimizers: Sequence[Optimizer]) -> str:
+    """Returns why updates cannot run beside the next forward; empty if they can."""
+    names = " and ".join(sorted({type(each).__name__ for each in optimizers if compiles(each)}))
+    if not names:
+        return ""
+    return (
+        f"{names} compiles its step, and torch.compile restores torch's random state afterwards, so that the next forward would "
+        "draw some numbers twice"
+    )
+
+
+def _against_steps_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+    """Returns what steps on the GPU would do otherwise than plain Lightning, and why; empty if nothing."""
+    for optimizer in optimizers:
+        if not steps_alone(optimizer):
+            name = type(optimizer).__name__
+            if is_torchs(optimizer):
+                return f"{name} steps all parameters together"
+            declares = f"{name}.{DECLARES} = True"
+            return f"{name} is not known to step each parameter by itself. If it does, say so in its class: {declares}"
+    if not trainer.lightning_module.automatic_optimization:
+        return "optimization is manual, and norms of gradients that you take yourself would be the host's"
+    if why := next(filter(None, map(depends_on_places, optimizers)), ""):
+        return why
+    plugin = trainer.precision_plugin
+    if type(plugin).clip_grad_by_norm is not base_of(plugin, Precision).clip_grad_by_norm:
+        return f"{type(plugin).__name__}.clip_grad_by_norm would take norms on the host"
+    if scaler_of(trainer) is not None and any(map(unscales_by_itself, optimizers)):
+        return f"the fused step of {type(optimizers[0]).__name__} unscales gradients by itself"
+    return ""
+
+
+def _against_background_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+    """Returns why steps on the GPU cannot run in the background; empty if they can."""
+    plugin = trainer.precision_plugin
+    if not is_exactly(plugin, (Precision, MixedPrecision)):
+        return f"with {type(plugin).__name__}, tensors that an optimizer makes meanwhile would have another dtype"
+    if declared := [type(each).__name__ for each in optimizers if is_declared(each)]:
+        return f"{' and '.join(declared)} may draw random numbers, of which nobody but its user knows"
+    return ""

@@ -1,0 +1,238 @@
+"""How layers are updated: a table of facts and of the policy that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sp_lightning.plan.update_policy import (
+    BatchFacts,
+    DiskFacts,
+    EarlyUpdates,
+    OptimizerFacts,
+    UpdateFacts,
+    UpdatePolicy,
+    against_gpu_bits,
+    against_staying,
+    choose_overlap,
+    complete,
+    decide,
+)
+
+NO, TRIED, KEEPS, FREES = EarlyUpdates
+MEMORY = DiskFacts()
+NORM, VALUE = BatchFacts(clip=("norm", 1.0)), BatchFacts(clip=("value", 0.5))
+
+
+def policy(on_disk: DiskFacts = MEMORY, /, like_gpu: Any = (), **facts: Any) -> UpdatePolicy:
+    given = UpdateFacts(**facts)
+    return complete(decide(given), given, on_disk, like_gpu)
+
+
+@pytest.mark.parametrize(
+    ("facts", "overlap", "early", "why"),
+    [
+        # The first backward shows whether updates may begin in it.
+        ({}, "forward", TRIED, ""),
+        ({"tried": True}, "backward", KEEPS, ""),
+        ({"tried": True, "needed": "in the first step, a use"}, "forward", NO, "in the first step, a use"),
+        # "auto" is off where updates would not run beside the model.
+        ({"against_background": "they compete"}, "off", NO, "they compete"),
+        ({"against_layers": "not fused"}, "off", NO, "not fused"),
+        ({"against_forward": "compiles"}, "off", NO, "compiles"),
+        ({"optimizers": ()}, "off", NO, "there is no optimizer"),
+        # "auto" begins no update in backward if something needs all gradients.
+        ({"accumulation_hooks": True}, "forward", NO, "parameters have post-accumulate hooks"),
+        ({"step_hooks": True}, "forward", NO, "the optimizer has step hooks"),
+        ({"batch": BatchFacts(automatic=False)}, "forward", NO, "optimization is manual"),
+        ({"batch": NORM}, "forward", NO, "gradient_clip_val=1.0 needs all gradients"),
+        ({"batch": VALUE, "tried": True}, "backward", KEEPS, ""),
+        ({"batch": replace(VALUE, clips_as_lightning=False)}, "forward", NO, "gradient_clip_val=0.5 needs"),
+        ({"batch": BatchFacts(scales=True)}, "forward", NO, "the gradient scaler of 16-mixed"),
+        ({"batch": BatchFacts(averages=True)}, "forward", NO, "StochasticWeightAveraging steps"),
+        ({"batch": BatchFacts(hook="EMA.on_after_backward")}, "forward", NO, "EMA.on_after_backward may look"),
+        ({"debug_writes": True}, "forward", NO, "debug_writes=True compares weights"),
+        ({"disk": True}, "forward", NO, "with several devices, or a disk"),
+        ({"ranks": True}, "forward", NO, "with several devices, or a disk"),
+        # Modes asked for by name.
+        ({"overlap": "off"}, "off", NO, ""),
+        ({"overlap": "forward"}, "forward", NO, ""),
+        ({"overlap": "backward"}, "backward", FREES, ""),
+        ({"overlap": "backward", "read_after_step": True}, "backward", KEEPS, ""),
+        ({"overlap": "backward", "read_after_step": True, "ranks": True}, "backward", FREES, ""),
+        ({"overlap": "backward", "disk": True}, "backward", FREES, ""),
+        ({"overlap": "forward", "against_background": "they compete"}, "forward", NO, ""),
+        # On the GPU, other things count.
+        ({"place": "gpu", "against_layers": "not fused", "tried": True}, "backward", FREES, ""),
+        ({"place": "gpu", "against_gpu_background": "declared"}, "off", NO, "declared"),
+        ({"place": "gpu", "read_after_step": True}, "forward", NO, "on the device, gradients are freed"),
+        ({"place": "gpu", "batch": VALUE}, "forward", NO, "gradient_clip_val=0.5 needs all gradients"),
+        ({"place": "gpu", "overlap": "backward", "read_after_step": True}, "backward", FREES, ""),
+    ],
+)
+def test_when_layers_are_updated(facts: dict[str, Any], overlap: str, early: EarlyUpdates, why: str) -> None:
+    found = decide(UpdateFacts(**facts))
+    assert (found.overlap, found.early) == (overlap, early)
+    assert found.why.startswith(why)
+    assert bool(found.why) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"overlap": "forward", "against_layers": "not fused"}, r'"forward" cannot be used: not fused. Use .*overlap="off"'),
+        ({"overlap": "backward", "against_layers": "not fused", "instead": "Leave it, or use"}, "Leave it, or use Sup"),
+        ({"overlap": "forward", "against_forward": "compiles"}, r'compiles. Use .*overlap="off"'),
+        ({"overlap": "backward", "batch": NORM}, r'all gradients before the first update. Use .*overlap="forward"'),
+        ({"overlap": "backward", "place": "gpu", "batch": VALUE}, r'optimizer_on="gpu", optimizer_overlap="forward"'),
+        ({"overlap": "forward", "place": "gpu", "against_gpu_background": "declared"}, r'"gpu", optimizer_overlap="off"'),
+        ({"optimizer_on": "gpu", "place": "gpu", "against_gpu": "LBFGS"}, 'optimizer_on="gpu" cannot be used: LBFGS'),
+        ({"gpu_layers": 3, "stay": True, "against_gpu": "LBFGS"}, "gpu_layers=3 steps layers on the GPU, .*: LBFGS"),
+    ],
+)  # fmt: skip
+def test_what_is_asked_for_and_not_possible(facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decide(UpdateFacts(**facts))
+
+
+def test_another_place_can_be_asked_for() -> None:
+    facts = UpdateFacts(against_layers="not fused", place="cpu")
+    assert choose_overlap(facts, "cpu") == ("off", "not fused")
+    assert choose_overlap(facts, "gpu") == ("backward", "")
+
+
+OFF: dict[str, Any] = {"overlap": "off"}
+STATE, GRADIENTS = DiskFacts(state=True, anything=True), DiskFacts(gradients=True, anything=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "disk", "unit", "all_threads"),
+    [
+        (OFF, DiskFacts(), "whole", False),
+        (OFF | {"ranks": True}, DiskFacts(), "primary", False),
+        ({"overlap": "forward"}, DiskFacts(), "layers", False),
+        (OFF | {"place": "gpu"}, DiskFacts(), "layers", True),
+        (OFF | {"stay": True}, DiskFacts(), "layers", True),
+        (OFF | {"disk": True}, STATE, "layers", True),
+        (OFF | {"disk": True}, DiskFacts(), "whole", False),
+        # Only the primary has state that may be on the disk. All ranks step in one way.
+        (OFF | {"disk": True, "ranks": True}, DiskFacts(), "layers", True),
+    ],
+)
+def test_what_steps_at_once(facts: dict[str, Any], disk: DiskFacts, unit: str, all_threads: bool) -> None:
+    found = policy(disk, **facts)
+    assert (found.unit, found.all_threads) == (unit, all_threads)
+    assert [each.by_layers for each in found.optimizers] == [unit == "layers"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "fused"),
+    [
+        ({}, True),
+        ({"on_cpu": True}, False),  # plain Lightning steps on the CPU, too
+        ({"on_cpu": True, "overlap": "forward"}, True),
+        ({"on_cpu": True, "overlap": "off", "fused_optimizer": True}, True),
+        ({"fused_optimizer": False}, False),
+        ({"place": "gpu"}, False),
+    ],
+)
+def test_whether_steps_run_fused(facts: dict[str, Any], fused: bool) -> None:
+    assert policy(**facts).fused is fused
+
+
+@pytest.mark.parametrize(
+    ("facts", "disk", "measures"),
+    [
+        ({"batch": NORM}, DiskFacts(), True),
+        ({"batch": VALUE}, DiskFacts(), False),
+        ({"batch": NORM, "unread_before_step": False}, DiskFacts(), False),
+        ({"batch": NORM, "place": "gpu"}, DiskFacts(), False),
+        ({"batch": NORM, "overlap": "off"}, DiskFacts(), False),
+        ({"batch": NORM, "overlap": "off"}, GRADIENTS, True),
+    ],
+)
+def test_whether_norms_are_measured_in_backward(facts: dict[str, Any], disk: DiskFacts, measures: bool) -> None:
+    assert policy(disk, **facts).measure_norms is measures
+
+
+@pytest.mark.parametrize(
+    ("facts", "disk", "read", "unread"),
+    [
+        (OFF, DiskFacts(), "whole", "whole"),
+        ({}, DiskFacts(), "whole", "in update"),
+        ({"place": "gpu"}, DiskFacts(), "at once", "at once"),
+        (OFF, GRADIENTS, "at once", "in update"),
+    ],
+)
+def test_where_gradients_are_clipped(facts: dict[str, Any], disk: DiskFacts, read: str, unread: str) -> None:
+    found = policy(disk, **facts)
+    assert (found.clip(read=True, like_gpu=False), found.clip(read=False, like_gpu=False)) == (read, unread)
+    assert found.clip(read=True, like_gpu=True) == "at once"
+
+
+def test_gradients_stay_narrow_where_nobody_reads_them() -> None:
+    def narrow(on_disk: DiskFacts = MEMORY, /, **facts: Any) -> bool:
+        return policy(on_disk, **facts).optimizers[0].narrow
+
+    assert narrow()
+    assert not narrow(unread=False)
+    assert not narrow(ranks=True)
+    assert not narrow(GRADIENTS)
+    nesterov = OptimizerFacts(writes_gradients=True)
+    assert narrow(optimizers=(nesterov,))
+    assert not narrow(optimizers=(nesterov,), like_gpu=[(True, False)])
+
+
+def test_steps_with_a_gpu_s_bits_are_taken_apart_and_wait() -> None:
+    both = (OptimizerFacts(1), OptimizerFacts(2))
+    found = policy(**OFF, optimizers=both, like_gpu=[(True, True), (False, False)])
+    assert found.unit == "whole"
+    assert found.all_threads
+    assert [each.by_layers for each in found.optimizers] == [True, False]
+    assert [each.like_gpu_norms for each in found.optimizers] == [True, False]
+    facts = UpdateFacts(**OFF, ranks=True)
+    assert "the primary steps all layers at once" in against_gpu_bits(decide(facts), facts, DiskFacts())
+    assert against_gpu_bits(decide(facts), facts, STATE) == ""
+    assert against_gpu_bits(UpdatePolicy(), UpdateFacts(fused_optimizer=False), STATE) == "fused_optimizer=False"
+
+
+def test_when_results_are_awaited_and_gradients_stay() -> None:
+    assert not policy(place="gpu").lands
+    assert policy(place="gpu", disk=True).lands
+    assert not policy(disk=True).lands
+    assert policy(stay=True).gradients_stay
+    assert not policy(stay=True, batch=BatchFacts(scales=True)).gradients_stay
+    assert not policy(stay=True, batch=BatchFacts(automatic=False)).gradients_stay
+
+
+@pytest.mark.parametrize(
+    ("facts", "like_gpu", "why"),
+    [
+        ({}, True, ""),
+        ({"place": "gpu"}, False, ""),
+        ({}, False, "steps on the CPU differ from the GPU's"),
+        ({"on_cpu": True}, True, "the model computes on the CPU"),
+        ({"disk": True}, True, "it is not supported with several devices, a disk"),
+        ({"shares_base": True}, True, "it is not supported"),
+        ({"optimizers": ()}, True, "nothing is trained"),
+        ({"against_gpu": "LBFGS"}, True, "LBFGS"),
+    ],
+)
+def test_why_no_layer_stays_on_the_gpu(facts: dict[str, Any], like_gpu: bool, why: str) -> None:
+    found = against_staying(UpdateFacts(**facts), like_gpu=like_gpu)
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
+
+
+def test_a_policy_is_printed_in_one_line() -> None:
+    assert str(policy(**OFF)) == "all layers at once on the CPU, fused if the optimizer leaves that open; overlap: off"
+    found = policy(place="gpu", batch=NORM)
+    assert str(found).startswith("layer by layer on the GPU; overlap: forward (gradient_clip_val=1.0 needs all")
+
+
+def test_completing_a_policy_twice_changes_nothing() -> None:
+    facts = UpdateFacts(place="gpu", disk=True, batch=NORM)
+    once = complete(decide(facts), facts, STATE)
+    assert complete(once, facts, STATE) == once
