@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
+from sp_lightning.device.device import Device
 from sp_lightning.gpu_steps.alone import is_of_bitsandbytes
 from sp_lightning.gpu_steps.times import host_seconds_of, least_seconds, measure
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.update_policy import Place, UpdateFacts, choose_overlap
-from sp_lightning.trainer.options import Options
-
-if TYPE_CHECKING:
-    from sp_lightning.trainer.run import Run
 
 _MUCH = 0.9  # what one place takes of the other's time, to be worth other bits
 
@@ -25,25 +21,21 @@ class StepPlace:
     """Decides where the optimizers of a run step: once for all its steps, because the last bits depend on it.
 
     Args:
-        run: whose steps they are.
-        options: the user's.
+        device: returns the device, which is another one if the engine is built anew.
         count: what a step sends, reads and writes, by where it runs and when.
 
     Attributes:
         why: why ``"auto"`` has chosen the place; empty before, and where nothing is to choose.
     """
 
-    def __init__(self, run: Run, options: Options, count: Callable[[Place, Overlap], Ledger]) -> None:
-        self._run = run
-        self._options = options
+    def __init__(self, device: Callable[[], Device], count: Callable[[Place, Overlap], Ledger]) -> None:
+        self._device = device
         self._count = count
         self.why = ""
 
-    @property
-    def remark(self) -> str:
+    def remark(self, place: Place) -> str:
         """What was chosen, as a sentence; empty if nothing was."""
-        place = "GPU" if self._run.steps_on_device else "CPU"
-        return f'Optimizers step on the {place} (optimizer_on="auto": {self.why}).' if self.why else ""
+        return f'Optimizers step on the {place.upper()} (optimizer_on="auto": {self.why}).' if self.why else ""
 
     def moves(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> bool:
         """Returns True if ``"auto"`` moves the steps from the GPU to the CPU. It decides once: the last bits depend on the place.
@@ -55,8 +47,7 @@ class StepPlace:
         Raises:
             ValueError: the user's ``optimizer_overlap`` is not possible on the GPU.
         """
-        run = self._run
-        if self._options.optimizer_on != "auto" or self.why or not stepping:
+        if facts.optimizer_on != "auto" or self.why or not stepping:
             return False
         if facts.on_cpu:
             self.why = "the model computes there, too"
@@ -64,9 +55,7 @@ class StepPlace:
             self.why = "several devices" if facts.ranks else "the device has no room for two layers' state"
         else:
             stays, self.why = self._choose(stepping, facts)
-            if not stays:
-                run.step_on_host()
-                return True
+            return not stays
         return False
 
     def _choose(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> tuple[bool, str]:
@@ -116,7 +105,7 @@ class StepPlace:
         if on_device.state is None:
             return None
         try:
-            machine = measure(self._run.engine.device)
+            machine = measure(self._device())
         except torch.OutOfMemoryError:
             return None
         computing = host_seconds_of(stepping, machine)

@@ -7,18 +7,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from sp_lightning.engine.streamer import Streamer
 from sp_lightning.ranks.turns import RankTurns
 from sp_lightning.torch_compat.patched import in_place_of, own_step
 from sp_lightning.trainer.user_hooks import calls_closure_first
 from sp_lightning.updates.scaler import Found, HostGradScaler
-
-if TYPE_CHECKING:
-    from sp_lightning.trainer.run import Run
 
 Closure = Callable[[], Any]
 
@@ -31,17 +29,17 @@ class RankSteps:
     the hooks; their optimizers have no state.
 
     Args:
-        run: whose engine's weights are stepped.
+        engine: returns the engine whose weights are stepped. It may be built anew while the run lasts.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, engine: Callable[[], Streamer]) -> None:
+        self._engine = engine
         self._own: dict[Optimizer, Any] = {}  # the steps that optimizers have on the object without us
         self._attached = ExitStack()
 
     @property
     def _turns(self) -> RankTurns:
-        turns = self._run.engine.turns
+        turns = self._engine().turns
         assert isinstance(turns, RankTurns)
         return turns
 
@@ -92,7 +90,7 @@ class RankSteps:
                 nonlocal begun
                 if begun:
                     turn.pop_all().__exit__(None, None, None)
-                    self._run.engine.invalidate()  # the optimizer may have written weights
+                    self._engine().invalidate()  # the optimizer may have written weights
                     turns.ranks.end_turn(_CLOSURE)
                 begun = True
                 results.append(closure() if closure is not None else None)
@@ -113,13 +111,13 @@ class RankSteps:
         if closure is not None and not self._turn_comes_first(optimizer):
             results.append(closure())
         while (which := self._turns.follow(self._step_of(optimizer), weights=True)) == _CLOSURE:
-            self._run.engine.invalidate()
+            self._engine().invalidate()
             results.append(closure() if closure is not None else None)
         self._refuse_others(optimizer)
         return results[int(which)] if which != _NOTHING else None
 
     def _step_of(self, optimizer: Optimizer) -> str:
-        return self._run.engine.updating.step_of(optimizer)
+        return self._engine().updating.step_of(optimizer)
 
     def _turn_comes_first(self, optimizer: Optimizer) -> bool:
         """Whether a step's turn begins before its closure is called, and not after that.
@@ -140,7 +138,7 @@ class RankSteps:
         Raises:
             RuntimeError: there are some, with a gradient.
         """
-        updating = self._run.engine.updating
+        updating = self._engine().updating
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 host = getattr(parameter, "host", parameter)

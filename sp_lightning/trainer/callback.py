@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -30,10 +30,8 @@ from sp_lightning.observe.stats import (
 )
 from sp_lightning.plan.host_memory import host_memory
 from sp_lightning.trainer.compat import accumulates, logged_step
+from sp_lightning.trainer.loops import LoopStrategy
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
-
-if TYPE_CHECKING:
-    from sp_lightning.trainer.strategy import StreamingStrategy
 
 
 class SuperpipelineCallback(Callback):
@@ -114,7 +112,7 @@ class SuperpipelineCallback(Callback):
                 )
             self._warned = True
             return
-        self._strategy: StreamingStrategy = trainer.strategy  # type: ignore[assignment]
+        self._strategy: LoopStrategy = trainer.strategy  # type: ignore[assignment]
         if self._verbose and trainer.is_global_zero and self._level is None:
             self._level = self._strategy.log.level
             self._strategy.log.setLevel(logging.DEBUG)

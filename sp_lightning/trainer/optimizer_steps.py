@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
@@ -15,6 +16,8 @@ from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.disk.away import leave_files
 from sp_lightning.disk.tier import DiskTier, without
 from sp_lightning.engine.layerwise import LayerwiseStep
+from sp_lightning.engine.placement import Placement
+from sp_lightning.engine.streamer import Streamer
 from sp_lightning.gpu_steps.step_place import StepPlace
 from sp_lightning.kernels.like_gpu import GpuBits
 from sp_lightning.plan.choices import Overlap
@@ -34,6 +37,7 @@ from sp_lightning.plan.update_policy import (
     may_stay_narrow,
 )
 from sp_lightning.ranks.rank_steps import RankSteps
+from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks
@@ -45,14 +49,48 @@ from sp_lightning.trainer.update_facts import (
     real_optimizers,
     scaler_of,
 )
-from sp_lightning.trainer.user_hooks import clips_in_its_own_way
+from sp_lightning.trainer.user_hooks import UserHooks, clips_in_its_own_way
 from sp_lightning.updates.fused import has_fused_step, is_separable, runs_fused
 
-if TYPE_CHECKING:
-    from sp_lightning.engine.streamer import Streamer
-    from sp_lightning.trainer.run import Run
-
 Closure = Callable[[], Any]
+
+
+class SteppedRun(Protocol):
+    """What :class:`OptimizerSteps` uses of a run."""
+
+    module: pl.LightningModule
+    trains: bool
+    ranks: Ranks | None
+    placement: Placement
+    hooks: UserHooks
+    streamer: Streamer | None
+
+    @property
+    def engine(self) -> Streamer:
+        """The engine. It may be built anew while the run lasts."""
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether layers step on the GPU, as far as is decided."""
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether the run is a trial of a SharedBase."""
+
+    def step_on_host(self) -> None:
+        """Gives the memory of steps on the GPU to other things."""
+
+    def let_layers_stay(self, may: bool) -> None:
+        """Says whether results would be the same if layers stayed on the GPU."""
+
+    def most_that_stay(self) -> int:
+        """Returns how many layers could stay on the GPU."""
+
+    def finish_updates(self) -> None:
+        """Waits for updates in the background."""
+
+    def whole_after_failure(self, *, make_room: bool = False) -> AbstractContextManager[None]:
+        """A context after which the module is whole, whatever was raised in it."""
 
 
 class OptimizerSteps:
@@ -68,13 +106,13 @@ class OptimizerSteps:
         disk: what of the optimizers' state is on a disk; None without ``disk=``.
     """
 
-    def __init__(self, run: Run, options: Options, log: Any) -> None:
+    def __init__(self, run: SteppedRun, options: Options, log: Any) -> None:
         self._run = run
         self._options = options
         self._log = log
         self._layerwise: dict[Optimizer, LayerwiseStep] = {}
         self._trainer: Any = run.module.trainer
-        self._ranks = None if run.ranks is None else RankSteps(run)
+        self._ranks = None if run.ranks is None else RankSteps(lambda: run.engine)
         self.disk: DiskTier | None = None
         self._facts = UpdateFacts()
         self.policy: UpdatePolicy | None = None
@@ -83,8 +121,8 @@ class OptimizerSteps:
         self._logged = ""  # the mode that was logged last
         self._bits = GpuBits(None)
         self._none_stay = ""  # why gpu_layers="auto" keeps no layer on the device
-        self._place = StepPlace(run, options, self._count_as)
-        self._step_hooks = StepHooks(run, self._fuses_whole)
+        self._place = StepPlace(lambda: run.engine.device, self._count_as)
+        self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._fuses_whole)
         self._tried = False  # whether a step has shown what backward needs
         self._needed = ""  # its use of a layer whose gradients were complete
         self._steps = 0  # how many steps are running: an optimizer may step inside another one's closure
@@ -172,6 +210,7 @@ class OptimizerSteps:
     def _decide(self, facts: UpdateFacts) -> None:
         """Decides where and when optimizers step."""
         if self._place.moves(self._real_optimizers, facts):
+            self._run.step_on_host()
             facts = replace(facts, place="cpu")
         self._facts, self.policy = facts, decide(facts)
 
@@ -398,8 +437,8 @@ class OptimizerSteps:
         remarks = [] if self.disk is None else [str(self.disk.placement)]
         if when := self._when():
             remarks.append(when)
-        if self._place.remark:
-            remarks.append(self._place.remark)
+        if remark := self._place.remark(self._facts.place):
+            remarks.append(remark)
         remarks[:0] = self.bits()
         if self._options.gpu_layers == "auto" and self._none_stay:
             remarks.append(f'No layer stays on the GPU (gpu_layers="auto"): {self._none_stay}.')

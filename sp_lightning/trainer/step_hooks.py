@@ -6,13 +6,15 @@ import threading
 from collections.abc import Callable
 from time import perf_counter
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.engine.layerwise import LayerwiseStep
+from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.torch_compat.patched import elsewhere, scope
 from sp_lightning.torch_compat.private import (
@@ -22,11 +24,6 @@ from sp_lightning.torch_compat.private import (
 )
 from sp_lightning.updates.background import updates_here
 from sp_lightning.updates.fused import runs_fused
-
-if TYPE_CHECKING:
-    from sp_lightning.engine.streamer import Streamer
-    from sp_lightning.trainer.run import Run
-
 
 _ONE_CLASS = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-host"
 _FOLLOWED = "followed"
@@ -44,15 +41,19 @@ class StepHooks:
     background updates their layers.
 
     Args:
-        run: the run.
+        engine: returns the engine of the run, which may be built anew; None once the run is over.
+        module: the run's module.
         fuse: whether an optimizer's groups are to run fused where their user has left that open.
 
     Attributes:
         deferring: the optimizer whose steps only submit updates now, with what does so; None: all steps update all at once.
     """
 
-    def __init__(self, run: Run, fuse: Callable[[Optimizer], bool]) -> None:
-        self._run = run
+    def __init__(
+        self, engine: Callable[[], Streamer | None], module: nn.Module, fuse: Callable[[Optimizer], bool]
+    ) -> None:
+        self._engine_or_none = engine
+        self._module = module
         self._fuse = fuse
         self.deferring: tuple[Optimizer, LayerwiseStep] | None = None
         self._begun = 0.0  # when the running step began, or went on after its closure
@@ -61,6 +62,12 @@ class StepHooks:
         self._fused: list[dict[str, Any]] = []  # the groups that are fused here, for which their users have None
         self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
         self._scope = scope.get()
+
+    @property
+    def _engine(self) -> Streamer:
+        engine = self._engine_or_none()
+        assert engine is not None
+        return engine
 
     def open(self) -> None:
         """Has torch announce the steps of all optimizers to these hooks, unless it does: other code may have ended that."""
@@ -75,7 +82,7 @@ class StepHooks:
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Whether it is another run's, of several at once. A thread of the user's tells nothing, but weights do."""
-        streamer = self._run.streamer
+        streamer = self._engine_or_none()
         if streamer is None or elsewhere(self._scope):
             return True
         unknown = (scope.get() is None and self._scope is not None) or threading.get_ident() != streamer.threads.main
@@ -86,7 +93,7 @@ class StepHooks:
 
     def steps_on_device(self, optimizer: Optimizer) -> bool:
         """Whether the running step is an optimizer's of this run, whose layers the device steps."""
-        return self._layerwise(optimizer) is not None and self._run.engine.updating.all_on_device
+        return self._layerwise(optimizer) is not None and self._engine.updating.all_on_device
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
@@ -94,7 +101,7 @@ class StepHooks:
         """Runs before all other hooks. Returns what the step is called with."""
         if updates_here() or self._is_elsewhere(optimizer):
             return None
-        if self._run.engine.updating.all_on_device:
+        if self._engine.updating.all_on_device:
             self._refuse_beside_device(optimizer, args, kwargs)
         self._stepping.append(optimizer)
         self._prepare(optimizer)
@@ -119,7 +126,7 @@ class StepHooks:
             return argument
 
         def closure(*args: Any, **kwargs: Any) -> Any:
-            self._run.engine.updating.resume()
+            self._engine.updating.resume()
             outer, self._in_closure = self._in_closure, optimizer
             try:
                 result = argument(*args, **kwargs)
@@ -146,7 +153,7 @@ class StepHooks:
         name, layerwise, what = type(optimizer).__name__, self._layerwise(optimizer), ""
         closures = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, FunctionType)]
         if layerwise is None:
-            layer_of, module = self._run.engine.updating.layer_of, type(self._run.module).__name__
+            layer_of, module = self._engine.updating.layer_of, type(self._module).__name__
             ours = any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
             # A run inside of this one may train the same weights. Where it steps them on the device as well, it does so itself.
             if ours and not any(each.steps_on_device(optimizer) for each in _of_process.runs):
@@ -165,7 +172,7 @@ class StepHooks:
         if any(issubclass(kind, DeviceParameter) for kind in kinds):
             _hold_hosts(optimizer)
             parameters = _parameters(optimizer)
-        self._run.engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)
+        self._engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)
         self._begun = perf_counter()
 
     def _arrange_groups(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
@@ -196,7 +203,7 @@ class StepHooks:
         if updates_here() or self._is_elsewhere(optimizer):
             return
         self._drop_own(optimizer)
-        streamer, now = self._run.engine, perf_counter()
+        streamer, now = self._engine, perf_counter()
         if not streamer.device.computes_on_host:
             streamer.updating.step_seconds += now - self._begun
         self._begun = now  # an optimizer may have stepped inside another one's step
