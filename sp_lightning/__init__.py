@@ -6,23 +6,9 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sp_lightning._version import __version__
-
-# The command line imports the rest itself (see sp_lightning._public). orig_argv tells a command from a program whose own
-# arguments look like it.
-if sys.orig_argv[1:3] != ["-m", "sp_lightning"] and [Path(word).name for word in sys.argv[:1]] != ["superpipeline"]:
-    from sp_lightning._public import (
-        Plan,
-        PlannedLayer,
-        SharedBase,
-        Stats,
-        SuperpipelineCallback,
-        SuperpipelineStrategy,
-        check,
-        chunk_loss,
-        rank_order_hook,
-    )
 
 __all__ = [
     "Plan",
@@ -36,3 +22,35 @@ __all__ = [
     "chunk_loss",
     "rank_order_hook",
 ]
+
+if TYPE_CHECKING:
+    from sp_lightning._public import Plan, PlannedLayer, Stats, SuperpipelineCallback, SuperpipelineStrategy
+    from sp_lightning.activations.chunked_loss import chunk_loss
+    from sp_lightning.comparison.check import check
+    from sp_lightning.ranks.rank_order import rank_order_hook
+    from sp_lightning.sharing.shared_base import SharedBase
+else:
+
+    def __getattr__(name: str) -> object:
+        """Imports a public name when it is first used."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from sp_lightning import registry
+
+        if name in registry.PUBLIC:
+            found = registry.public(name)
+        else:
+            from sp_lightning import _public
+
+            found = getattr(_public, name)
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+# The command line imports the rest once its arguments are valid (see sp_lightning._public). orig_argv tells a command from a
+# program whose own arguments look like it.
+if sys.orig_argv[1:3] != ["-m", "sp_lightning"] and [Path(word).name for word in sys.argv[:1]] != ["superpipeline"]:
+    from sp_lightning import _public  # noqa: F401

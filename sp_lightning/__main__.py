@@ -7,8 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-import sp_lightning
-from sp_lightning.planner.arguments import LIGHTNING, PROGRAM, Question, make_parser, read, separate
+from sp_lightning.registry import needed_for
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -17,14 +16,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with status 1 if a model does not fit, with status 3 if it is not known whether it fits, with status 2 if
             a command cannot do what it is asked to do. The message says why.
+        MissingCapabilityError: the folder of the command line is missing.
     """
+    with needed_for("The command line"):
+        from sp_lightning.planner.arguments import LIGHTNING, PROGRAM, make_parser, read
+
     arguments = list(sys.argv[1:] if argv is None else argv)
     if PROGRAM == "superpipeline" and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as with python -m, so that a user's own modules are found
     parser = make_parser()
-    given = None if arguments and arguments[0] in LIGHTNING else read(parser, arguments)
-    _import_the_rest()
     try:
+        given = None if arguments and arguments[0] in LIGHTNING else read(parser, arguments)
+        from sp_lightning import _public  # noqa: F401  # which registers the strategy
+
         _run(given, arguments)
     except BrokenPipeError:  # the reader has seen enough (plan … | head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -33,24 +37,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog} {arguments[0]}: {error}\n")
 
 
-def _import_the_rest() -> None:
-    """Gives the package its public names. Factories of users import them."""
-    from sp_lightning import _public
-
-    for name in sp_lightning.__all__:
-        if name != "__version__":
-            setattr(sp_lightning, name, getattr(_public, name))
-
-
 def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
+    if given is not None and given.command == "check":
+        from sp_lightning.comparison import command
+
+        command.run(given)
+        return
     from sp_lightning.planner import commands, measured
+    from sp_lightning.planner.arguments import Question, make_parser, separate
 
     if given is None:
         commands.run_lightning(arguments)
     elif given.command == "convert":
         commands.run_convert(given.source, given.target, trust=given.trust)
-    elif given.command == "check":
-        commands.run_check(given)
     elif given.command == "rates":
         print(measured.run_rates(given))
     else:

@@ -1,7 +1,9 @@
-"""The public names of the package, and the registration of the strategy with Lightning.
+"""Imports the public names that the core has, and registers the strategy with Lightning.
 
-``import sp_lightning`` imports this file at once. ``python -m sp_lightning`` and ``superpipeline`` import it once their
-arguments have been read: torch and Lightning take seconds to import, which ``--help`` and a misspelt option need not wait for.
+``import sp_lightning`` imports this file immediately. ``python -m sp_lightning`` and ``superpipeline`` import it once their
+arguments are valid: torch and Lightning take seconds to import, and ``--help`` and a misspelt option do not need them.
+
+The public names of capabilities are imported when they are first used (``sp_lightning.registry.PUBLIC``).
 """
 
 import importlib.metadata
@@ -17,17 +19,13 @@ for _package, _needed in (("torch", "2.10"), ("lightning", "2.6")):
             f'Install it: pip install -U "{_package}>={_needed}"'
         )
 
-# Whichever of Lightning's two packages is imported last takes the logger of their messages. It stays with the users'.
+# The Lightning package that is imported last replaces the logger of rank-zero messages. The user's package keeps it.
 _log = rank_zero.log if "pytorch_lightning" in sys.modules else None
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from sp_lightning.activations.chunked_loss import chunk_loss
-from sp_lightning.comparison.check import check
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.ranks.rank_order import rank_order_hook
-from sp_lightning.sharing.shared_base import SharedBase
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 

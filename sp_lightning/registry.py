@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sp_lightning.model.rows import RowFinder
@@ -37,6 +38,14 @@ CAPABILITIES = {
     "tuning": "measures batches, and chooses k, k' and the modes of activations",
 }
 """The folders, and what each adds."""
+
+PUBLIC = {
+    "SharedBase": "sharing.shared_base",
+    "check": "comparison.check",
+    "chunk_loss": "activations.chunked_loss",
+    "rank_order_hook": "ranks.rank_order",
+}
+"""The public names of ``sp_lightning`` that capabilities have, and the file of each."""
 
 
 class MissingCapabilityError(ImportError):
@@ -76,6 +85,16 @@ def _capability(module: str | None) -> str | None:
 def is_installed(folder: str) -> bool:
     """Returns True if the folder of a capability is part of this installation."""
     return find_spec(f"sp_lightning.{folder}") is not None
+
+
+def public(name: str) -> Any:
+    """Returns what a public name of a capability stands for.
+
+    Raises:
+        MissingCapabilityError: the folder is missing.
+    """
+    with needed_for(f"sp_lightning.{name}"):
+        return getattr(import_module(f"sp_lightning.{PUBLIC[name]}"), name)
 
 
 @cache

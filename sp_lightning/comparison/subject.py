@@ -16,7 +16,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from sp_lightning.plan.choices import CHECKED
+from sp_lightning.comparison.command import STRATEGY_OPTIONS
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
@@ -149,8 +149,10 @@ class Subject:
             strategy = made.config["trainer"]["strategy"]
             unused += [name for name in _changed(made.settings, pl.Trainer) if name not in (*_SETTINGS, "strategy")]
             if getattr(strategy, "class_path", "").endswith("SuperpipelineStrategy"):
-                options = {name: value for name, value in strategy.init_args.items() if name in CHECKED}
-                unused += [name for name in _changed(strategy.init_args, SuperpipelineStrategy) if name not in CHECKED]
+                options = {name: value for name, value in strategy.init_args.items() if name in STRATEGY_OPTIONS}
+                unused += [
+                    name for name in _changed(strategy.init_args, SuperpipelineStrategy) if name not in STRATEGY_OPTIONS
+                ]
             elif strategy != "auto":
                 unused.append("strategy")
             unused += [name for name in ("ckpt_path", "weights_only") if made.config.get(name) is not None]
@@ -191,23 +193,19 @@ def _changed(arguments: Mapping[str, Any], of: Callable[..., Any]) -> list[str]:
     return [name for name, value in arguments.items() if name in defaults and value != defaults[name].default]
 
 
-def resolve(name: str, wanted: str) -> Any:
-    """What a name like ``package.module:Name`` leads to.
+def _resolved(given: Factory | None, wanted: str = _MODULE) -> Callable[[], Any] | None:
+    """Returns a factory, which may be given by its name.
 
     Raises:
-        ValueError: it leads nowhere. The message says what is ``wanted``.
+        ValueError: the name leads nowhere. The message says what is ``wanted``.
     """
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        config = " `plan` takes a config; `check` needs your own module." if name.endswith(".json") else ""
-        raise ValueError(f"{name!r}: {error}. Expected {wanted}.{config}") from error
-
-
-def _resolved(given: Factory | None, wanted: str = _MODULE) -> Callable[[], Any] | None:
     if not isinstance(given, str):
         return given
-    found = resolve(given, wanted)
+    try:
+        found = pkgutil.resolve_name(given)
+    except (ImportError, AttributeError, ValueError) as error:
+        config = " `plan` takes a config; `check` needs your own module." if given.endswith(".json") else ""
+        raise ValueError(f"{given!r}: {error}. Expected {wanted}.{config}") from error
     if isinstance(found, ModuleType):
         raise ValueError(f"{given!r} is a module. Expected {given}:Name, which makes it.")
     return cast(Callable[[], Any], found)

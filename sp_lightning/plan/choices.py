@@ -12,12 +12,6 @@ OptimizerOn = Literal["cpu", "gpu", "auto"]
 Transfer = Literal["auto", "full", "sharded"]
 Fused = bool | Literal["auto"]
 
-CHECKED = (
-    "k", "k_prime", "gpu_memory", "activations", "layers", "keep_on_gpu", "pin_memory", "fused_optimizer",
-    "optimizer_overlap", "optimizer_on", "gpu_layers", "load_weights_from", "disk", "host_memory",
-)  # fmt: skip
-"""The strategy's options that ``check`` takes. The others are for several devices, or ``check`` sets them itself."""
-
 _OFFLOADED = "Weights, gradients and optimizer state are always offloaded. Leave it out."
 _K = "Use k, the number of layers in GPU memory at once: k=2."
 _K_PRIME = "Layers are always prefetched. Use k_prime, the number of layers per transfer: k_prime=1."

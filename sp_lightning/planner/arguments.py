@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import itertools
 import math
@@ -16,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
-from sp_lightning.plan.choices import CHECKED, HABITS, Mode, Share
+from sp_lightning.plan.choices import HABITS, Mode, Share
 from sp_lightning.plan.choices import Overlap as AskedOverlap
 from sp_lightning.plan.units import exact_bytes, parse_bytes
+from sp_lightning.registry import is_installed, needed_for
 
 PROGRAM = (
     "superpipeline" if [Path(word).name for word in sys.argv[:1]] == ["superpipeline"] else "python -m sp_lightning"
@@ -429,7 +429,11 @@ def read(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Name
 
     Raises:
         SystemExit: with status 2 after a message with the command's usage. It suggests an option in place of an unknown one.
+        MissingCapabilityError: another folder of the package has the command, and is missing.
     """
+    if arguments[:1] == ["check"]:
+        with needed_for(f"{PROGRAM} check"):
+            import sp_lightning.comparison.command  # noqa: F401
     given, unknown = parser.parse_known_args(arguments, namespace=Question())
     if unknown:
         _refuse_unknown(_parser_of(parser, given.command), unknown)
@@ -486,7 +490,10 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
     convert.add_argument(
         "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
     )
-    _add_check(commands)
+    if is_installed("comparison"):
+        from sp_lightning.comparison import command
+
+        command.add_arguments(commands.add_parser("check", help=command.HELP))
     rates = commands.add_parser("rates", help="measure this machine for plan --rates, in about a minute")
     rates.add_argument("--accelerator", help="where layers compute, cuda or cpu (the accelerator that torch finds)")
     rates.add_argument("--disk", type=Path, help="a folder on the drive that is to be measured, too (none)")
@@ -504,41 +511,3 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
             _flag(name) if named else name, **{**how, **named, **({} if usual else {"default": argparse.SUPPRESS})}
         )
     return parser
-
-
-# ---------------------------------------------------------------------- check: the options of the strategy, too
-
-SUBJECT = ("factory", "data", "config", "steps", "seed")
-"""Arguments of ``check`` that are its own."""
-TRAINER = ("accelerator", "precision")
-"""Arguments of ``check`` that are those of a trainer."""
-_LISTS = ("layers", "keep_on_gpu")
-_ALL_MODES = {"activations": '; "all" tries every mode', "optimizer_overlap": '; "all" tries every mode'}
-
-
-def _value(text: str) -> Any:
-    """A Python value, or the text itself where it is none."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def _add_check(commands: Any) -> None:
-    """Adds the command to those of a parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "check",
-        help="compare your own model with plain Lightning, bit for bit (exit status 1: different, 2: not compared)",
-    )
-    parser.add_argument("factory", nargs="?", help="package.module:Factory, which makes the LightningModule")
-    parser.add_argument("--data", help="package.module:Name, which makes a LightningDataModule or training batches")
-    parser.add_argument("--config", type=Path, help="a config of Lightning's CLI, in place of both")
-    parser.add_argument("--steps", type=int, default=4, help="how many batches are trained (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="what randomness begins with (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    for name in TRAINER:
-        parser.add_argument(f"--{name}", type=_value, help=f"as Trainer({name}=…)")
-    for name in CHECKED:
-        flags = [f"--{name.replace('_', '-')}"]
-        meaning = f"as SuperpipelineStrategy({name}=…){_ALL_MODES.get(name, '')}"
-        parser.add_argument(*flags, dest=name, type=_value, nargs="+" if name in _LISTS else None, help=meaning)

@@ -1,24 +1,20 @@
-"""The commands: ``plan``, ``convert``, ``check``, and those of Lightning's CLI, which finds this strategy registered."""
+"""The commands: ``plan``, ``convert``, and those of Lightning's CLI, which finds this strategy registered."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
 import pickle
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sp_lightning.comparison.check import check
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
-from sp_lightning.plan.choices import CHECKED
 from sp_lightning.planner.answer import Answer, answer
-from sp_lightning.planner.arguments import PROGRAM, SUBJECT, TRAINER, Question
+from sp_lightning.planner.arguments import PROGRAM, Question
 from sp_lightning.planner.budget import Budget, best_first, budgets, fields, in_words, sizes
 from sp_lightning.planner.estimate import estimate_model
 from sp_lightning.planner.measured import corrected, with_rates
@@ -196,27 +192,3 @@ def run_convert(source: Path, target: Path, *, trust: bool) -> None:
         io.save_checkpoint(checkpoint, target)
     else:
         write(checkpoint, target, {})
-
-
-def run_check(arguments: argparse.Namespace) -> None:
-    """Checks, and prints the report on the standard output.
-
-    Raises:
-        ValueError, TypeError: an option cannot be.
-        SystemExit: with status 1 if something differs, with status 2 if nothing was compared.
-    """
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    trainer = {name: given[name] for name in TRAINER if name in given}
-    named = {name: given[name] for name in (*SUBJECT, *CHECKED) if name in given}
-    try:
-        report = check(**named, trainer=trainer)
-    except (ValueError, TypeError, ImportError, OSError):
-        raise
-    except BaseException as error:  # Lightning makes SystemExit(1) of Ctrl-C, and SystemExit(0) of SIGTERM
-        if isinstance(error, Exception):
-            traceback.print_exc()
-        print(f"Nothing was compared. {type(error).__name__}: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-    print(report.as_json() if arguments.json else report, flush=True)
-    if report.status:
-        raise SystemExit(report.status)

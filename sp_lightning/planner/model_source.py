@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 import os
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.comparison.subject import resolve
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.planner.arguments import EXPECTED, DefaultSize, Question, in_pixels
 from sp_lightning.planner.diffusion import (
@@ -197,7 +197,10 @@ def _patches(size: Any) -> int:
 
 def _load_factory(asked: Question) -> ModelSource:
     source = asked.model
-    factory = resolve(source, EXPECTED.removeprefix("Expected "))
+    try:
+        factory = pkgutil.resolve_name(source)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{source!r}: {error}. {EXPECTED}.") from error
     try:
         with torch.enable_grad():  # a factory may switch gradients off, which ends with this context
             module = answered(factory)

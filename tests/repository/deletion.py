@@ -56,6 +56,13 @@ ASKED_FOR: dict[str, tuple[str, str]] = {
 """For each capability, a program that asks for it, and a text that the program prints or raises."""
 
 
+NO_EDITABLE_INSTALL = """
+import sys
+sys.meta_path = [each for each in sys.meta_path if "__editable__" not in getattr(each, "__module__", "")]
+"""
+"""Without it, an editable installation of the package (pip install -e) would provide the folder that a copy lacks."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", choices=[*CAPABILITIES, "each"])
@@ -82,6 +89,7 @@ def without(folder: str, place: Path) -> Path:
             shutil.copy(ROOT / name, copy / name)
     shutil.rmtree(copy / "sp_lightning" / folder)
     shutil.rmtree(copy / "tests" / folder, ignore_errors=True)
+    (copy / "sitecustomize.py").write_text(NO_EDITABLE_INSTALL)
     return copy
 
 
