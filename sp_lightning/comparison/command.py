@@ -9,13 +9,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-HELP = "compare your own model with plain Lightning, bit for bit (exit status 1: different, 2: not compared)"
+from sp_lightning.comparison.options import STRATEGY_OPTIONS
 
-STRATEGY_OPTIONS = (
-    "k", "k_prime", "gpu_memory", "activations", "layers", "keep_on_gpu", "pin_memory", "fused_optimizer",
-    "optimizer_overlap", "optimizer_on", "gpu_layers", "load_weights_from", "disk", "host_memory",
-)  # fmt: skip
-"""The strategy's options that ``check`` takes. The others are for several devices, or ``check`` sets them itself."""
+HELP = "compare your own model with plain Lightning, bit for bit (exit status 1: different, 2: not compared)"
 
 _CHECK_OPTIONS = ("factory", "data", "config", "steps", "seed")
 _TRAINER_OPTIONS = ("accelerator", "precision")

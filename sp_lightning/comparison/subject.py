@@ -16,7 +16,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from sp_lightning.comparison.command import STRATEGY_OPTIONS
+from sp_lightning.comparison.options import STRATEGY_OPTIONS
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.strategy import SuperpipelineStrategy

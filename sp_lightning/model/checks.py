@@ -13,8 +13,7 @@ from sp_lightning.model.blocks import has_blocks
 from sp_lightning.model.found import Layer, OverlappingPair, Unit, join_names, tensor_bytes
 from sp_lightning.model.rows import RowFinder
 from sp_lightning.model.wrapped import parts
-from sp_lightning.torch_compat.fake import FakeTensor
-from sp_lightning.torch_compat.private import is_compiled, is_traceable_wrapper_subclass
+from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
 
 
 def refuse_cuda_graphs(module: nn.Module) -> None:

@@ -41,8 +41,7 @@ from sp_lightning.model.rows import RowFinder
 from sp_lightning.model.without_values import refuse_without_values
 from sp_lightning.model.wrapped import parts
 from sp_lightning.registry import row_finder
-from sp_lightning.torch_compat.fake import FakeTensor
-from sp_lightning.torch_compat.private import is_compiled, is_traceable_wrapper_subclass
+from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
 
 # Small units stay on the device: together at most this share of the model and at most as much as the largest unit, of which
 # each window has two, each at most a tenth of the largest. Of equal units, which come one after another, all stay or none.

@@ -137,7 +137,7 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
     """Runs a batch and counts what it does.
 
     Args:
-        found: the layers of a module that was made in :func:`~sp_lightning.torch_compat.fake.fake_tensors`. This is called in
+        found: the layers of a module that was made in :func:`~sp_lightning.planner.fake.fake_tensors`. This is called in
             the same context.
         run: one forward. It returns the loss, whose backward follows, or None.
 

@@ -26,10 +26,10 @@ from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.planner.adapters import add_adapters
 from sp_lightning.planner.arguments import PRECISIONS, Question, contradictions, in_pixels
 from sp_lightning.planner.dry_run import Cost, Work, estimate
+from sp_lightning.planner.fake import VALUES_NEEDED, fake_tensors
 from sp_lightning.planner.host import HostMemory, HostStep, host_memory, host_step, update_rates
 from sp_lightning.planner.known_values import answered
 from sp_lightning.planner.model_source import Arguments, ModelSource, has_forward, load_model
-from sp_lightning.torch_compat.fake import VALUES_NEEDED, fake_tensors
 from sp_lightning.torch_compat.modes import default_dtype
 from sp_lightning.torch_compat.private import tree_leaves
 from sp_lightning.tuning.choices import SAME, Balance

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sp_lightning.torch_compat.fake import VALUES_NEEDED, FakeTensor
+from sp_lightning.planner.fake import VALUES_NEEDED
 from sp_lightning.torch_compat.private import (
+    FakeTensor,
     TorchDispatchMode,
     disable_dispatch_modes,
     tree_leaves,
@@ -38,7 +39,7 @@ def answered(run: Callable[[], Result], *, at_once: bool = False) -> Result:
     """Runs without values, and if something asks for values, again with those of small tensors.
 
     Args:
-        run: what is run, inside of :func:`~sp_lightning.torch_compat.fake.fake_tensors`.
+        run: what is run, inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
         at_once: small tensors have values from the start, because what asks for them fails in ways of its own.
     """
     if not at_once:
@@ -52,7 +53,7 @@ def answered(run: Callable[[], Result], *, at_once: bool = False) -> Result:
 def known_values() -> Iterator[None]:
     """In this context small tensors have values, too, where all that they come from is known: made here, or no weight.
 
-    To be entered inside of :func:`~sp_lightning.torch_compat.fake.fake_tensors`. What asks for such a value is answered.
+    To be entered inside of :func:`~sp_lightning.planner.fake.fake_tensors`. What asks for such a value is answered.
     """
     with _Numbers(), _KnownValues():
         yield

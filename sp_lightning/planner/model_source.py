@@ -79,7 +79,7 @@ class ModelSource:
 
 
 def load_model(asked: Question) -> ModelSource:
-    """Makes a model. To be called inside :func:`~sp_lightning.torch_compat.fake.fake_tensors`.
+    """Makes a model. To be called inside :func:`~sp_lightning.planner.fake.fake_tensors`.
 
     Args:
         asked: names the model (:data:`~sp_lightning.planner.arguments.WANTED`) and the sizes of its batch.

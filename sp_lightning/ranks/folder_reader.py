@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sp_lightning.torch_compat.fake import FakeTensorMode
-from sp_lightning.torch_compat.private import part_of_file
+from sp_lightning.torch_compat.private import FakeTensorMode, part_of_file
 from sp_lightning.trainer.part_files import read_whole
 
 INDEX = "index.pt"

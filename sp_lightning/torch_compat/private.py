@@ -23,6 +23,7 @@ from torch import Tensor, autograd, jit, nn, overrides, serialization
 from torch._dynamo import comptime as compile_time
 from torch._dynamo import convert_frame, decorators, eval_frame
 from torch._functorch import pyfunctorch
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import batchnorm
@@ -377,6 +378,12 @@ def fused_sgd_step(weight: Tensor, gradient: Tensor) -> None:
     )  # fmt: skip
 
 
+FakeTensor = fake_tensor.FakeTensor
+"""A tensor that has a shape, a dtype and a device, and no memory. Public tensors without memory are on the device ``meta``."""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""The mode in which new tensors are fake tensors."""
+
 # ---------------------------------------------------------------------------------------- hooks that others registered
 
 # torch has public functions that register hooks, and none that tells which there are.
@@ -632,6 +639,8 @@ FEATURES = {
         "RNN_WEIGHTS": 'nn.LSTM, nn.GRU and nn.RNN with activations="recompute"',
         "NormBase": 'BatchNorm and InstanceNorm with activations="recompute"',
         "pruned_attribute": "torch.nn.utils.prune",
+        "FakeTensor": "superpipeline plan; tests of modules without values",
+        "FakeTensorMode": "reading checkpoint folders (save_distributed_checkpoint=True)",
         "take_for_parameter": "parameters of quantised weights, and state on a disk",
         "scaler_device": "16-mixed",
         "unscales_by_itself": "16-mixed with fused optimizers",

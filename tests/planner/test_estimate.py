@@ -21,7 +21,7 @@ from sp_lightning.activations.policy import Call
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
 from sp_lightning.planner.dry_run import Saved, Work, estimate
-from sp_lightning.torch_compat.fake import fake_tensors
+from sp_lightning.planner.fake import fake_tensors
 from tests.support.models import CASES, Block, Case, Module, Stack, llama, tokens, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.tiers import first

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from sp_lightning.__main__ import main
 from sp_lightning.model.find import find_layers
-from sp_lightning.torch_compat.fake import fake_tensors
+from sp_lightning.planner.fake import fake_tensors
 from tests.support.answers import plan
 from tests.support.tiers import some
 

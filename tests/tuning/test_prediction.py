@@ -18,7 +18,7 @@ from sp_lightning.layers.prefetch import Trace
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.planner.dry_run import Work, estimate
-from sp_lightning.torch_compat.fake import fake_tensors
+from sp_lightning.planner.fake import fake_tensors
 from sp_lightning.tuning.simulator import Walk
 from sp_lightning.tuning.visits import Prediction, Rates, Visit, measured
 from tests.support.engine import events, step, streamed

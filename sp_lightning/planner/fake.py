@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_impls, fake_tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from sp_lightning.torch_compat.private import grouped_mm_operator, storage_id, tree_leaves
-
-FakeTensor = fake_tensor.FakeTensor
-"""A tensor that has a shape, a dtype and a device, and no memory. The public ``meta`` device has no other devices."""
-
-FakeTensorMode = fake_tensor.FakeTensorMode
-"""The mode inside which all tensors are of that kind."""
+from sp_lightning.torch_compat.private import FakeTensor, grouped_mm_operator, storage_id, tree_leaves
 
 VALUES_NEEDED = (
     fake_tensor.DataDependentOutputException,
@@ -31,7 +25,7 @@ _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 _DESCRIBE_THEMSELVES = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class FakeResults(FakeTensorMode):
+class FakeResults(fake_tensor.FakeTensorMode):
     """A mode that remembers what an operator makes of such arguments.
 
     Equal layers ask the same of each operator. torch remembers it, too, by twenty properties of each tensor; to ask it takes
@@ -189,8 +183,6 @@ def fake_tensors() -> Iterator[None]:
 
 FEATURES = {
     "the planner": {
-        "FakeTensor": "superpipeline plan",
-        "FakeTensorMode": "superpipeline plan",
         "VALUES_NEEDED": "superpipeline plan: activations that depend on values",
         "FakeResults": "superpipeline plan",
         "truncated_normal_without_values": "superpipeline plan: models that call nn.init.trunc_normal_",
