@@ -15,15 +15,26 @@ The core files that still import a capability are listed in ``tests/repository/t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
+    from sp_lightning.engine.placement import Placement
+    from sp_lightning.engine.state_store import StateStore
+    from sp_lightning.model.found import Found
     from sp_lightning.model.rows import RowFinder
+    from sp_lightning.plan.ledger import Ledger
+    from sp_lightning.plan.plan import Plan
+    from sp_lightning.trainer.optimizer_steps import SteppedRun
+    from sp_lightning.trainer.options import Options
 
 CAPABILITIES = {
     "activations": "offloads or recomputes activations, and cuts a loss into chunks",
@@ -107,3 +118,46 @@ def row_finder() -> RowFinder:
     from sp_lightning.model.rows import RowFinder
 
     return RowFinder()
+
+
+# ---------------------------------------------------------------------- disk
+
+
+def require_disk(option: str) -> None:
+    """``disk=``, ``host_memory=``. **Error** if the folder is missing."""
+    with needed_for(option):
+        import sp_lightning.disk  # noqa: F401
+
+
+def placement_on_disk(
+    found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int
+) -> Placement:
+    """``disk=``. Returns where weights and gradients are. The arguments are those of ``disk.tier.place``."""
+    from sp_lightning.disk.tier import place
+
+    return place(found, plan, options, device, accumulate=accumulate)
+
+
+def state_on_disk(
+    run: SteppedRun,
+    options: Options,
+    optimizers: Sequence[Any],
+    ledger: Ledger,
+    still: Callable[[], AbstractContextManager[None]],
+    log: logging.Logger,
+) -> tuple[StateStore, int]:
+    """``disk=``. Returns where optimizer state is, and its host memory. The arguments are those of ``disk.tier.open_store``."""
+    from sp_lightning.disk.tier import open_store
+
+    return open_store(run, options, optimizers, ledger, still, log)
+
+
+def checkpoint_writer() -> Callable[[Any, IO[bytes]], None]:
+    """Returns what writes a checkpoint: ``torch.save``, unless this process has had tensors on a disk, which may be in it."""
+    if "sp_lightning.disk.away" not in sys.modules:
+        import torch
+
+        return torch.save
+    from sp_lightning.disk.away import save
+
+    return save

@@ -14,13 +14,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.device.layout import Span
 from sp_lightning.disk.mapped_file import is_on_disk, page_out
+from sp_lightning.store.absent_tensor import AbsentTensor
 from sp_lightning.torch_compat.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import save_by_way_of, take_for_parameter, tree_leaves
 
 
-class OnDiskTensor(Tensor):
+class OnDiskTensor(AbsentTensor):
     """A tensor whose values are on a disk. Its ``data`` is one NaN, or one zero, seen in the tensor's shape.
 
     Attributes:
@@ -49,6 +50,10 @@ class OnDiskTensor(Tensor):
         if away:
             load(away, leaves)
         return func(*args, **(kwargs or {}))
+
+    def bring(self) -> None:
+        with no_dispatch_modes(), torch.no_grad():
+            self.owner.give(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         load([self])
@@ -118,13 +123,6 @@ def load(tensors: Sequence[OnDiskTensor], beside: Collection[Any] = ()) -> None:
             owners.setdefault(owner, []).append(tensor)
     for owner, its in owners.items():
         owner.bring_for_user(its, beside)
-
-
-def give(tensors: Sequence[OnDiskTensor]) -> None:
-    """Gives tensors memory of their own, for good: what has them now is not what they were sent away by."""
-    with no_dispatch_modes(), torch.no_grad():
-        for tensor in tensors:
-            tensor.owner.give(tensor)
 
 
 def save(content: Any, stream: IO[bytes]) -> None:

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.layout import Span, bytes_of, part, whole_pages
 from sp_lightning.device.lease import shared
-from sp_lightning.disk.away import OnDiskTensor, can_go_away, give, return_to, send_away
+from sp_lightning.disk.away import OnDiskTensor, can_go_away, return_to, send_away
 from sp_lightning.disk.direct_file import ScratchFile, aligned_memory
 from sp_lightning.disk.state_placement import AccessPredictor, StatePlacement
 from sp_lightning.disk.state_transfers import StateTransfers, Stored
+from sp_lightning.engine.state_store import Key
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.patched import state_of
@@ -28,10 +29,6 @@ from sp_lightning.torch_compat.private import tree_leaves
 
 LEAST = 2**16
 """Bytes of the smallest tensor that goes to the disk. Numbers of steps and the state of biases and norms stay in memory."""
-
-
-Key = tuple[StreamedLayer, Optimizer]
-"""Whose state it is: a layer's in one optimizer. Several optimizers may update parameters of one layer."""
 
 
 class StateOnDisk:
@@ -76,7 +73,8 @@ class StateOnDisk:
         tensors = _tensors(part_of)
         away = [tensor for tensor in tensors if type(tensor) is OnDiskTensor]
         # An earlier run had them, or they were given to a layer whose state stays in memory, where nothing writes them.
-        give([tensor for tensor in away if tensor.owner is not self or key[0].name in self._stay])
+        for tensor in [tensor for tensor in away if tensor.owner is not self or key[0].name in self._stay]:
+            tensor.bring()
         away = [tensor for tensor in away if type(tensor) is OnDiskTensor]
         with self._lock:
             none_yet = not tensors and key[0].name not in self._stay and key not in self._roomy

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,25 +19,31 @@ from torch import nn
 from sp_lightning.device.host_memory import free_garbage, return_free_memory, return_large_blocks
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.disk import state_on_disk
+from sp_lightning.disk.away import leave_files
 from sp_lightning.disk.direct_file import ScratchFile, file_system, refuse_full
+from sp_lightning.disk.file_source import WINDOW as STAGED
 from sp_lightning.disk.mapped_file import is_on_disk, supported
+from sp_lightning.disk.placements import FilePlacement, ScratchPlacement, on_disk
 from sp_lightning.disk.state_on_disk import StateOnDisk
 from sp_lightning.disk.state_placement import WINDOW, StatePlacement, choose_in_files, choose_on_disk, place_state
 from sp_lightning.disk.weights_in_files import BOUNCE, FilePlace, Mappings
-from sp_lightning.engine.host_source import WINDOW as STAGED
-from sp_lightning.engine.placement import ONE_DEVICE, FilePlacement, Placement, ScratchPlacement
+from sp_lightning.engine.placement import ONE_DEVICE, Placement
+from sp_lightning.engine.state_store import IN_MEMORY, Key, StateStore
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.observe.messages import say_once
-from sp_lightning.plan.host_memory import room_for
+from sp_lightning.plan.host_memory import anonymous_bytes, room_for
 from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger, state_tensors
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.trainer.options import Options
 
+if TYPE_CHECKING:
+    from sp_lightning.trainer.optimizer_steps import SteppedRun
 
-class DiskTier:
-    """The disk of one run.
+
+class DiskTier(StateStore):
+    """Keeps optimizer state of one run on a disk, as far as host memory does not hold it.
 
     Args:
         folder: where the scratch file is.
@@ -53,6 +59,7 @@ class DiskTier:
         steps: how many steps optimizers have taken.
     """
 
+    option = "disk="
     placement: StatePlacement
 
     def __init__(self, folder: Path, host_memory: int | float | None, log: logging.Logger) -> None:
@@ -93,34 +100,107 @@ class DiskTier:
             MemoryError: host memory does not suffice even so.
             OSError: the disk has no room.
         """
-        small, on_disk = _state_bytes(optimizers, layer_of)
+        small, large = _state_bytes(optimizers, layer_of)
         return_free_memory()
         room = room_for(self._host_memory, elsewhere)
-        self.placement = place_state(on_disk, None if room is None else room - others - small, self._host_memory)
+        self.placement = place_state(large, None if room is None else room - others - small, self._host_memory)
         self._file.reserve(self.placement.disk_bytes, beside)
         if self.placement.on_disk:
             self.state = StateOnDisk(self._file, self.placement, still)
 
-    def count_step(self, where: Placement) -> None:
-        """Counts a step that an optimizer begins. ``where`` is where weights and gradients are."""
+    # ------------------------------------------------------------------ the state of a layer
+
+    @property
+    def elsewhere(self) -> bool:  # type: ignore[override]
+        return self.state is not None
+
+    @property
+    def remark(self) -> str:  # type: ignore[override]
+        return str(self.placement)
+
+    def load(self, key: Key, part: Any) -> None:
+        if self.state is None:
+            super().load(key, part)
+        else:
+            self.state.load(key, part)
+
+    def store(self, key: Key, part: Any) -> None:
+        if self.state is not None:
+            self.state.store(key, part)
+
+    def absorb(self, optimizers: Iterable[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
+        if self.state is not None:
+            self.state.absorb(optimizers, layer_of)
+
+    def loaded(self, optimizers: Iterable[Any]) -> None:
+        for optimizer in optimizers:
+            leave_files(optimizer)
+
+    # ------------------------------------------------------------------ figures
+
+    def step_begins(self, placement: Placement) -> None:
         self.steps += 1
         if self.steps == 2:
-            self._moved_first = self._moved(where)
+            self._moved_first = self._moved(placement)
 
-    def _moved(self, where: Placement) -> int:
-        """Bytes that were read and written so far."""
-        return self._file.read_bytes + self._file.written_bytes + where.moved
+    def _moved(self, placement: Placement) -> int:
+        """Returns the bytes that were read and written so far."""
+        moved = placement.moved if isinstance(placement, ScratchPlacement) else 0
+        return self._file.read_bytes + self._file.written_bytes + moved
 
-    def note_in(self, ledger: Ledger, where: Placement) -> Ledger:
-        """Returns a ledger with the state on the disk, with the memory that all passes through, and with traffic.
-
-        Args:
-            ledger: as :func:`without` returns it.
-            where: where weights and gradients are.
-        """
-        each = (self._moved(where) - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
+    def count(self, ledger: Ledger, placement: Placement) -> Ledger:
+        each = (self._moved(placement) - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
         below = min(self.placement.disk_bytes, ledger.state or 0)
-        return replace(ledger, on_disk=below, staging=self.placement.staging + where.on_disk.window, disk_traffic=each)
+        staging = self.placement.staging + on_disk(placement).window
+        return replace(ledger, on_disk=below, staging=staging, disk_traffic=each)
+
+
+def open_store(
+    run: SteppedRun,
+    options: Options,
+    optimizers: Sequence[Any],
+    ledger: Ledger,
+    still: Callable[[], AbstractContextManager[None]],
+    log: logging.Logger,
+) -> tuple[StateStore, int]:
+    """Decides what of the optimizers' state is on the disk.
+
+    With several devices the primary decides, whose optimizers have the state. The memory of all processes of the node counts.
+
+    Args:
+        run: the run, with its engine.
+        options: the user's, with a disk.
+        optimizers: whose state it is.
+        ledger: host memory as far as it is known.
+        still: a context in which no update is under way.
+        log: where a user's messages go.
+
+    Returns:
+        The store of this process, and the bytes of host memory that the state takes.
+
+    Raises:
+        ValueError: the size of an optimizer's state is not known.
+        MemoryError: host memory does not suffice even with a disk.
+        OSError: the disk has no room.
+    """
+    ranks, elsewhere = run.ranks, 0
+    if ranks is not None:
+        free_garbage()
+        elsewhere = sum(ranks.gather_numbers(anonymous_bytes(), "what processes have taken of host memory")[1:])
+    store: StateStore = IN_MEMORY
+    nbytes = 0
+    if ranks is None or ranks.primary:
+        assert options.disk is not None
+        store = tier = DiskTier(options.disk, options.host_memory, log)
+        run.placement.leave()  # the memory that is counted next has none of them; those of a window come
+        streamer, below = run.engine, on_disk(run.placement)
+        on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
+        others = ledger.gradients + on_host + below.window
+        tier.place(
+            optimizers, streamer.updating.layer_of, still, others, elsewhere, below.weight_bytes + below.gradient_bytes
+        )
+        nbytes = tier.placement.memory_bytes
+    return store, nbytes if ranks is None else ranks.gather_numbers(nbytes, "where optimizers' state is")[0]
 
 
 def _state_bytes(
@@ -148,18 +228,6 @@ def _state_bytes(
                     if parameter.nbytes >= state_on_disk.LEAST:
                         on_disk[layer.name] += count * whole_pages(parameter.nbytes)
     return max(0, size - on_disk.total()), on_disk
-
-
-def without(ledger: Ledger, where: Placement) -> Ledger:
-    """Returns a ledger of what is in memory: without weights that are in files, and weights and gradients on the disk."""
-    weights, gradients = where.on_disk.weight_bytes, where.on_disk.gradient_bytes
-    return replace(
-        ledger,
-        weights=ledger.weights - where.bytes_in_files - weights,
-        gradients=max(0, ledger.gradients - gradients),  # fewer, if the mode was chosen after what is on the disk
-        weights_on_disk=weights,
-        gradients_on_disk=gradients,
-    )
 
 
 # ---------------------------------------------------------------------- where weights and gradients are
@@ -208,8 +276,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
         MemoryError: there is not even room for what does not stay in files.
         OSError: no file can be created in the folder.
     """
-    if options.disk is None:
-        return ONE_DEVICE
+    assert options.disk is not None
     return_large_blocks()
     free_garbage()
     files = WeightsInFiles()

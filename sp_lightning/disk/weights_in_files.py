@@ -28,10 +28,12 @@ from sp_lightning.device.layout import PAGE, addresses, bytes_of, whole_pages
 from sp_lightning.device.pages import pages_in_memory, was_written
 from sp_lightning.disk.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
 from sp_lightning.disk.mapped_file import page_out
+from sp_lightning.layers.writes import digest_of_values, known_digests
 from sp_lightning.model.found import Layer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import SparseMemory
 from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.trainer.part_files import identity_of
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,6 @@ class Mappings:
             return None
         self.resident_bytes += PAGE * pages
         return FilePlace(path, offset + address - begin, identity)
-
-
-def identity_of(status: os.stat_result) -> tuple[int, int, int]:
-    """What changes if a file is replaced or written."""
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 BOUNCE = THREADS * (PIECE + PAGE)
@@ -204,6 +201,7 @@ class FileBlock(HostBlock):
         for index, place in self._places.items():
             parameter = self.parameters[index]
             _left_in_files[parameter] = place, parameter.data_ptr(), StorageWeakRef(parameter.untyped_storage())
+            known_digests[parameter] = _digest
             page_out(parameter.data_ptr(), parameter.nbytes)
 
     def _take(self, index: int, into: Tensor | None) -> None:
@@ -257,3 +255,19 @@ def place_of(tensor: Tensor) -> FilePlace | None:
             return place if in_order and place.unchanged and not was_written(tensor) else None
         except OSError:  # the file has no name any more
             return None
+
+
+_digests: dict[tuple[FilePlace, torch.dtype, torch.Size], str] = {}
+"""The digests of weights that are in files, each of which is read once."""
+
+
+def _digest(tensor: Tensor) -> str:
+    """Returns the digest of a parameter that a run has left in its file. Its file is read once for that."""
+    place = place_of(tensor)
+    if place is None:
+        return digest_of_values(tensor)
+    key = place, tensor.dtype, tensor.shape
+    if key not in _digests:
+        _digests[key] = digest_of_values(tensor)
+        page_out(tensor.data_ptr(), tensor.nbytes)
+    return _digests[key]

@@ -1,22 +1,11 @@
-"""The host store as the source of layers' bytes: updated, cast anew, and with the memory that users gave to parameters.
-
-What is in files is read to staging memory when a layer is fetched, and that of the next layers before.
-"""
+"""The host store as the source of layers' bytes: updated, cast anew, and with the memory that users gave to parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
 from sp_lightning.device.device import Device, Wait
-from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.disk.direct_file import Transfer
-from sp_lightning.disk.state_placement import AccessPredictor
-from sp_lightning.disk.weights_in_files import FileBlock
 from sp_lightning.layers.layer import AllRows, Kind, StreamedLayer
 from sp_lightning.layers.lent_weights import keep_saved
 from sp_lightning.layers.slots import BlockSource, Slots, Staged
@@ -102,7 +91,7 @@ class HostSource(BlockSource):
             and layer.casts.current
             and (slot is None or not (slot.stale or slot.escaped or slot.digests is not None))
             and all(type(block.memory).use is BlockMemory.use for block in blocks)
-            and not any(isinstance(block, FileBlock) or block.displaced or block.retyped for block in blocks)
+            and not any(block.displaced or block.retyped for block in blocks)
             and self._watch is None
         )
 
@@ -110,7 +99,7 @@ class HostSource(BlockSource):
         try:
             block.memory.use()
         except OSError as error:
-            self._updates.torn = f"weights on the disk could not be read or written: {error!r}"
+            self._updates.torn = f"memory of the host store could not be read or written: {error!r}"
             raise
 
     def synchronize(self) -> None:
@@ -175,121 +164,3 @@ def tied(name: str, other: str) -> str:
         f"silently. Tie them by sharing one object (module_b.weight = module_a.weight), or give it a copy: "
         f"param.data = other.data.clone()."
     )
-
-
-WINDOW = 3
-"""Layers that are staged at once: one that is copied to the device, and those that are read meanwhile."""
-
-
-@dataclass(eq=False)
-class _Buffer:
-    """Staging memory.
-
-    Attributes:
-        memory: of the largest layer's size.
-        layer: whose bytes it has, or will have.
-        transfer: of those from the file.
-        staged: how often the layer had been fetched when they were given to a transfer to the device; None before.
-    """
-
-    memory: PinnedMemory
-    layer: StreamedLayer | None = None
-    transfer: Transfer | None = None
-    staged: int | None = None
-
-    @property
-    def bytes(self) -> Tensor:
-        return self.memory.bytes
-
-    @property
-    def issued(self) -> bool:
-        """Whether the transfer to the device was issued."""
-        return self.staged is not None and self.layer is not None and self.layer.fetches > self.staged
-
-
-class FileSource(HostSource):
-    """The source of one device where weights of some layers are in files.
-
-    The order of the last fetches says which layer is read next: the one that came after the same two.
-    """
-
-    def __init__(
-        self, layers: Sequence[StreamedLayer], slots: Slots, updates: BackgroundUpdates, device: Device, *args: Any
-    ) -> None:
-        super().__init__(layers, slots, updates, device, *args)
-        self._slots, self._device = slots, device
-        self._buffers: list[_Buffer] = []
-        self._fetches = AccessPredictor[StreamedLayer](2)
-        self._largest = 0
-        self._pin = False
-        for layer in layers:
-            if isinstance(layer.block, FileBlock):
-                self._largest = max(self._largest, layer.planned.nbytes)
-                self._pin = layer.block.pin
-
-    def ready(self, layer: StreamedLayer) -> bool:
-        if not isinstance(layer.block, FileBlock):
-            return super().ready(layer)
-        buffer = self._read(layer)
-        there = buffer is not None and buffer.transfer is not None and buffer.transfer.done
-        return there and super().ready(layer)
-
-    def stage(self, layer: StreamedLayer) -> Staged:
-        staged = super().stage(layer)
-        if not isinstance(layer.block, FileBlock):
-            return staged
-        self._fetches.note(layer)
-        buffer = self._read(layer)
-        if buffer is None:
-            self._make_one_free()
-            buffer = self._read(layer)
-        assert buffer is not None
-        assert buffer.transfer is not None
-        try:
-            buffer.transfer.wait()
-        except OSError:
-            buffer.layer = buffer.transfer = None
-            raise
-        self._device.access(layer.block.weights, None, write=False)
-        self._device.access(buffer.bytes, None, write=True)
-        layer.block.complete(buffer.bytes)
-        buffer.staged = layer.fetches
-        for following in islice(self._fetches.coming(itself=True), WINDOW - 1):
-            if self._read(following) is None:
-                break
-        return buffer.bytes[: layer.planned.nbytes], None
-
-    def _read(self, layer: StreamedLayer) -> _Buffer | None:
-        """Returns the buffer with a layer's bytes, which may be on their way; None if there is none to spare."""
-        for buffer in self._buffers:
-            if buffer.layer is layer and buffer.staged is None:
-                return buffer
-        free = next((each for each in self._buffers if each.layer is None), None) or self._taken_back()
-        if free is None:
-            return None
-        assert isinstance(layer.block, FileBlock)
-        free.layer, free.transfer, free.staged = layer, layer.block.read(free.bytes), None
-        return free
-
-    def _taken_back(self) -> _Buffer | None:
-        """A new buffer, or the one that was given to the device first, once the device has its bytes."""
-        if len(self._buffers) < WINDOW:
-            return self._another()
-        first = next((buffer for buffer in self._buffers if buffer.issued), None)
-        if first is not None:
-            self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, first.layer)
-            self._buffers.remove(first)
-            self._buffers.append(first)
-        return first
-
-    def _another(self) -> _Buffer:
-        buffer = _Buffer(PinnedMemory(self._device, self._largest, pin=self._pin))
-        self._buffers.append(buffer)
-        return buffer
-
-    def _make_one_free(self) -> None:
-        """Takes a buffer that was read in vain, or, if all of them leave in one transfer, another one."""
-        buffer = next((each for each in self._buffers if each.staged is None), None) or self._another()
-        if buffer.transfer is not None:
-            buffer.transfer.finish()
-        buffer.layer = buffer.transfer = None

@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.lease import held_elsewhere
-from sp_lightning.disk.away import OnDiskTensor, give
-from sp_lightning.disk.state_on_disk import StateOnDisk
 from sp_lightning.engine.clipping import Clipping, by_value
+from sp_lightning.engine.state_store import StateStore
 from sp_lightning.engine.updating import Updating
 from sp_lightning.gpu_steps.alone import constants_of, is_declared
 from sp_lightning.kernels.like_gpu import LikeGpu
@@ -63,10 +62,10 @@ class LayerwiseStep:
         measure: whether norms of gradients are computed while backward goes on. This is right only if no code writes
             gradients between backward and clipping.
         narrow: whether gradients keep the dtype in which they come. This saves memory only if no code reads them.
-        state: loads and stores the optimizer's state; None if it stays on the host.
+        state: brings the optimizer's state before each update, and takes it afterwards.
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
-        lands: whether an update ends only when all has left the device, because its memory may go to a disk then.
+        lands: whether an update ends only when all has left the device, because its memory may be used for other things then.
         waits_there: whether a step of a layer that stays on the device ends before the next forward begins, which may change
             what tensors the optimizer's own code makes.
         like: the GPU whose bits updates have; None: those of torch's operators on the CPU.
@@ -90,7 +89,7 @@ class LayerwiseStep:
         clip_value: float | None,
         measure: bool,
         narrow: bool,
-        state: StateOnDisk | None,
+        state: StateStore,
         waits: bool,
         lands: bool,
         waits_there: bool = False,
@@ -115,7 +114,7 @@ class LayerwiseStep:
         self._separable = (waits and like is None) or on_device is not None or is_separable(optimizer)
         self._closure: Callable[[], Any] | None = None
         if engine.on_device is not None:
-            engine.on_device.arrange(loose=state is not None, ahead=not (early.in_backward or waits))
+            engine.on_device.arrange(loose=state.elsewhere, ahead=not (early.in_backward or waits))
         self._constants = constants_of(optimizer)
         self._declared = on_device is not None and is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
@@ -198,11 +197,11 @@ class LayerwiseStep:
     def _order(self) -> list[StreamedLayer]:
         """All layers by how urgent their updates are: those that stay, then others as the next forward needs them.
 
-        On the device, on a disk and on several ranks updates are done in the order in which they are submitted.
+        On the device, on several ranks and if state is elsewhere, updates are done in the order in which they are submitted.
         """
         # Those that stay are first: to issue their steps takes the background little time, and the device has them soon.
         order = sorted(self._engine.order(), key=lambda layer: layer.own_slot is None)
-        in_order = self._engine.several or self._state is not None or self._on_device is not None
+        in_order = self._engine.several or self._state.elsewhere or self._on_device is not None
         self._updates.urgency = {} if in_order else {layer: at for at, layer in enumerate(order)}
         return order
 
@@ -289,13 +288,13 @@ class LayerwiseStep:
         what, instead = undivided.args
         needs = {
             'optimizer_overlap="backward"': self.begun,
-            "disk=": self._state,
+            self._state.option: self._state.elsewhere,
             'optimizer_on="gpu"': self._on_device,
             "Training on several devices": self._engine.several,
         }
         for name, needed in needs.items():
             if needed:
-                names = ["disk="] * (self._state is not None) + ["optimizer_on"] * (self._on_device is not None)
+                names = [self._state.option] * self._state.elsewhere + ["optimizer_on"] * (self._on_device is not None)
                 otherwise = f"leave {' and '.join(names)} out" if names else ""
                 if self._on_device is None:
                     otherwise += f"{' and ' * bool(names)}pass optimizer_overlap='off'"
@@ -421,12 +420,7 @@ class LayerwiseStep:
         stays = stays and self._engine.staying(layer)
 
         def update() -> None:
-            if self._state is None:
-                # What an earlier run with ``disk=`` has left away comes.
-                found = (state_of(part).get(parameter, {}) for parameter in parameters)
-                give([value for each in found for value in each.values() if type(value) is OnDiskTensor])
-            else:
-                self._state.load((layer, self._optimizer), part)
+            self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             # torch makes the state of a parameter without a gradient in a later step, behind that of others.
             for parameter in parameters:
@@ -436,8 +430,7 @@ class LayerwiseStep:
             self._step_layer(layer, part, trained, clips, context, stays=stays)
             if self._lands:
                 engine.device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
-            if self._state is not None:
-                self._state.store((layer, self._optimizer), part)
+            self._state.store((layer, self._optimizer), part)
 
         ends = self._waits_there and layer.own_slot is not None
         at_once = self._compiles or self._makes_state(layer, parameters) or held or ends

@@ -13,12 +13,12 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import lay_out, part, total_bytes, view
 from sp_lightning.device.lease import lend
-from sp_lightning.disk.away import OnDiskTensor
+from sp_lightning.store.absent_tensor import AbsentTensor
 from sp_lightning.torch_compat.private import tree_leaves
 
 
 class SeparateState:
-    """A layer's state whose tensors are in memory of their own, as those are that go to a disk between two updates.
+    """A layer's state whose tensors are in memory of their own, as those are that leave host memory between two updates.
 
     Args:
         tensors: what the user finds in the optimizer's ``state``.
@@ -108,8 +108,8 @@ def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Co
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether a part of a state is a tensor as torch makes it. One that was on a disk until its update has a class of its own."""
-    return type(leaf) in (Tensor, OnDiskTensor)
+    """Returns True for a tensor as torch makes it. One that is elsewhere between two updates has a class of its own."""
+    return type(leaf) is Tensor or issubclass(type(leaf), AbsentTensor)
 
 
 def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: Set[str]) -> None:

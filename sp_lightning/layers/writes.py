@@ -16,31 +16,25 @@ from typing import Any
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.device.lease import Lease
-from sp_lightning.disk.mapped_file import page_out
-from sp_lightning.disk.weights_in_files import FilePlace, place_of
 from sp_lightning.layers.parameter_group import ParameterGroup
 from sp_lightning.model.wrapped import parts
 from sp_lightning.store.block import HostBlock
 
-_in_files: dict[tuple[FilePlace, torch.dtype, torch.Size], str] = {}
-"""The digests of weights that are in files, each of which is read once."""
+known_digests: Any = WeakIdKeyDictionary()
+"""For weights whose values need not be read each time: a function that returns the digest of such a weight."""
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns a hexadecimal SHA-256 of a weight's values, shape and dtype. It reads the weight's memory, or its file, once."""
-    place = place_of(tensor)
-    if place is None:
-        return _of_values(tensor)
-    key = place, tensor.dtype, tensor.shape
-    if key not in _in_files:
-        _in_files[key] = _of_values(tensor)
-        page_out(tensor.data_ptr(), tensor.nbytes)
-    return _in_files[key]
+    """Returns a hexadecimal SHA-256 of a weight's values, shape and dtype."""
+    known = known_digests.get(tensor)
+    return digest_of_values(tensor) if known is None else known(tensor)
 
 
-def _of_values(tensor: Tensor) -> str:
+def digest_of_values(tensor: Tensor) -> str:
+    """Returns the same. It reads the weight's memory once."""
     result = hashlib.sha256(usedforsecurity=False)
     with DisableTorchFunctionSubclass():  # within a step a host parameter would give the device's values
         detached = tensor.detach()

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from sp_lightning.disk.away import save
+from sp_lightning import registry
 from sp_lightning.model.wrapped import parts, rebuild
 from sp_lightning.ranks.folder_reader import read
 from sp_lightning.torch_compat.private import loads_in_its_own_way, tree_map_only
@@ -70,7 +70,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             part, stream = create_part(file)
             with stream:
-                save(checkpoint, stream)
+                registry.checkpoint_writer()(checkpoint, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
                 if os.name != "posix":

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
-from sp_lightning.device.host_memory import free_garbage
-from sp_lightning.disk.away import leave_files
-from sp_lightning.disk.tier import DiskTier, without
+from sp_lightning import registry
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.placement import Placement
+from sp_lightning.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.gpu_steps.step_place import StepPlace
 from sp_lightning.kernels.like_gpu import GpuBits
 from sp_lightning.plan.choices import Overlap
-from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.plan.update_policy import (
     DiskFacts,
@@ -103,7 +100,7 @@ class OptimizerSteps:
 
     Attributes:
         policy: how layers are updated; None until :meth:`begin`, when there are optimizers.
-        disk: what of the optimizers' state is on a disk; None without ``disk=``.
+        state: keeps the optimizers' state between steps.
     """
 
     def __init__(self, run: SteppedRun, options: Options, log: Any) -> None:
@@ -113,7 +110,7 @@ class OptimizerSteps:
         self._layerwise: dict[Optimizer, LayerwiseStep] = {}
         self._trainer: Any = run.module.trainer
         self._ranks = None if run.ranks is None else RankSteps(lambda: run.engine)
-        self.disk: DiskTier | None = None
+        self.state: StateStore = IN_MEMORY
         self._facts = UpdateFacts()
         self.policy: UpdatePolicy | None = None
         # What ``_layerwise`` was made for.
@@ -141,7 +138,7 @@ class OptimizerSteps:
             self._ranks.detach()
         self._layerwise.clear()
         self._executed = None
-        self.disk = None  # its file is gone with the run
+        self.state = IN_MEMORY  # files are gone with the run
 
     # ------------------------------------------------------------------ how steps run
 
@@ -218,9 +215,7 @@ class OptimizerSteps:
         """Completes the policy, and has the optimizers step as it says."""
         run, engine, facts, decided = self._run, self._run.engine, self._facts, self.policy
         assert decided is not None
-        state = None if self.disk is None else self.disk.state
-        on_disk = run.placement.on_disk
-        disk = DiskFacts(state is not None, bool(on_disk.gradients), on_disk.any)
+        disk = DiskFacts(self.state.elsewhere, run.placement.pages_gradients, run.placement.pages)
         optimizers = self._real_optimizers
         bits = self._bits = GpuBits(None if facts.place == "gpu" else engine.device.plain_steps_on)
         bits.decide(
@@ -240,14 +235,14 @@ class OptimizerSteps:
             self._executed = engine, facts, policy
         if self._ranks is not None:  # again each time: a checkpoint may have given an optimizer other state
             self._ranks.attach([each for each in optimizers if each not in self._layerwise], scaler_of(self._trainer))
-        placed = self._options.disk is None or self.disk is not None  # only the primary's state is on the disk
+        placed = self._options.disk is None or self.state is not IN_MEMORY  # only the primary's state is on the disk
         if placed and policy.mode != self._logged:
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), policy.mode)
             self._logged = policy.mode
 
     def _make_steps(self, policy: UpdatePolicy, optimizers: Sequence[Optimizer]) -> None:
         """Makes the steps of optimizers that are taken apart by layers."""
-        engine, state = self._run.engine, None if self.disk is None else self.disk.state
+        engine = self._run.engine
         engine.updating.gradients.keep_there = policy.gradients_stay
         if policy.all_threads:
             engine.device.background_threads = torch.get_num_threads()
@@ -260,7 +255,7 @@ class OptimizerSteps:
                 clip_value=self._facts.batch.clip_value,
                 measure=policy.measure_norms,
                 narrow=of.narrow,
-                state=state,
+                state=self.state,
                 waits=policy.overlap == "off",
                 lands=policy.lands,
                 waits_there=of.ends_first,
@@ -347,46 +342,28 @@ class OptimizerSteps:
             self.arrange()
             self.absorb_state()
 
-    # ------------------------------------------------------------------ a disk
+    # ------------------------------------------------------------------ the optimizers' state
 
     def place_state(self) -> int:
-        """Decides what of the optimizers' state is on the disk, if there is one. Returns the bytes of host memory for state.
-
-        With several devices the primary decides, whose optimizers have the state. What all processes of the node take counts.
-        """
-        ranks, ledger, disk = self._run.ranks, self._count(), self._options.disk
-        if disk is None:
+        """Decides where the optimizers' state lies. Returns the bytes of host memory that it takes."""
+        ledger = self._count()
+        if self._options.disk is None:
             return ledger.state or 0
-        if ranks is None:
-            return self._place_state(disk, ledger, 0)
-        free_garbage()
-        taken = ranks.gather_numbers(anonymous_bytes(), "what processes have taken of host memory")
-        mine = self._place_state(disk, ledger, sum(taken[1:])) if ranks.primary else 0
-        return ranks.gather_numbers(mine, "where optimizers' state is")[0]
-
-    def _place_state(self, disk: Path, ledger: Ledger, elsewhere: int) -> int:
-        """Places the state of this process. ``elsewhere`` is what others have taken of host memory, in bytes."""
-        streamer = self._run.engine
-        tier = DiskTier(disk, self._options.host_memory, self._log)
-        self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
-        on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
-        on_disk = self._run.placement.on_disk
-        others, beside = ledger.gradients + on_host + on_disk.window, on_disk.weight_bytes + on_disk.gradient_bytes
-        tier.place(self._real_optimizers, streamer.updating.layer_of, self._still, others, elsewhere, beside)
-        self.disk = tier
-        return tier.placement.memory_bytes
+        optimizers = self._real_optimizers
+        self.state, nbytes = registry.state_on_disk(
+            self._run, self._options, optimizers, ledger, self._still, self._log
+        )
+        return nbytes
 
     def absorb_state(self) -> None:
-        """Optimizers have state that did not come from their steps. What belongs on the disk goes there."""
-        if self.disk is not None and self.disk.state is not None:
-            self.disk.state.absorb(self._real_optimizers, self._run.engine.updating.layer_of)
+        """Called when optimizers have state that their steps have not made."""
+        if self.state is not IN_MEMORY:
+            self.state.absorb(self._real_optimizers, self._run.engine.updating.layer_of)
 
     def state_loaded(self) -> None:
-        """Optimizers have the state of a checkpoint, which may be in its file still."""
+        """Called when optimizers have the state of a checkpoint, which may be in its file still."""
         self.absorb_state()
-        if self.disk is not None:
-            for optimizer in self._trainer.optimizers:
-                leave_files(optimizer)
+        self.state.loaded(self._trainer.optimizers)
 
     # ------------------------------------------------------------------ what a user reads
 
@@ -399,13 +376,13 @@ class OptimizerSteps:
         trainer = self._trainer
         ledger = self._count_as(self._facts.place, self.overlap)
         fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
-        ledger = without(replace(ledger, fused=fused), self._run.placement)
-        return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
+        placement = self._run.placement
+        return self.state.count(placement.count(replace(ledger, fused=fused)), placement)
 
     def _count_as(self, place: Place, overlap: Overlap) -> Ledger:
         """Host memory and traffic with steps in one of the places, and in one of the modes."""
         trainer, on_device = self._trainer, place == "gpu"
-        disk = DiskFacts(gradients=bool(self._run.placement.on_disk.gradients))
+        disk = DiskFacts(gradients=self._run.placement.pages_gradients)
         pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
             early=overlap == "backward" and (self._frees or on_device),
@@ -423,7 +400,7 @@ class OptimizerSteps:
     def _still(self) -> Generator[None, None, None]:
         """A context in which no update is under way, whatever other threads do."""
         with ExitStack() as stack:
-            if self._run.streamer is not None:  # state on a disk outlives the run
+            if self._run.streamer is not None:  # state that is elsewhere outlives the run
                 self._run.finish_updates()  # those that this thread has asked for, with their errors
                 stack.enter_context(self._run.engine.updates.still())
             yield
@@ -434,7 +411,7 @@ class OptimizerSteps:
 
     def remarks(self) -> list[str]:
         """What a user should know of the steps, in sentences."""
-        remarks = [] if self.disk is None else [str(self.disk.placement)]
+        remarks = [self.state.remark] if self.state.remark else []
         if when := self._when():
             remarks.append(when)
         if remark := self._place.remark(self._facts.place):
@@ -509,8 +486,7 @@ class OptimizerSteps:
             self._updates, self._backward = True, False
             return result
 
-        if self.disk is not None:
-            self.disk.count_step(self._run.placement)
+        self.state.step_begins(self._run.placement)
         outer = self._step_hooks.deferring, self._updates  # an optimizer may step inside another one's closure
         # A manual step may catch an error. If it does not, the step of the batch makes room.
         make_room = self._run.trains and self._run.module.automatic_optimization

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import nn
 
+from sp_lightning import registry
 from sp_lightning.activations.policy import Activations
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.plan import options as checks
@@ -74,6 +75,8 @@ class Options:
             ValueError, TypeError: an option that cannot be, or two that exclude each other.
         """
         options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
+        if options.disk is not None:
+            registry.require_disk(f"disk={str(options.disk)!r}")
         if options.debug_writes and options.optimizer_overlap == "backward":
             raise ValueError(
                 'debug_writes=True compares weights before and after a backward; optimizer_overlap="backward" updates them in '

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import IO, BinaryIO, TypeVar
 from uuid import uuid4
 
-from sp_lightning.disk.weights_in_files import identity_of
-
 try:
     import fcntl
 except ImportError:  # Windows
@@ -101,6 +99,11 @@ def not_written(error: BaseException, path: Path, who: str = "") -> BaseExceptio
         return error
     kept = "; the previous one of this name is as it was" if path.exists() else ""
     return OSError(error.errno, f"The checkpoint could not be written: {who}{error.strerror or error}{kept}", str(path))
+
+
+def identity_of(status: os.stat_result) -> tuple[int, int, int]:
+    """Returns numbers of which one changes if a file is replaced or written."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_whole(path: Path, read: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from sp_lightning import registry
 from sp_lightning._version import TESTED_TORCH
 from sp_lightning.activations.policy import Mode, resolve, summary
 from sp_lightning.device.accelerator import device_for
@@ -23,7 +24,6 @@ from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.own_threads import OwnThreads
-from sp_lightning.disk.tier import place
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers.buffers import find_averages
@@ -312,7 +312,9 @@ class Run:
             return RankPlacement(self.ranks, sliced=sliced)
         if self._trial is not None:
             return self._trial
-        return place(found, plan, self._options, self._device, accumulate=accumulate)
+        if self._options.disk is None:
+            return ONE_DEVICE
+        return registry.placement_on_disk(found, plan, self._options, self._device, accumulate=accumulate)
 
     @property
     def _chooses_modes(self) -> bool:

@@ -38,40 +38,28 @@ MAY_IMPORT_LIGHTNING = {"trainer", "ranks", "sharing", "comparison", "planner", 
 NOT_YET: dict[str, set[str]] = {
     "engine.access": {"activations.recompute"},
     "engine.clipping": {"kernels.gpu_norms"},
-    "engine.host_source": {"disk.direct_file", "disk.state_placement", "disk.weights_in_files"},
-    "engine.layerwise": {"disk.away", "disk.state_on_disk", "gpu_steps.alone", "kernels.like_gpu"},
-    "engine.placement": {
-        "disk.away",
-        "disk.mapped_file",
-        "disk.state_placement",
-        "disk.weights_in_files",
-    },
+    "engine.layerwise": {"gpu_steps.alone", "kernels.like_gpu"},
     "engine.residency": {"gpu_steps.on_device"},
     "engine.saved_tensors": {"activations.calls"},
     "engine.step": {"activations.calls"},
     "engine.streamer": {"activations.calls", "activations.policy", "gpu_steps.on_device"},
     "engine.updating": {"gpu_steps.on_device"},
     "layers.narrow_gradient": {"kernels.gpu_norms", "kernels.norms"},
-    "layers.writes": {"disk.mapped_file", "disk.weights_in_files"},
     "observe.messages": {"activations.policy"},
     "observe.stats": {"kernels.jit"},
     "plan.options": {"activations.policy"},
-    "trainer.checkpoint_io": {"disk.away", "ranks.folder_reader"},
+    "trainer.checkpoint_io": {"ranks.folder_reader"},
     "trainer.host_strategy": {"ranks.agreement", "ranks.ranks", "sharing.shared_base"},
     "trainer.loops": {"activations.policy", "ranks.agreement"},
     "trainer.optimizer_steps": {
-        "disk.away",
-        "disk.tier",
         "gpu_steps.step_place",
         "kernels.like_gpu",
         "ranks.rank_steps",
         "ranks.ranks",
     },
     "trainer.options": {"activations.policy"},
-    "trainer.part_files": {"disk.weights_in_files"},
     "trainer.run": {
         "activations.policy",
-        "disk.tier",
         "ranks.placement",
         "ranks.ranks",
         "ranks.transfer",
@@ -95,7 +83,7 @@ BETWEEN = {
 }
 """Capabilities that may import other capabilities, with the reason."""
 BETWEEN_NOT_YET = {
-    ("gpu_steps", "disk"), ("gpu_steps", "tuning"),
+    ("gpu_steps", "tuning"),
 }  # fmt: skip
 """Further imports between capabilities, which are to go."""
 

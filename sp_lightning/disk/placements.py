@@ -1,0 +1,134 @@
+"""The engine's parts of one device where weights are in the user's files, or trained weights and gradients in scratch files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.host_memory import return_free_memory
+from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
+from sp_lightning.disk.away import note_on_disk
+from sp_lightning.disk.file_source import FileSource
+from sp_lightning.disk.mapped_file import MappedFile, page_out
+from sp_lightning.disk.state_placement import OnDisk
+from sp_lightning.disk.weights_in_files import FileBlock, FilePlace, WeightReader
+from sp_lightning.engine.host_source import HostSource
+from sp_lightning.engine.placement import Placement
+from sp_lightning.model.found import Layer
+from sp_lightning.plan.ledger import Ledger
+from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.store.block import HostBlock
+from sp_lightning.store.block_memory import Allocate, Staging
+
+
+class FilePlacement(Placement):
+    """The parts of one device where weights of some layers stay in the files that a user has them in.
+
+    Args:
+        places: where the weights of these layers are, by the layers' names; None for weights that come to memory.
+        remark, nbytes: what a user should know of it, and the bytes of those weights.
+    """
+
+    def __init__(self, places: Mapping[str, Sequence[FilePlace | None]], remark: str, nbytes: int) -> None:
+        self.places = places
+        self.remark = remark
+        self.bytes_in_files = nbytes
+        self.reader = WeightReader()
+        for place in {place.path: place for each in places.values() for place in each if place is not None}.values():
+            self.reader.open(place)
+
+    def block(
+        self, layer: Layer, planned: PlannedLayer, *args: Any, fetched_seldom: bool = False, **options: Any
+    ) -> HostBlock:
+        if fetched_seldom or planned.name not in self.places:  # masters have the name of their layer
+            return super().block(layer, planned, *args, fetched_seldom=fetched_seldom, **options)
+        return FileBlock(layer, planned, *args, reader=self.reader, places=self.places[planned.name], **options)
+
+    @property
+    def source(self) -> type[HostSource]:
+        return FileSource
+
+    def count(self, ledger: Ledger) -> Ledger:
+        return replace(ledger, weights=ledger.weights - self.bytes_in_files)
+
+
+class ScratchPlacement(Placement):
+    """The parts of one device where trained weights of some layers, or gradients, are in scratch files.
+
+    Args:
+        inner: says where other weights are.
+        folder: where the files are.
+        on_disk: what is there.
+        remark: what a user should know of it.
+
+    Raises:
+        OSError: no file can be created in the folder, or it has no room.
+    """
+
+    def __init__(self, inner: Placement, folder: Path, on_disk: OnDisk, remark: str) -> None:
+        self._inner = inner
+        self.file = MappedFile(folder)
+        self._gradients = MappedFile(folder, "gradients")
+        self.on_disk = on_disk
+        self._chosen = set(map(id, on_disk.weights))
+        self._with_gradients = {layer.name for layer in on_disk.gradients}
+        if on_disk.gradients:
+            self._gradients.reserve(sum(map(_room_for_gradients, on_disk.gradients)))
+        self.remark = f"{inner.remark} {remark}".strip()
+        self.pages, self.pages_gradients = True, bool(on_disk.gradients)
+
+    @property
+    def moved(self) -> int:
+        """Bytes of weights and gradients that were read and written so far."""
+        return sum(file.read_bytes + file.written_bytes for file in (self.file, self._gradients))
+
+    def leave(self) -> None:
+        self.file.leave()
+
+    def complete_pending(self) -> None:
+        self.file.sync()
+
+    def block(
+        self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, allocate: Allocate, **options: Any
+    ) -> HostBlock:
+        if planned.name in self._with_gradients:  # masters have the name of their layer
+            staging = Staging(device, pin=False, on_disk=self._gradients.allocate)
+            note_on_disk([parameter for _, parameter in layer.parameters])
+        if id(planned) not in self._chosen:
+            return self._inner.block(layer, planned, device, staging, allocate, **options)
+        sources = [(parameter.data_ptr(), parameter.nbytes) for _, parameter in layer.parameters]
+        block = HostBlock(layer, planned, device, staging, self.file.allocate, **options)
+        note_on_disk(block.parameters)
+        for source in sources:  # they may be a mapped file's, which stays mapped until all of it was absorbed
+            page_out(*source)
+        block.memory.use()  # those that were absorbed before it go
+        return_free_memory()
+        return block
+
+    @property
+    def source(self) -> type[HostSource]:
+        return self._inner.source
+
+    def count(self, ledger: Ledger) -> Ledger:
+        weights, gradients = self.on_disk.weight_bytes, self.on_disk.gradient_bytes
+        ledger = self._inner.count(ledger)
+        return replace(
+            ledger,
+            weights=ledger.weights - weights,
+            gradients=max(0, ledger.gradients - gradients),  # fewer, if the mode was chosen after what is on the disk
+            weights_on_disk=weights,
+            gradients_on_disk=gradients,
+        )
+
+
+def on_disk(placement: Placement) -> OnDisk:
+    """Returns which trained weights and gradients of a run are in scratch files."""
+    return placement.on_disk if isinstance(placement, ScratchPlacement) else OnDisk()
+
+
+def _room_for_gradients(layer: PlannedLayer) -> int:
+    """Bytes of a file that a layer's gradients take at most, in its block and in its masters'."""
+    return whole_pages(layer.gradient_bytes + ALIGNMENT * (len(layer.spans) + len(layer.casts))) + PAGE

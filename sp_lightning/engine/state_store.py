@@ -1,0 +1,72 @@
+"""Where the optimizers' state lies between two updates of a layer: in host memory, or where a capability keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sp_lightning.engine.placement import Placement
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.plan.ledger import Ledger
+from sp_lightning.store.absent_tensor import AbsentTensor
+from sp_lightning.torch_compat.patched import state_of
+
+Key = tuple[StreamedLayer, Optimizer]
+"""A layer, and the optimizer whose state of that layer is meant: several optimizers may update parameters of one layer."""
+
+
+class StateStore:
+    """Keeps the state of a run's optimizers in host memory. Subclasses keep it elsewhere between two updates.
+
+    Attributes:
+        elsewhere: True if state of some layers leaves host memory. Then layers are updated one by one, in the order in which
+            the updates are submitted, and each tensor of the state has memory of its own.
+        option: the user's option that needs this, for errors; empty without.
+        remark: a sentence for the user; empty without.
+    """
+
+    elsewhere = False
+    option = remark = ""
+
+    def load(self, key: Key, part: Any) -> None:
+        """Brings the state of a layer to host memory before its update.
+
+        Args:
+            key: the layer and the user's optimizer.
+            part: the layer's part of that optimizer, with the optimizer's state.
+
+        Raises:
+            OSError: the state could not be read.
+        """
+        state = state_of(part)
+        for parameter in [p for group in part.param_groups for p in group["params"]]:
+            for value in state.get(parameter, {}).values():
+                if issubclass(type(value), AbsentTensor):  # an earlier run has left it elsewhere
+                    value.bring()
+
+    def store(self, key: Key, part: Any) -> None:
+        """Takes the state of a layer after its update. The arguments are those of :meth:`load`."""
+
+    def absorb(self, optimizers: Iterable[Optimizer], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
+        """Takes state that no update has made: that of a checkpoint, or of an optimizer's own set-up.
+
+        Args:
+            optimizers: all optimizers of the run. No update is under way.
+            layer_of: the layer that a parameter is updated with.
+        """
+
+    def loaded(self, optimizers: Iterable[Optimizer]) -> None:
+        """Called after :meth:`absorb` if the state is a checkpoint's. It may still be in the checkpoint's file."""
+
+    def step_begins(self, placement: Placement) -> None:
+        """Called when an optimizer begins a step. ``placement`` is the run's."""
+
+    def count(self, ledger: Ledger, placement: Placement) -> Ledger:
+        """Returns a ledger of a run's host memory, in which all state is in memory, with this store's use of memory."""
+        return ledger
+
+
+IN_MEMORY = StateStore()
