@@ -8,9 +8,11 @@ receives one of the two and does not ask which.
 
 Two operations on the same memory are ordered either because they are on one stream, or by a wait: :meth:`Device.record` makes an
 event on one stream, and :meth:`Device.wait` makes another stream (or :meth:`Device.synchronize` the host) wait for it. Every wait
-has a member of :class:`Wait`, which says what the wait guarantees. The simulated device of the tests notices two operations that
-no wait orders (``tests/support/simdevice.py``). ``tests/device/test_waits.py`` leaves out one wait at a time and shows the error that
-follows. A new wait therefore needs a new member and a row in that test.
+has a member of :class:`Wait`, which says what the wait guarantees.
+
+The simulated device of the tests notices two operations that no wait orders (``tests/support/simdevice.py``).
+``tests/device/test_waits.py`` leaves out one wait at a time and shows the error that follows. A new wait therefore needs a new
+member and a row in that test.
 """
 
 from __future__ import annotations
