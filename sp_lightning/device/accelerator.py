@@ -19,14 +19,14 @@ from sp_lightning.device.timeline import Timeline
 from sp_lightning.torch_compat.modes import no_inference_mode
 
 _NEW_ZERO = 10.0
-"""Seconds from one zero event of a timeline to the next. Until then elapsed times go in steps of a microsecond at most."""
+"""Seconds after which a timeline takes a new zero event, so that float32 milliseconds resolve at least a microsecond."""
 
 
 class Accelerator(Device):
     """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 
-    The streams for copies are made once. New ones for every step would make torch's allocator grow, because it keeps a
-    pool for every stream (prime-rl#3196).
+    The copy streams are made once. torch's allocator keeps a memory pool for each stream, so new streams in each step would make
+    it grow (prime-rl#3196).
 
     Args:
         device: the device on which layers compute; without an index, the current one of its type.
@@ -42,26 +42,26 @@ class Accelerator(Device):
         self.plain_steps_on = plain_steps_on(device)
         self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE)}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
-        # torch counts memory per process. For a trial: bytes of the other trials, and the peak of its earlier turns.
+        # torch counts memory per process. For one trial: bytes of the other trials, and the peak of its earlier turns.
         self._others = self._earlier = 0
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
         if stream is Stream.STEP and stream not in self._side:
             self._side[stream] = _step_stream(self.device)
-        # The current stream is asked for every time: hooks of backward run on autograd's thread, which has its own.
+        # Not cached: hooks of backward run on autograd's thread, which has a current stream of its own.
         return self._side[stream] if stream in self._side else torch.accelerator.current_stream(self.device)
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
         if pin and self.device.type != "cuda":
-            # torch raises RuntimeError where no more memory can be page-locked, by size or by permission.
+            # torch raises RuntimeError if no more memory can be page-locked (size or permission).
             with no_inference_mode(), contextlib.suppress(RuntimeError):
                 return torch.empty(whole_pages(nbytes), dtype=torch.uint8, pin_memory=True)
         return super().host_empty(nbytes)
 
     def pin(self, memory: Tensor) -> bool:
-        # CUDA and ROCm can page-lock memory that exists. It is better than torch's allocator of pinned memory, which
-        # rounds every tensor up to a power of two bytes. Other backends have that allocator alone: see host_empty.
+        # CUDA and ROCm can page-lock existing memory. torch's allocator of pinned memory rounds each tensor up to a power of
+        # two bytes. Other backends have only that allocator: see host_empty.
         if self.device.type != "cuda":
             return memory.is_pinned()
         with torch.cuda.device(self.device):  # see unpin
@@ -72,9 +72,9 @@ class Accelerator(Device):
 
     def unpin(self, memory: Tensor) -> None:
         if self.device.type != "cuda":
-            return  # torch's allocator takes the memory back when no tensor holds it
-        # CUDA's runtime takes the thread's current device, which is the first one in threads that have set none, and makes a
-        # context there. Finalizers run in any thread.
+            return  # torch's allocator frees the memory when no tensor holds it
+        # CUDA's runtime uses the thread's current device, by default the first one, and creates a context there. Finalizers
+        # may run in any thread, so the device is set.
         with torch.cuda.device(self.device):
             if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
                 _clear_last_error(self.device)
@@ -87,7 +87,7 @@ class Accelerator(Device):
                 target.copy_(source, non_blocking=True)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        # A torch.Stream remembers what was current before it was entered, once, and torch 2.10 refuses to enter it again.
+        # A new object each time: a torch.Stream remembers one previous stream, and torch 2.10 refuses to enter it twice.
         its = self._stream(stream)
         return torch.Stream(stream_id=its.stream_id, device_index=its.device_index, device_type=its.device_type)
 
@@ -103,7 +103,7 @@ class Accelerator(Device):
         if stream is not Stream.COMPUTE:
             waiting.wait_event(event)
             return
-        # stall_seconds says in each run how long compute has waited. Events are used again: to make them takes longest.
+        # Two events measure the stall for stall_seconds. They are reused, because creating them takes longest.
         try:
             before, after = self._spare.pop()
         except IndexError:
@@ -141,10 +141,10 @@ class Accelerator(Device):
         if free is None or reserved is None or used is None:
             return None
         allowed = free[0]
-        # torch 2.10 has no way to ask for what torch.cuda.set_per_process_memory_fraction has set.
+        # torch 2.10 cannot read the value of torch.cuda.set_per_process_memory_fraction.
         if self.device.type == "cuda" and hasattr(torch.cuda, "get_per_process_memory_fraction"):
             allowed = min(allowed, free[1] * torch.cuda.get_per_process_memory_fraction(self.device) - reserved)
-        # Memory that torch's allocator has reserved and that no tensor uses can be allocated as well.
+        # Memory that torch's allocator has reserved and no tensor uses can be allocated as well.
         return int(allowed + reserved - used)
 
     def mark(self, stream: Stream) -> Any:
@@ -169,7 +169,7 @@ class Accelerator(Device):
             if not mark.query():
                 return None
             now = start + zero.elapsed_time(mark) / 1000
-            # Elapsed milliseconds are float32: after an hour they would go in steps of 0.25 ms.
+            # Elapsed milliseconds are float32: after an hour their resolution would be 0.25 ms.
             if now - start > _NEW_ZERO:
                 zero, start = mark, now
             return now
@@ -200,9 +200,9 @@ class Accelerator(Device):
             self._earlier, self.held = self.peak_bytes() or 0, int(allocated) - self._others
 
     def _counted(self, name: str) -> Any:
-        """Calls a function of ``torch.accelerator`` that counts device memory; None where the backend does not count.
+        """Calls a memory statistic of ``torch.accelerator``; returns None if the backend has none.
 
-        CUDA is asked through ``torch.cuda``, which raises its errors.
+        CUDA is called through ``torch.cuda``, which raises CUDA's errors.
         """
         if self.device.type == "cuda":
             return getattr(torch.cuda, {"get_memory_info": "mem_get_info"}.get(name, name))(self.device)
@@ -227,37 +227,38 @@ class Accelerator(Device):
 
 @functools.cache
 def _step_stream(device: torch.device) -> torch.Stream:
-    """All runs share it: torch's allocator keeps a stream's freed memory for that stream, and steps use gigabytes."""
+    """Returns the step stream of all runs. torch's allocator keeps freed memory per stream, and steps use gigabytes."""
     return torch.Stream(device)
 
 
-_has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver each time
+_has_cuda = functools.cache(torch.cuda.is_available)  # is_available asks the driver each time
 
 
 def generator_states() -> list[Tensor]:
-    """The states of torch's random generators: the CPU's, and those of all GPUs, which have none before they are initialised."""
+    """Returns the states of torch's random generators: of the CPU, and of all GPUs once CUDA is initialised."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _has_cuda() else [])]
 
 
 def set_generator_states(states: Sequence[Tensor]) -> None:
-    """Sets what :func:`generator_states` has returned."""
+    """Restores states that :func:`generator_states` returned."""
     torch.set_rng_state(states[0])
     torch.cuda.set_rng_state_all(states[1:])
 
 
 def device_found() -> torch.device:
-    """The accelerator that torch finds here; the CPU if there is none."""
+    """Returns the accelerator that torch finds; the CPU if it finds none."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def name_of(device: Device) -> str | None:
-    """What an accelerator is called by its maker; None for the CPU."""
-    there = device.device
-    return None if device.computes_on_host else str(torch.get_device_module(there).get_device_name(there))
+    """Returns the product name of an accelerator; None for the CPU."""
+    if device.computes_on_host:
+        return None
+    return str(torch.get_device_module(device.device).get_device_name(device.device))
 
 
 def plain_steps_on(device: torch.device) -> torch.device | None:
-    """The GPU on which plain Lightning's optimizer steps by formulas that are known (CUDA, and ROCm where it has the same)."""
+    """Returns the GPU if plain Lightning's optimizer steps on it with known formulas (CUDA, and ROCm, which has the same)."""
     return device if device.type == "cuda" else None
 
 
@@ -265,7 +266,7 @@ def device_for(device: torch.device) -> Device:
     """Returns the :class:`Device` or :class:`Accelerator` for a device of torch's.
 
     Raises:
-        ValueError: the device's backend has no streams and events, as MPS, or is not there.
+        ValueError: the backend of the device has no streams and events (MPS), or is not available.
     """
     if device.type == "cpu":
         return Device(device)
@@ -279,6 +280,6 @@ def device_for(device: torch.device) -> Device:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """Takes a failed registration's error out of CUDA's runtime, where the next kernel launch would find and raise it."""
-    with contextlib.suppress(RuntimeError):  # this launch is the next one, and its error that of the registration
+    """Clears the error of a failed page lock from CUDA's runtime: otherwise the next kernel launch of the user raises it."""
+    with contextlib.suppress(RuntimeError):  # this launch raises the stored error
         torch.zeros(1, device=device)

@@ -1,4 +1,4 @@
-"""One thread in the background, which does the most urgent work first."""
+"""One background thread, which runs the most urgent work first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 @dataclass(eq=False)
 class Piece:
-    """A piece of work that was not begun yet.
+    """Queued work.
 
     Attributes:
-        work: the work.
-        urgency: the lower, the sooner it is done. None: in the order in which work was given, and before all that has a number.
-        done: the future of its end.
+        work: the function to run.
+        urgency: a lower number runs first. None: in the order of calls, before all work with a number.
+        done: completes when the work ends.
     """
 
     work: Callable[[], None]
@@ -26,28 +26,28 @@ class Piece:
 
 
 class Pieces:
-    """The pieces of work that wait for their turn. Any thread may use it."""
+    """The queue. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._lock = threading.Lock()
 
     def add(self, work: Callable[[], None], urgency: int | None) -> Future[None]:
-        """Adds a piece of work."""
+        """Queues work."""
         piece = Piece(work, urgency)
         with self._lock:
             self._pieces.append(piece)
         return piece.done
 
     def take(self) -> Piece:
-        """Removes and returns the next piece of work."""
+        """Removes and returns the most urgent work."""
         with self._lock:
-            piece = min(self._pieces, key=_rank)  # of several the first
+            piece = min(self._pieces, key=_rank)  # the first one of equal rank
             self._pieces.remove(piece)
             return piece
 
     def urge(self, wanted: Future[None]) -> None:
-        """Moves a piece of work before all others that have an urgency, because a thread waits for it."""
+        """Moves work that a thread waits for before all other work that has an urgency."""
         with self._lock:
             for piece in self._pieces:
                 if piece.done is wanted and piece.urgency is not None:
@@ -59,11 +59,11 @@ def _rank(piece: Piece) -> int:
 
 
 class BackgroundThread:
-    """The thread.
+    """The background thread.
 
     Args:
-        of_operators: how many threads the operators use that it calls.
-        begin: is called first in it.
+        of_operators: number of threads that torch's operators use in it.
+        begin: called first in the thread.
     """
 
     def __init__(self, of_operators: int, begin: Callable[[], None]) -> None:
@@ -71,28 +71,28 @@ class BackgroundThread:
 
         def set_number() -> None:
             begin()
-            # The first call in a thread sets the thread's number to the one that any thread has set last. It has to come
-            # before set_num_threads here, or it would undo that later.
+            # torch sets the number of a new thread lazily, to the value that any thread has set last. Trigger that first, or it
+            # would overwrite the value set here.
             torch.get_num_threads()
             torch.set_num_threads(of_operators)
 
         self._pieces = Pieces()
         self._executor = ThreadPoolExecutor(1, "superpipeline", set_number)
         self._executor.submit(lambda: None).result()
-        torch.set_num_threads(threads)  # threads that start from now on take this number again
+        torch.set_num_threads(threads)  # the default for threads that start later
 
     def submit(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
-        """Takes a piece of work. The lower its urgency, the sooner it is done; None: in the order of calls."""
+        """Queues work; see :class:`Piece` for ``urgency``."""
         done = self._pieces.add(work, urgency)
         self._executor.submit(self._do_next)
         return done
 
     def urge(self, wanted: Future[None]) -> None:
-        """Does a piece of work next, unless its order is that of calls."""
+        """Runs work next, unless its urgency is None."""
         self._pieces.urge(wanted)
 
     def close(self) -> None:
-        """Ends the thread, once all work is done."""
+        """Ends the thread after all queued work."""
         self._executor.shutdown()
 
     def _do_next(self) -> None:

@@ -1,4 +1,4 @@
-"""Closes things that consist of several, whatever one of them raises."""
+"""Closes several parts, even if closing one of them raises an error."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import ExitStack
 
 
 def close_all(*parts: Callable[[], object]) -> None:
-    """Calls functions in their order, each of which may be called twice: the second time it does what is left to do.
+    """Calls each function once, in order. If one raises, calls all of them again in reverse order, so that none is left out.
 
-    If one raises, all are called again, and none is left out. An interrupt may have come in the middle of any of them.
+    Each function must be safe to call twice: an interrupt (Ctrl-C) may have stopped the first call half-way.
 
     Raises:
-        BaseException: what a part has raised.
+        BaseException: the error of a part.
     """
     try:
         for part in parts:

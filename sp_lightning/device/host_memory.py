@@ -1,4 +1,4 @@
-"""Host memory: page-locked (pinned), which the device copies without the host's help; used again; given back to the system."""
+"""Host memory: page-locked (pinned) memory, which asynchronous copies need, and the return of free memory to the system."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _ANOTHER_LIBRARY = AttributeError, OSError, TypeError
 
 
 class PinnedMemory:
-    """Host memory that is page-locked while this object lives, where the device allows it.
+    """Host memory that is page-locked while this object lives, if the device supports it.
 
     Attributes:
         bytes: the memory, ``uint8``, page-aligned, at least ``nbytes`` long.
-        pinned: whether the memory is page-locked; False where ``pin`` is False or the system refused.
-        nbytes: how long ``bytes`` is.
-        last: the event of the last transfer from or to it, if its user notes that.
+        pinned: True if the memory is page-locked; False if ``pin`` is False or the system refused.
+        nbytes: size of ``bytes``.
+        last: the event of the last copy from or to it, set by the user of the memory.
 
     Args:
         device: the device that copies from and to the memory.
-        nbytes: how much is needed, in bytes.
-        pin: whether to page-lock the memory.
-        memory: memory that is there already, in whole pages, in place of new memory.
+        nbytes: size in bytes.
+        pin: True to page-lock the memory.
+        memory: existing memory, in whole pages, to use instead of new memory.
     """
 
     def __init__(self, device: Device, nbytes: int = 0, *, pin: bool, memory: Tensor | None = None) -> None:
@@ -44,18 +44,18 @@ class PinnedMemory:
         self.nbytes = self.bytes.nbytes
         self.pinned = pin and device.pin(self.bytes)
         self.last: Any = None
-        # The finalizer holds the memory, so that it is unpinned before it is freed.
+        # The finalizer holds a reference, so that the memory is unpinned before it is freed.
         self._finalizer = weakref.finalize(self, _unpin, device, self.bytes, os.getpid()) if self.pinned else None
 
     def unpin(self) -> None:
-        """Gives the page lock back now. The memory and its contents stay."""
+        """Releases the page lock now. The memory and its contents stay."""
         if self._finalizer is not None:
             self._finalizer()
 
 
 def _unpin(device: Device, memory: Tensor, process: int) -> None:
-    """Unpins memory after every copy that was issued so far, so that its owner need not know which copy was the last."""
-    # A forked worker inherits the finalizer and a copy of the memory. It can neither wait for the device nor unpin.
+    """Unpins memory after all copies issued so far, so that the owner need not know the last one."""
+    # A forked worker inherits the finalizer and a copy of the memory. It must not use the device.
     if os.getpid() != process:
         return
     for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
@@ -142,20 +142,20 @@ def _size(buffer: PinnedMemory) -> int:
     return buffer.nbytes
 
 
-# ---------------------------------------------------------------------- what the C library does with memory that is freed
+# ---------------------------------------------------------------------- the C library's free memory
 
 
 def return_large_blocks() -> None:
-    """Has the C library return every block of a MiB and more to the system as soon as it is freed, where it is glibc.
+    """Makes glibc return freed blocks of 1 MiB and more to the system at once. Does nothing with other C libraries.
 
-    glibc (2.36) keeps freed blocks of up to 32 MiB once it has seen some: hundreds of MiB, where tensors of a layer come and go.
+    By default glibc (2.36) keeps freed blocks of up to 32 MiB: hundreds of MiB when tensors of layers are allocated and freed.
     """
     with suppress(*_ANOTHER_LIBRARY):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
 
 
 def return_pages(memory: Tensor) -> None:
-    """Returns whole pages of memory that is not page-locked to the system. They are zeros if they are read again."""
+    """Returns whole pages of unpinned memory to the system. They read as zeros afterwards."""
     with suppress(*_ANOTHER_LIBRARY):
         ctypes.CDLL(None).madvise(
             ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), mmap.MADV_DONTNEED
@@ -163,12 +163,12 @@ def return_pages(memory: Tensor) -> None:
 
 
 def free_garbage() -> None:
-    """Frees what only cycles of references hold, a run that is over, say, before it is measured how much memory is left."""
+    """Frees reference cycles (for example a finished run) before free memory is measured."""
     gc.collect()
     return_free_memory()
 
 
 def return_free_memory() -> None:
-    """Has the C library return what is free to the system, where it is glibc."""
+    """Makes glibc return its free memory to the system. Does nothing with other C libraries."""
     with suppress(*_ANOTHER_LIBRARY):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,8 @@
-"""Memory that is handed out, and of which one can tell later whether anybody still holds it."""
+"""Memory that is lent out, and a test whether somebody still holds a tensor of it.
+
+A slot can be overwritten only if no tensor of user code or of autograd still uses it. torch counts the owners of a storage, so
+each slot is lent under a storage of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,17 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.private import storage_id, storage_use_count
 
 MOST_SAVED = 256
-"""How many different saved views a lease keeps. A model that slices its weights elsewhere in each step has no end of them."""
+"""Number of different saved views that a lease keeps. A model may slice its weights differently in each step."""
 
 
 @dataclass(eq=False, slots=True)
 class SavedView:
-    """A view of a slot, as autograd saves it in each step. It is looked up by its identity, which takes the host least.
+    """A view of a slot that autograd saves in each step. It is looked up by its identity, which is fastest.
 
     Attributes:
         offset: bytes from the start of the memory.
-        dtype, shape, stride: those of the view; strides in elements.
-        again: whether the same object comes in each step, so that a lease may keep its view.
+        dtype, shape, stride: of the view; strides in elements.
+        again: True if the same object occurs in each step, so that a lease may keep its view.
     """
 
     offset: int
@@ -38,17 +42,17 @@ class SavedView:
 
 
 class SavedViews:
-    """The views that autograd saves of layers whose weights lie alike, an object for each."""
+    """The views that autograd saves of layers with equal layouts, one :class:`SavedView` for each."""
 
     def __init__(self) -> None:
         self._at: defaultdict[int, list[SavedView]] = defaultdict(list)
         self._count = 0
 
     def find(self, tensor: Tensor, offset: int) -> SavedView:
-        """The view that a tensor is, which begins ``offset`` bytes into the memory."""
+        """Returns the view that describes a tensor, which starts ``offset`` bytes into the memory."""
         dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
         known = self._at[offset]
-        for saved in known:  # one or two; to compare takes the host less than to hash
+        for saved in known:  # one or two: comparing them is faster than hashing
             if saved.stride == stride and saved.shape == shape and saved.dtype is dtype:
                 return saved
         saved = SavedView(offset, dtype, shape, stride, again=self._count < MOST_SAVED)
@@ -59,22 +63,22 @@ class SavedViews:
 
 
 def lend(memory: Tensor) -> Tensor:
-    """Returns a tensor with the same memory under a *new* storage.
+    """Returns a tensor of the same memory under a *new* storage.
 
-    Once the new storage has expired (``StorageWeakRef``), no tensor can reach the memory through it any more.
+    When the new storage has expired (``StorageWeakRef``), no tensor can reach the memory through it.
 
     Args:
-        memory: a flat ``uint8`` tensor on any device. It stays alive as long as the new storage does.
+        memory: a flat ``uint8`` tensor on any device. The new storage keeps it alive.
     """
-    # The way through DLPack is the one that gives memory a second storage without a copy, on every device.
+    # DLPack is the only way to give memory a second storage without a copy on every device.
     with no_inference_mode():
         return from_dlpack(to_dlpack(memory))
 
 
 class Lease:
-    """Memory that is handed out again and again, each time only if no tensor holds any of it from before.
+    """Memory that is lent repeatedly, each time only if no tensor of the previous loan is left.
 
-    The memory has a storage that belongs to the lease alone, so the owners of that storage are those who hold it.
+    The memory has a storage of its own, so the owners of that storage are the users of the memory.
 
     Attributes:
         memory: the memory under that storage.
@@ -93,14 +97,13 @@ class Lease:
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody but the lease can reach the memory, through a tensor or a storage, in Python or in C++.
+        """True if a tensor or storage outside of the lease, in Python or in C++, can reach the memory.
 
-        This stays True once the storage has moved to another address in place, as ``share_memory_`` moves it: other
-        processes may have mapped it.
+        It stays True after ``share_memory_`` has moved the storage to another address: other processes may have mapped it.
         """
         storage = self._storage
         tensors, objects, address = self._own
-        return (  # as _holders counts, without a call for it: it is asked several times for each layer
+        return (  # the same as _holders, inlined: this runs several times per layer call
             storage_use_count(self._id) != tensors
             or sys.getrefcount(storage) != objects
             or storage.data_ptr() != address
@@ -108,11 +111,11 @@ class Lease:
 
     @property
     def moved(self) -> bool:
-        """Whether the storage has moved to another address in place (``share_memory_``). Its views no longer see the memory."""
+        """True if ``share_memory_`` has moved the storage to another address. Its views no longer see the memory."""
         return self._storage.data_ptr() != self._own[2]
 
     def in_use_beside(self, own: int) -> bool:
-        """As :attr:`in_use`, but so many tensors are not counted that the lease's user has made itself."""
+        """Does the same as :attr:`in_use`, without counting ``own`` tensors that the caller has made."""
         tensors, objects, address = self._own
         return self._holders() != (tensors + own, objects, address)
 
@@ -121,9 +124,9 @@ class Lease:
         return storage_use_count(self._id), sys.getrefcount(storage), storage.data_ptr()
 
     def views(self, key: Hashable, spans: Sequence[Span]) -> list[Tensor]:
-        """Returns the parameters at ``spans``, which are made once for every ``key``.
+        """Returns the parameters at ``spans``, made once for each ``key``.
 
-        Callers use these tensors as a source of views and do not keep them: a kept one would not count as use.
+        Callers make views of these tensors and must not keep them: they do not count as use.
         """
         if key not in self._views:
             self._views[key] = [view(self.memory, span) for span in spans]
@@ -132,10 +135,10 @@ class Lease:
         return self._views[key]
 
     def saved(self, saved: SavedView) -> Tensor:
-        """Returns a view of the memory, a tensor of its own each time, which counts as use.
+        """Returns a new tensor for a saved view. It counts as use.
 
-        The same views are saved in every step. The first :data:`MOST_SAVED` of them are made once, and an alias of one
-        takes a third of the time that a view takes.
+        The same views are saved in each step. The first :data:`MOST_SAVED` of them are made once; an alias of one takes a third
+        of the time of a new view.
         """
         found = self._saved.get(saved)
         if found is None:
@@ -148,9 +151,9 @@ class Lease:
 
 
 def shared(tensor: Tensor, beside: int = 0) -> bool:
-    """True if the tensor's memory has more references, from other tensors or graphs, than this one and ``beside`` known ones."""
+    """Returns True if other tensors or graphs hold the tensor's memory, apart from this tensor and ``beside`` known ones."""
     storage = tensor.untyped_storage()
-    # this tensor is one owner, the storage object in this function another: that of user code, if it has one
+    # One owner is this tensor. Another is the storage object: Python has one per storage, here or in user code.
     return storage_use_count(storage_id(storage)) > 2 + beside or sys.getrefcount(storage) > _UNHELD
 
 
@@ -160,7 +163,7 @@ def _references(tensor: Tensor) -> int:
 
 
 _UNHELD = _references(torch.empty(0))
-"""References to a tensor's storage object as :func:`shared` counts them if nobody else has it."""
+"""References to a storage object in :func:`shared` if nobody else has one."""
 
 
 def held_elsewhere(named: Iterable[Mapping[Any, Any]]) -> bool:
@@ -169,7 +172,7 @@ def held_elsewhere(named: Iterable[Mapping[Any, Any]]) -> bool:
         for value in values.values():
             if not isinstance(value, Tensor):
                 continue
-            # The dictionary refers to it, the variable of this loop, and the argument of the call.
+            # Three references are ours: the dictionary, the loop variable and the argument of getrefcount.
             if sys.getrefcount(value) > 3 or (type(value) is Tensor and shared(value)):
                 return True
     return False

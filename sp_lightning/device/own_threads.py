@@ -1,17 +1,17 @@
-"""Which threads compute with the weights of a run, and which only look at its module.
+"""The threads that may use the weights on the device, and the threads that see only the host's weights.
 
 # Note: threads of a run
 
-- The *main thread* runs the steps: it has called ``trainer.fit``, and begins and ends each step.
-- A thread of autograd's belongs to the run while it runs a graph task: backward, and a forward that runs again in it.
-- A *helper* is a thread of the user's that computes in a forward that the main thread runs (a pool, one thread for each input).
-  It belongs to the run while it calls a module, or runs one operation on a weight.
-- Every other thread is *foreign*: a notebook, a dashboard, a checkpoint in the background. It gets the host's parameters,
-  whose memory never moves, and changes no state of the engine. It waits for the work of an update, and for nothing else.
+- The *main thread* called ``trainer.fit``. It begins and ends each step.
+- An *autograd thread* belongs to the run while it runs a backward, including a forward that is recomputed in it.
+- A *helper* is a thread of user code that computes inside a forward of the main thread (for example a pool with one thread per
+  input). It belongs to the run while it calls a module, or runs one operation on a weight.
+- Every other thread is *foreign*: a notebook, a dashboard, a background checkpoint. It sees the host's parameters, whose memory
+  never moves, and changes no state of the engine. It waits only for optimizer steps of the weights that it reads.
 
-Nothing tells a helper from a foreign thread. Therefore a forward admits any thread that calls a module, computes for a graph or
-writes; outside of a forward none is admitted. If the forward ends before the helper does, the helper gets an error, and the step
-goes on.
+A helper cannot be distinguished from a foreign thread. During a forward, any thread that calls a module, computes for a graph or
+writes a weight is therefore admitted as a helper; outside of a forward no thread is. If the forward ends before the helper does,
+the helper gets an error, and the step continues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sp_lightning.torch_compat.private import current_graph_task
 
 
 class LateError(RuntimeError):
-    """A helper computed with a weight, and its forward had ended before."""
+    """A helper used a weight after its forward had ended."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -32,7 +32,7 @@ class LateError(RuntimeError):
 
 
 class OwnThreads:
-    """The threads of one run. The caller of what changes it holds the engine's lock.
+    """The threads of one run. Callers of methods that change it hold the engine's lock.
 
     Attributes:
         main: the identifier of the thread that runs the steps.
@@ -41,40 +41,40 @@ class OwnThreads:
     def __init__(self) -> None:
         self.main = threading.get_ident()
         self._here = _ThreadCalls()
-        self._forward = 0  # the number of the forward that admits helpers
+        self._forward = 0  # number of the current forward
 
     @property
     def own(self) -> bool:
-        """Whether the present thread belongs to the run."""
+        """True if the present thread belongs to the run."""
         return threading.get_ident() == self.main or current_graph_task() != -1 or self.helps
 
     @property
     def began(self) -> bool:
-        """Whether the present thread runs a call or an operation that it has begun as a helper."""
+        """True if the present thread is inside a call that it began as a helper."""
         return self._here.depth > 0
 
     @property
     def helps(self) -> bool:
-        """Whether the present thread is a helper, whose forward goes on."""
+        """True if the present thread is a helper whose forward is still running."""
         return self._here.depth > 0 and self._here.forward == self._forward
 
     @property
     def late(self) -> bool:
-        """Whether the present thread is a helper whose forward has ended."""
+        """True if the present thread is a helper whose forward has ended."""
         return self._here.depth > 0 and self._here.forward != self._forward
 
     def begin(self) -> None:
-        """Admits the present thread as a helper for a call of a module, or for one operation."""
+        """Admits the present thread as a helper, for one module call or one operation."""
         if not self._here.depth:
             self._here.forward = self._forward
         self._here.depth += 1
 
     def end(self) -> None:
-        """Ends what :meth:`begin` has begun."""
+        """Ends the call or operation of the last :meth:`begin`."""
         self._here.depth -= 1
 
     def end_forward(self) -> None:
-        """Ends the forward that admits helpers: those that still compute are late."""
+        """Ends the forward. Helpers that still compute are late from now on."""
         self._forward += 1
 
     def refuse_late(self) -> None:
@@ -84,7 +84,7 @@ class OwnThreads:
 
 
 class _ThreadCalls(threading.local):
-    """Of a thread: how many calls and operations it has begun as a helper, and in which forward the outermost one."""
+    """For one thread: the number of calls it is inside of as a helper, and the forward of the outermost one."""
 
     depth = 0
     forward = 0

@@ -1,4 +1,4 @@
-"""When copies and computations happened: intervals on the device's streams and on the host, by layer."""
+"""Recorded times of copies and computations: intervals on the device's streams and on the host, per layer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ Kind = Literal[
 
 
 class Interval(NamedTuple):
-    """One copy or computation of one layer, with its begin and end.
+    """One copy or computation of one layer.
 
     Attributes:
-        kind: ``fetch``, the copy of weights to the device; ``forward`` and ``backward``, a layer's computation;
-            ``between``, the computation between two layers; ``reduce``, the sum of gradients over several devices, with
-            the wait for the others; ``network``, the same over several nodes; ``gather``, parts of a layer that come from
-            other devices, with the wait for them; ``drain``, the copy of gradients to the host; ``update``, the optimizer's
-            work; ``store`` and ``return``, the copies of activations to the host and back; ``bring`` and ``take``, those
-            of what an update on the device needs, and of what it has made.
-        layer: the layer's index in the plan; the number of layers stands for the residents, None for no layer at all.
-        begin, end: seconds since a moment that all intervals of a run share.
-        nbytes: bytes that were copied; 0 for computations.
+        kind: ``fetch``: upload of weights. ``forward``, ``backward``: computation of a layer. ``between``: computation between
+            two layers. ``reduce``: sum of gradients over devices, including the wait for the other ranks. ``network``: the
+            same over nodes. ``gather``: parts of a layer received from other devices, including the wait. ``drain``:
+            download of gradients. ``update``: optimizer step. ``store``, ``return``: download and upload of activations.
+            ``bring``, ``take``: upload and download for an optimizer step on the device.
+        layer: the layer's index in the plan; the number of layers for the residents; None for no layer.
+        begin, end: seconds since a zero that all intervals of a run share.
+        nbytes: copied bytes; 0 for computations.
     """
 
     kind: Kind
@@ -34,10 +33,10 @@ class Interval(NamedTuple):
 
 
 class Timeline:
-    """Collects intervals while a batch runs, and reads their times later, so that the host never waits for the device.
+    """Collects intervals during a batch, and reads their times later, so that the host never waits for the device.
 
     Args:
-        seconds: converts a mark of the device's into seconds; it returns None while the stream has not reached the mark.
+        seconds: converts a mark of the device into seconds; returns None if the stream has not reached the mark yet.
     """
 
     def __init__(self, seconds: Callable[[Any], float | None]) -> None:
@@ -45,11 +44,11 @@ class Timeline:
         self._open: list[tuple[Kind, int | None, Any, Any, int]] = []
 
     def add(self, kind: Kind, layer: int | None, begin: Any, end: Any, nbytes: int = 0) -> None:
-        """Notes an interval between two marks."""
+        """Adds an interval between two marks."""
         self._open.append((kind, layer, begin, end, nbytes))
 
     def take(self) -> list[Interval]:
-        """Returns the intervals that have ended since the last call, ordered by their begin. The others stay."""
+        """Removes and returns the intervals that have ended, ordered by their begin."""
         taken, self._open = self._open, []
         done = []
         for each in taken:
@@ -69,8 +68,8 @@ def chrome_trace(
 
     Args:
         steps: the intervals of every step, by the step's number.
-        names: the names of the layers; the residents come after the last one.
-        process: what the trace calls the process; None for no name.
+        names: the names of the layers; residents have the next index.
+        process: the name of the process in the trace; None for no name.
     """
     rows = {kind: row for row, kind in enumerate(get_args(Kind))}
     events: list[dict[str, Any]] = [
@@ -92,7 +91,7 @@ def chrome_trace(
 
 
 def name_of(layer: int | None, names: Sequence[str]) -> str:
-    """Returns how the trace names a layer, the residents (whose index is the number of layers) or None."""
+    """Returns the name of a layer, of the residents (index: the number of layers) or of None in the trace."""
     if layer is None:
         return "between layers"
     return names[layer] if layer < len(names) else "residents"
