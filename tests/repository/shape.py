@@ -1,0 +1,280 @@
+"""The package's size by folder, its import cycles, and how many tests know its inner names. From the source text alone."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import sp_lightning
+
+PACKAGE = Path(sp_lightning.__file__).parent
+TESTS = Path(__file__).parents[1]
+NAME = PACKAGE.name
+CAPABILITIES = {
+    "activations", "experts", "ranks", "disk", "gpu_steps", "sharing", "kernels", "tuning", "planner", "comparison",
+}  # fmt: skip
+"""The folders that are capabilities, today or in future. All other files are the core."""
+PUBLIC = {NAME, f"{NAME}.pytorch_lightning"}
+ROOT = "(root)"
+
+# ------------------------------------------------------------------ size
+
+_NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
+_FOR_TOOLS = re.compile(r"#\s*(?:type:|noqa|fmt:|pragma|\(\d+\)\s*$)")
+
+
+@dataclass
+class Size:
+    """Files, lines of code (without blank lines, comments and docstrings), lines with a comment, and classes."""
+
+    files: int = 0
+    code: int = 0
+    comments: int = 0
+    classes: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(
+            self.files + other.files,
+            self.code + other.code,
+            self.comments + other.comments,
+            self.classes + other.classes,
+        )
+
+    def __str__(self) -> str:
+        share = f"{self.comments / self.code:.1%}" if self.code else ""
+        return f"{self.files} | {self.code:,} | {self.comments:,} | {share} | {self.classes}"
+
+
+def size(source: str) -> Size:
+    """The size of one file. Comments for tools, such as ``# noqa``, do not count."""
+    tree = ast.parse(source)
+    docs = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    code: set[int] = set()
+    comments = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+        elif token.type == tokenize.COMMENT and not _FOR_TOOLS.match(token.string):
+            comments += 1
+    return Size(1, len(code - docs), comments, sum(isinstance(node, ast.ClassDef) for node in ast.walk(tree)))
+
+
+def files(package: Path = PACKAGE) -> dict[str, str]:
+    """The source of each module by its dotted name; a package has its ``__init__``."""
+    return {
+        ".".join((package.name, *path.relative_to(package).with_suffix("").parts)): path.read_text()
+        for path in sorted(package.rglob("*.py"))
+    }
+
+
+def folder(module: str) -> str:
+    """The folder below the package in which a module is."""
+    _, *parts = module.split(".")
+    return parts[0] if len(parts) > 1 else ROOT
+
+
+def sizes(sources: Mapping[str, str]) -> dict[str, Size]:
+    """The size of each folder."""
+    found: dict[str, Size] = defaultdict(Size)
+    for module, source in sources.items():
+        found[folder(module)] += size(source)
+    return dict(found)
+
+
+# ------------------------------------------------------------------ imports
+
+
+def imported(source: str, module: str, modules: Iterable[str], *, types: bool, inside: bool) -> set[str]:
+    """The modules among ``modules`` that a source imports by name.
+
+    Args:
+        source, module: a file and its dotted name, which relative imports begin from.
+        modules: dotted names, a package's with ``__init__``.
+        types: count imports below ``if TYPE_CHECKING``, too.
+        inside: count imports inside functions, too.
+    """
+    known = {each.removesuffix(".__init__"): each for each in modules}
+    found = set()
+    for node in _nodes(ast.parse(source), types, inside):
+        if isinstance(node, ast.Import):
+            names = [[alias.name] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*(module.split(".")[: -node.level] if node.level else []), *filter(None, [node.module])])
+            names = [[f"{base}.{alias.name}", base] for alias in node.names]
+        else:
+            continue
+        # "from package import name" imports the file "package/name.py" if there is one, otherwise "package/__init__.py".
+        found |= {next((known[name] for name in each if name in known), "") for each in names}
+    return found - {"", module}
+
+
+def _nodes(tree: ast.AST, types: bool, inside: bool) -> Iterator[ast.AST]:
+    """All nodes; those below ``if TYPE_CHECKING`` and inside functions only on demand."""
+    for node in ast.iter_child_nodes(tree):
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        in_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if (types or not for_types) and (inside or not in_function):
+            yield node
+            yield from _nodes(node, types, inside)
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """The strongly connected components with more than one node, the largest first."""
+    reached = {node: _reachable(graph, node) for node in graph}
+    components = {
+        frozenset({node, *(other for other in there if node in reached[other])}) for node, there in reached.items()
+    }
+    return sorted((set(each) for each in components if len(each) > 1), key=lambda each: (-len(each), sorted(each)))
+
+
+def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    left = [start]
+    while left:
+        new = graph[left.pop()] - found
+        found |= new
+        left += new
+    return found
+
+
+def between_files(sources: Mapping[str, str], *, types: bool, inside: bool) -> dict[str, set[str]]:
+    """For each file the files that it imports."""
+    return {module: imported(source, module, sources, types=types, inside=inside) for module, source in sources.items()}
+
+
+def between_folders(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """For each folder the folders that its files import. A file in the package's own folder stands for itself."""
+
+    def place(module: str) -> str:
+        return module if folder(module) == ROOT else folder(module)
+
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, others in graph.items():
+        found[place(module)] |= {place(other) for other in others} - {place(module)}
+    return dict(found)
+
+
+# ------------------------------------------------------------------ tests
+
+
+@dataclass
+class Knowledge:
+    """What test files know of the package beyond its public names.
+
+    Attributes:
+        files: how many test files there are.
+        importing: how many of them import a file of the package that is not public.
+        imports: how many import statements name such files.
+        patches: calls of ``mock.patch`` that replace something of the package.
+        set_attributes: calls of ``monkeypatch.setattr`` and its like that do.
+    """
+
+    files: int = 0
+    importing: int = 0
+    imports: int = 0
+    patches: int = 0
+    set_attributes: int = 0
+
+
+def knowledge(tests: Iterable[str]) -> Knowledge:
+    """What the sources of test files know."""
+    found = Knowledge()
+    for source in tests:
+        tree = ast.parse(source)
+        inner = 0
+        ours: set[str] = set()  # the names in this file that stand for something of the package
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                paths = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                paths = [(_file(node.module, alias.name), alias.asname or alias.name) for alias in node.names]
+            else:
+                continue
+            ours |= {name for path, name in paths if path.split(".")[0] == NAME}
+            inner += any(path.split(".")[0] == NAME and path not in PUBLIC for path, _ in paths)
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _replaces(node, ours)]
+        of_mock = sum("monkeypatch" not in ast.unparse(call.func) for call in calls)
+        found.files += 1
+        found.importing += inner > 0
+        found.imports += inner
+        found.patches += of_mock
+        found.set_attributes += len(calls) - of_mock
+    return found
+
+
+def _file(module: str, name: str) -> str:
+    """What ``from module import name`` names: the package itself only for a name that is neither a folder nor a file."""
+    inner = module == NAME and ((PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file())
+    return f"{module}.{name}" if inner else module
+
+
+def _replaces(call: ast.Call, ours: set[str]) -> bool:
+    """Whether a call is one of ``mock.patch`` or ``monkeypatch`` and names something of the package first."""
+    name = ast.unparse(call.func)
+    if not call.args or not re.fullmatch(
+        r"(?:\w+\.)?patch(?:\.object|\.dict|\.multiple)?|monkeypatch\.(?:set|del)(?:attr|item)", name
+    ):
+        return False
+    target = call.args[0]
+    if isinstance(target, ast.Constant):
+        return isinstance(target.value, str) and target.value.startswith(f"{NAME}.")
+    return any(isinstance(node, ast.Name) and node.id in ours for node in ast.walk(target))
+
+
+# ------------------------------------------------------------------ report
+
+
+def report() -> Iterator[str]:
+    """The tables as Markdown."""
+    sources = files()
+    found = sizes(sources)
+    yield "\n## Size\n"
+    yield "Lines of code without blank lines, comments and docstrings. Comments: lines with one, and as a share of code lines.\n"
+    yield "| folder | files | code | comments | share | classes |"
+    yield "|---|---|---|---|---|---|"
+    core = sum((each for name, each in found.items() if name not in CAPABILITIES), Size())
+    for name in sorted(found, key=lambda name: (name in CAPABILITIES, name)):
+        yield f"| {name}{' (capability)' * (name in CAPABILITIES)} | {found[name]} |"
+    yield f"| **core** | {core} |"
+    yield f"| **capabilities** | {sum((each for name, each in found.items() if name in CAPABILITIES), Size())} |"
+    yield f"| **all** | {sum(found.values(), Size())} |"
+    yield "\n## Cycles\n"
+    yield "Strongly connected components with more than one member, and the size of each.\n"
+    yield "| imports | between files | between folders |"
+    yield "|---|---|---|"
+    for title, types, inside in (
+        ("at module level", False, False),
+        ("and for annotations (`if TYPE_CHECKING`)", True, False),
+        ("and inside functions", True, True),
+    ):
+        graph = between_files(sources, types=types, inside=inside)
+        of_files, of_folders = cycles(graph), cycles(between_folders(graph))
+        yield f"| {title} | {_cell(of_files)} | {_cell(of_folders)} |"
+    for component in of_files + of_folders:
+        yield f"\nOne of the last row: {_names(component)}."
+    tests = knowledge(path.read_text() for path in sorted(TESTS.rglob("test_*.py")))
+    yield "\n## Tests\n"
+    yield "| test files | that import inner names | such imports | `mock.patch` of the package | `monkeypatch` of the package |"
+    yield "|---|---|---|---|---|"
+    yield f"| {tests.files} | {tests.importing} | {tests.imports} | {tests.patches} | {tests.set_attributes} |"
+
+
+def _cell(components: list[set[str]]) -> str:
+    return f"{len(components)} ({', '.join(str(len(each)) for each in components)})" if components else "0"
+
+
+def _names(component: set[str]) -> str:
+    return ", ".join(f"`{each.removeprefix(f'{NAME}.')}`" for each in sorted(component))
