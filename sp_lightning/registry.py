@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 
     from sp_lightning.engine.placement import Placement
     from sp_lightning.engine.state_store import StateStore
+    from sp_lightning.engine.streamer import MakeStepper
     from sp_lightning.model.found import Found
     from sp_lightning.model.rows import RowFinder
+    from sp_lightning.plan.choices import OptimizerOn, Share
     from sp_lightning.plan.ledger import Ledger
     from sp_lightning.plan.plan import Plan
     from sp_lightning.trainer.optimizer_steps import SteppedRun
     from sp_lightning.trainer.options import Options
+    from sp_lightning.trainer.step_place import StepPlace
 
 CAPABILITIES = {
     "activations": "offloads or recomputes activations, and cuts a loss into chunks",
@@ -161,3 +164,35 @@ def checkpoint_writer() -> Callable[[Any, IO[bytes]], None]:
     from sp_lightning.disk.away import save
 
     return save
+
+
+# ---------------------------------------------------------------------- GPU steps
+
+
+def layer_stepper(optimizer_on: OptimizerOn, gpu_layers: Share) -> MakeStepper | None:
+    """Returns what makes the GPU's optimizer steps; None if the options ask for none.
+
+    Without ``gpu_steps``, ``optimizer_on="gpu"`` and a number of ``gpu_layers`` are errors. ``"auto"`` falls back to the CPU.
+    """
+    named = []
+    if optimizer_on == "gpu":
+        named.append('optimizer_on="gpu"')
+    if gpu_layers not in (0, "auto"):
+        named.append(f"gpu_layers={gpu_layers}")
+    by_default = (optimizer_on, gpu_layers) == ("cpu", 0)
+    if by_default or not (named or is_installed("gpu_steps")):
+        return None
+    with needed_for(" and ".join(named)):
+        from sp_lightning.gpu_steps.on_device import make_stepper
+    return make_stepper
+
+
+def step_place() -> type[StepPlace]:
+    """Returns what says whether optimizers can step on the GPU. Without ``gpu_steps`` (fallback) they cannot."""
+    if is_installed("gpu_steps"):
+        from sp_lightning.gpu_steps.step_place import MeasuredPlace
+
+        return MeasuredPlace
+    from sp_lightning.trainer.step_place import StepPlace
+
+    return StepPlace

@@ -38,7 +38,7 @@ class Clipping:
 
     def __init__(self, optimizer: Optimizer, engine: Updating, like: torch.device | None = None) -> None:
         self._optimizer = optimizer
-        self._on_device = engine.on_device if engine.all_on_device else None  # norms are taken where layers are stepped
+        self._on_gpu = engine.stepper.steps_all  # norms are taken where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
         self.like = like
@@ -52,7 +52,7 @@ class Clipping:
         measured, self._measured = self._measured, {}
         if any(map(accumulation_hooks, parameters)):  # such hooks may have written gradients after the measurement
             measured = {}
-        if self._on_device is not None:
+        if self._on_gpu:
             total = get_total_norm(self._norms_on_device(parameters))
         elif self.like is not None and parameters and all(map(_has_gpu_norm, parameters)):
             # As get_total_norm adds up the norms of tensors, on the GPU.
@@ -63,8 +63,8 @@ class Clipping:
             # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
             total = get_total_norm([self._norm_or_gradient(measured, each, of_host) for each in parameters])
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
-        if self._on_device is not None:
-            self._on_device.read()
+        if self._on_gpu:
+            self._engine.stepper.read()
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
         self._clip(Factor(coefficient) if coefficient != 1 else None)
 
@@ -79,10 +79,9 @@ class Clipping:
 
     def _norms_on_device(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """The norms of gradients, but sparse ones as they are: the step refuses them."""
-        assert self._on_device is not None
         gradients = [gradient for parameter in parameters if (gradient := stored(parameter)) is not None]
         dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
-        norms = iter(self._on_device.norms(dense))
+        norms = iter(self._engine.stepper.norms(dense))
         return [next(norms) if gradient.layout is torch.strided else gradient for gradient in gradients]
 
     def _norms_like(self, device: torch.device, parameters: Sequence[nn.Parameter], measured: Measured) -> list[Tensor]:
@@ -106,10 +105,9 @@ class Clipping:
 
     def _norm_there(self, gradient: Tensor) -> Tensor | None:
         """The norm of a gradient that waits on the device for a layer's step; None if it is on the host."""
-        on_device = self._engine.on_device
-        if on_device is None or getattr(gradient, "computed", None) is None:
+        if getattr(gradient, "computed", None) is None:
             return None
-        return on_device.norms([gradient])[0]
+        return self._engine.stepper.norms([gradient])[0]
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
         """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""

@@ -25,14 +25,20 @@ from sp_lightning.device.lease import held_elsewhere
 from sp_lightning.engine.clipping import Clipping, by_value
 from sp_lightning.engine.state_store import StateStore
 from sp_lightning.engine.updating import Updating
-from sp_lightning.gpu_steps.alone import constants_of, is_declared
 from sp_lightning.kernels.like_gpu import LikeGpu
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.narrow_gradient import Change, as_it_came, change, drop, stored
 from sp_lightning.plan.update_policy import EarlyUpdates
 from sp_lightning.torch_compat.patched import in_place_of, state_of
 from sp_lightning.torch_compat.private import tree_map
-from sp_lightning.updates.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
+from sp_lightning.updates.fused import (
+    constants_of,
+    has_fused_step,
+    is_separable,
+    lacks_buffers,
+    runs_fused,
+    shares_state,
+)
 from sp_lightning.updates.pieces import InPieces
 from sp_lightning.updates.step_context import StepContext, compiles, reads_settings
 
@@ -101,7 +107,7 @@ class LayerwiseStep:
         self._updates = engine.updates
         self._state = state
         # Where all layers step there, the optimizer's form is its user's. Those that stay there are stepped there in any case.
-        self._on_device = on_device = engine.on_device if engine.all_on_device else None
+        self._on_gpu = on_gpu = engine.stepper.steps_all
         self._waits = waits
         self._lands = lands
         self._waits_there = waits_there
@@ -111,14 +117,13 @@ class LayerwiseStep:
         self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
         self.clip_value = clip_value if early.in_backward else None
-        self._separable = (waits and like is None) or on_device is not None or is_separable(optimizer)
+        self._separable = (waits and like is None) or on_gpu or is_separable(optimizer)
         self._closure: Callable[[], Any] | None = None
-        if engine.on_device is not None:
-            engine.on_device.arrange(loose=state.elsewhere, ahead=not (early.in_backward or waits))
+        engine.stepper.arrange(loose=state.elsewhere, ahead=not (early.in_backward or waits))
         self._constants = constants_of(optimizer)
-        self._declared = on_device is not None and is_declared(optimizer)
+        self._declared = on_gpu and engine.stepper.is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
-        self._narrow = narrow and not self._declared and (on_device is not None or not self._separable)
+        self._narrow = narrow and not self._declared and (on_gpu or not self._separable)
         self.clipping = Clipping(optimizer, engine, like.device if like is not None and like_norms else None)
         # What is done with a layer whose gradients are complete, and, asked before, whether all of them have to be complete.
         self._on_complete, self._wanted = self.clipping.measure if measure else None, None
@@ -201,7 +206,7 @@ class LayerwiseStep:
         """
         # Those that stay are first: to issue their steps takes the background little time, and the device has them soon.
         order = sorted(self._engine.order(), key=lambda layer: layer.own_slot is None)
-        in_order = self._engine.several or self._state.elsewhere or self._on_device is not None
+        in_order = self._engine.several or self._state.elsewhere or self._on_gpu
         self._updates.urgency = {} if in_order else {layer: at for at, layer in enumerate(order)}
         return order
 
@@ -261,11 +266,9 @@ class LayerwiseStep:
 
     def _keep_frozen(self) -> None:
         """Brings layers that stay and have nothing to step: from now on they need not come in each step."""
-        on_device = self._engine.on_device
-        for layer in self._engine.layers if on_device is not None else ():
-            frozen = layer.own_slot is not None and not layer.kept and layer.frozen
-            if frozen and on_device is not None and self._engine.staying(layer):
-                self._updates.submit(layer, partial(on_device.staying.bring, layer))
+        for layer in self._engine.layers:
+            if layer.own_slot is not None and not layer.kept and layer.frozen and self._engine.staying(layer):
+                self._updates.submit(layer, partial(self._engine.stepper.bring, layer))
 
     def refuse_other_clipping(self, clip_value: float | None) -> None:
         """Refuses clipping that the updates in this step's backward did not know of.
@@ -289,14 +292,14 @@ class LayerwiseStep:
         needs = {
             'optimizer_overlap="backward"': self.begun,
             self._state.option: self._state.elsewhere,
-            'optimizer_on="gpu"': self._on_device,
+            'optimizer_on="gpu"': self._on_gpu,
             "Training on several devices": self._engine.several,
         }
         for name, needed in needs.items():
             if needed:
-                names = [self._state.option] * self._state.elsewhere + ["optimizer_on"] * (self._on_device is not None)
+                names = [self._state.option] * self._state.elsewhere + ["optimizer_on"] * self._on_gpu
                 otherwise = f"leave {' and '.join(names)} out" if names else ""
-                if self._on_device is None:
+                if not self._on_gpu:
                     otherwise += f"{' and ' * bool(names)}pass optimizer_overlap='off'"
                 raise RuntimeError(
                     f"{name} updates layers one by one, but {what}. {instead}, or {otherwise}."
@@ -313,16 +316,13 @@ class LayerwiseStep:
         """Whether the step of a group can be taken apart."""
         return self._separable or runs_fused(self._optimizer, self._on_host(group), fuse=self._fuse)
 
-    def _steps_there(self, layer: StreamedLayer) -> bool:
-        """Whether a layer is stepped on the device."""
-        return self._on_device is not None or layer.own_slot is not None
-
     def _on_host(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group with those of its parameters that the host steps."""
-        if self._engine.on_device is None:
+        stepper = self._engine.stepper
+        if not stepper.steps_some:
             return group
         layers = ((p, self._engine.layer_of(p)) for p in group["params"])
-        return {**group, "params": [p for p, layer in layers if layer is None or not self._steps_there(layer)]}
+        return {**group, "params": [p for p, layer in layers if layer is None or not stepper.steps(layer)]}
 
     @property
     def submitted(self) -> bool:
@@ -352,7 +352,7 @@ class LayerwiseStep:
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
             name_of = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
             there, of_host = settings, self._on_host(group)
-            if self._on_device is None:
+            if not self._on_gpu:
                 settings = {**settings}
                 if self._like is not None:
                     if why := self._like.against_group(of_host, self._of_gpu):
@@ -362,12 +362,7 @@ class LayerwiseStep:
                 if self.begun or runs_fused(self._optimizer, of_host, fuse=self._fuse):
                     settings["fused"] = True
             trained = [p for p in of_host["params"] if p.requires_grad]
-            if (
-                self._early.in_backward
-                and not self.begun
-                and self._on_device is None
-                and lacks_buffers(group, state, trained)
-            ):
+            if self._early.in_backward and not self.begun and not self._on_gpu and lacks_buffers(group, state, trained):
                 what = "some parameters of a group have momentum and others have none yet"
                 raise _UndividedError(what, "Pass optimizer_overlap='forward'")
             parts = defaultdict(list)
@@ -382,7 +377,7 @@ class LayerwiseStep:
                     parts[layer].append(parameter)
             for layer, parameters in parts.items():
                 named = {"param_names": [name_of[id(p)] for p in parameters]} if name_of else {}
-                chosen = there if self._steps_there(layer) else settings
+                chosen = there if self._engine.stepper.steps(layer) else settings
                 by_layer[layer].append({**chosen, **named, "params": parameters})
         return by_layer
 
@@ -446,10 +441,9 @@ class LayerwiseStep:
         """
         if self._engine.is_viewed(layer):
             return True
-        if self._steps_there(layer) and layer.own_slot is None:  # which holds the state itself
+        if self._engine.stepper.steps(layer) and layer.own_slot is None:  # the stepper holds the state itself
             return False
-        if self._engine.on_device is not None:
-            self._engine.on_device.forget((layer, self._optimizer))  # it does where the layer did not stay before
+        self._engine.stepper.forget((layer, self._optimizer))  # it holds the state if the layer did not stay before
         state = state_of(self._optimizer)
         own = [dict.get(state, parameter, {}) for parameter in parameters]
         # A step in its own slot takes the state from the host: a dictionary that user code has kept would stay as it is.
@@ -458,20 +452,15 @@ class LayerwiseStep:
         return held_elsewhere(own)
 
     def _has_state_there(self, parameter: nn.Parameter) -> bool:
-        layer, on_device = self._engine.layer_of(parameter), self._engine.on_device
-        return (
-            on_device is not None
-            and layer is not None
-            and layer.kept
-            and on_device.staying.has_state(layer, self._optimizer, parameter)
-        )
+        layer = self._engine.layer_of(parameter)
+        return layer is not None and layer.kept and self._engine.stepper.has_state(layer, self._optimizer, parameter)
 
     def _makes_state(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether an update may make state of these parameters on the device, in the default dtype of the process.
 
         On the host torch's fused steps name the dtype of their state.
         """
-        if not self._steps_there(layer):
+        if not self._engine.stepper.steps(layer):
             return False
         new = {id(p) for p in parameters if stored(p) is not None} - self._stepped
         self._stepped |= new
@@ -491,14 +480,12 @@ class LayerwiseStep:
         # A class of a user's may look at its closure's loss.
         closures = [self._closure] * (self._declared and self._closure is not None)
         step = partial(context.run, partial(_own_step(self._class), part, *closures))
-        if self._steps_there(layer):
-            on_device = self._engine.on_device
-            assert on_device is not None
+        stepper = self._engine.stepper
+        if stepper.steps(layer):
             for parameter in trained:
                 if id(parameter) in clips and parameter.grad is not None:
                     clips[id(parameter)](parameter.grad)
-            steps = on_device.staying if stays else on_device
-            steps.step((layer, self._optimizer), part, step, declared=self._declared)
+            stepper.step_layer((layer, self._optimizer), part, step, stays=stays, declared=self._declared)
             return
         for parameter in trained:
             self._engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)

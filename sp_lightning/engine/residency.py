@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from sp_lightning.gpu_steps.on_device import StepsOnDevice
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Slot, StreamedLayer
 from sp_lightning.layers.lent_weights import SlotUsers
@@ -19,6 +18,7 @@ from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import BlockSource, Slots
 from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.plan.plan import Plan
+from sp_lightning.updates.layer_stepper import LayerStepper
 
 
 class Residency:
@@ -257,7 +257,7 @@ class Peak:
 
     Attributes:
         most: that sum in bytes.
-        on_device: what steps layers on the device; None if nothing does.
+        stepper: steps layers on the GPU.
     """
 
     def __init__(
@@ -266,10 +266,10 @@ class Peak:
         slots: Slots,
         residents: Residents,
         gradients: GradientSink,
-        on_device: StepsOnDevice | None,
+        stepper: LayerStepper,
     ) -> None:
         self.most = 0
-        self.on_device = on_device
+        self.stepper = stepper
         self._staying = found.staying[0]
         self._aside = [parameter for _, module in found.aside for parameter in module.parameters()]
         self._slots = slots
@@ -279,14 +279,12 @@ class Peak:
     @property
     def weight_bytes(self) -> int:
         """Bytes of device memory that weights and buffers take now."""
-        steps = 0 if self.on_device is None else self.on_device.nbytes
-        return self._slots.device_bytes + self._residents.nbytes + self._staying + steps
+        return self._slots.device_bytes + self._residents.nbytes + self._staying + self.stepper.nbytes
 
     def note(self) -> None:
         """Measures; called whenever more memory may be in use than ever before."""
         now = self._slots.device_bytes + self._residents.nbytes + self._staying + self._gradients.device_bytes
-        if self.on_device is not None:
-            now += self.on_device.nbytes
+        now += self.stepper.nbytes
         if self._aside:  # nearly always nothing, and this is called several times for each layer
             now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
         if now > self.most:

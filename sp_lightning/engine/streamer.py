@@ -25,7 +25,6 @@ from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.engine.updating import Updating
-from sp_lightning.gpu_steps.on_device import StepsOnDevice
 from sp_lightning.layers.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.lent_weights import BoundWeights
@@ -40,6 +39,11 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.registry import row_finder
 from sp_lightning.store.block_memory import Staging
 from sp_lightning.torch_compat.patched import unwatch, watch
+from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.updates.layer_stepper import LayerStepper
+
+MakeStepper = Callable[[Device, Plan, BackgroundUpdates, bool], LayerStepper]
+"""Makes what steps layers on the GPU, given the updates of the run, which land layers that stay, and whether memory is pinned."""
 
 
 class Streamer:
@@ -58,6 +62,7 @@ class Streamer:
         threads: the threads that belong to the run; None: the present one.
         debug_writes: whether to look for writes of weights that torch does not show.
         around_rerun: a context for a forward that runs again in backward, of which only autograd is to know.
+        make_stepper: makes what steps layers on the GPU, if the plan says that some do; None if it never does.
         log: the logger for the engine's warnings; None for Lightning's.
 
     Attributes:
@@ -79,12 +84,14 @@ class Streamer:
         threads: OwnThreads | None = None,
         debug_writes: bool = False,
         around_rerun: Callable[[], AbstractContextManager[None]] = nullcontext,
+        make_stepper: MakeStepper | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         self.plan = plan
         self.found = found
         self.device = device
         self._module = module
+        self._make_stepper = make_stepper
         # Hooks in backward run on autograd's threads. The lock is never held while user code runs.
         self._lock = threading.RLock()
         self.threads = threads or OwnThreads()
@@ -119,19 +126,16 @@ class Streamer:
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(self._resident_layer, self._source, self._lent)
         self._pin = pin
-        self._on_device: StepsOnDevice | None = None
         if plan.steps_on_device or plan.stay:
-            self._make_steps()
+            self._use_stepper(plan)
         self._gradients.stay = plan.steps_on_device
-        self._peak = Peak(self.found, self._slots, self._residents, self._gradients, self._on_device)
+        self._peak = Peak(self.found, self._slots, self._residents, self._gradients, self.updates.stepper)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
 
-    def _make_steps(self) -> StepsOnDevice:
-        """Makes what steps layers on the device."""
-        self._on_device = StepsOnDevice(self.device, pin=self._pin, slots=self.plan.step_slots)
-        self.updates.staying = self._on_device.staying
-        return self._on_device
+    def _use_stepper(self, plan: Plan) -> None:
+        assert self._make_stepper is not None
+        self.updates.stepper = self._make_stepper(self.device, plan, self.updates, self._pin)
 
     def _build_activations(self, modes: Mapping[str, Mode] | None, ring: HostRing, log: logging.Logger | None) -> None:
         rows = {layer.name: layer.index for layer in self._layers if layer.kind is Kind.BLOCK}
@@ -193,9 +197,7 @@ class Streamer:
         self._step = Step(below, self._watch)
         self._backward = Backward(below, self._step)
         self.turns = placement.turns(self._lock, layers, self._source, self._step)
-        self.updating = Updating(
-            below, self._step, self._backward, self.turns, self._on_device, all_on_device=self.plan.steps_on_device
-        )
+        self.updating = Updating(below, self._step, self._backward, self.turns)
 
     def _build_access(
         self, around_rerun: Callable[[], AbstractContextManager[None]]
@@ -318,13 +320,13 @@ class Streamer:
             self._step.take_back_writes()
             self._step.expected = None  # for this window
             self.updates.join()  # what has stayed lies in the slots that go
-            if self.updates.staying is not None:
-                self.updates.staying.forget(self._moving)
+            self.updates.stepper.forget_slots(self._moving)
             self.plan = plan
             self._gradients.in_flight = plan.k_prime + 1
             self._residency.resize(plan)
-            if plan.stay and self._on_device is None:
-                self._peak.on_device = self.updating.on_device = self._make_steps()
+            if plan.stay and not self.updates.stepper.steps_some:
+                self._use_stepper(plan)
+                self._peak.stepper = self.updates.stepper
             self._peak.note()
 
     def recount(self, plan: Plan) -> None:
@@ -356,7 +358,7 @@ class Streamer:
         self._peak.note()
         stalled, offload = self.device.stall_seconds, self.activations.offload
         rows = [layer.rows for layer in self._moving]
-        moved = (0, 0) if self._on_device is None else self._on_device.moved_bytes
+        brought, taken = self.updates.stepper.moved_bytes
         return Stats(
             fetched_layers=sum(layer.fetches for layer in self._moving),
             fetched_bytes=self._slots.fetched_bytes + sum(each.looked_up_bytes for each in rows),
@@ -366,8 +368,8 @@ class Streamer:
             host_waits=self._lent.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),
             extra_slots=self._slots.extra_slots,
             gathered_bytes=self._slots.uploads.gathered_bytes,
-            brought_bytes=moved[0],
-            taken_bytes=moved[1],
+            brought_bytes=brought,
+            taken_bytes=taken,
             peak_device_bytes=self._peak.most,
             peak_allocated_bytes=self.device.most_bytes(),
             stored_bytes=offload.stored_bytes,
@@ -400,7 +402,7 @@ class Streamer:
                 self._slots.close,
                 self.activations.offload.close,
                 self._residents.close,
-                *([] if self._on_device is None else [self._on_device.close]),
+                self.updates.stepper.close,
                 self._swap.close,
                 *(layer.close for layer in self._layers),
                 *(layer.block.unpin for layer in self._layers),

@@ -13,11 +13,11 @@ from sp_lightning.device.device import Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
 from sp_lightning.engine.turns import Turns
-from sp_lightning.gpu_steps.on_device import StepsOnDevice
 from sp_lightning.layers.device_parameter import Untouched
 from sp_lightning.layers.freed_gradient import forget, free
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.torch_compat.modes import held
+from sp_lightning.updates.layer_stepper import LayerStepper
 
 
 class Updating(Part):
@@ -29,25 +29,12 @@ class Updating(Part):
     Attributes:
         backward: its ``on_complete`` is called in the backward that was announced, for each layer whose gradients are all in
             ``param.grad``. Its ``wanted`` says whether that would begin a layer's update: several devices agree on it before.
-        on_device: steps layers on the device; None where the host steps all of them.
-        all_on_device: whether it steps all layers, and not only those that stay there.
         several: whether there are several devices.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
 
-    def __init__(
-        self,
-        below: Part,
-        step: Step,
-        backward: Backward,
-        turns: Turns,
-        on_device: StepsOnDevice | None,
-        *,
-        all_on_device: bool,
-    ) -> None:
+    def __init__(self, below: Part, step: Step, backward: Backward, turns: Turns) -> None:
         super().__init__(**vars(below))
-        self.on_device = on_device
-        self.all_on_device = all_on_device
         self._step = step
         self.backward = backward
         self.step_seconds = 0.0
@@ -57,18 +44,21 @@ class Updating(Part):
             id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)
         }
 
+    @property
+    def stepper(self) -> LayerStepper:
+        """Steps layers on the GPU."""
+        return self.updates.stepper
+
     def step_on_host(self) -> None:
-        """Has the host step layers, which the device could, but for those that stay there; no step was made."""
-        self.all_on_device = self.gradients.stay = False
-        if all(layer.own_slot is None for layer in self.layers):
-            self.on_device = None
+        """Lets the CPU step all layers except those that stay on the GPU. Called before the first step."""
+        self.stepper.steps_all = self.gradients.stay = False
 
     def staying(self, layer: StreamedLayer) -> bool:
         """Whether the next step of a layer may write its slot on the device, where it stays; if so, nothing else uses the slot.
 
         If not, because user code holds a view of the slot, say, the host has the layer from now on.
         """
-        if layer.own_slot is None or self.on_device is None:
+        if layer.own_slot is None:
             return False
         with held(self.lock):
             if not layer.can_stay or self.is_viewed(layer):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
 from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tree_leaves
-from sp_lightning.updates.fused import is_separable
+from sp_lightning.updates.fused import is_of_bitsandbytes, is_separable
 
 _ALONE = {
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -44,14 +44,17 @@ def is_torchs(optimizer: Any) -> bool:
     return getattr(torch.optim, kind.__name__, None) is kind
 
 
-def is_of_bitsandbytes(optimizer: Any) -> bool:
-    """Whether an optimizer is one of that package, whose kernels are for devices."""
-    return type(optimizer).__module__.startswith("bitsandbytes.optim.")
-
-
-def constants_of(optimizer: Any) -> frozenset[str]:
-    """Names of the state that parameters share and no step writes: bitsandbytes' tables of what its codes stand for."""
-    return frozenset(("qmap1", "qmap2") if is_of_bitsandbytes(optimizer) else ())
+def against_gpu(optimizers: Sequence[Any]) -> str:
+    """Returns why optimizers cannot step on the GPU; empty if they can."""
+    for optimizer in optimizers:
+        if steps_alone(optimizer):
+            continue
+        name = type(optimizer).__name__
+        if is_torchs(optimizer):
+            return f"{name} steps all parameters together"
+        declares = f"{name}.{DECLARES} = True"
+        return f"{name} is not known to step each parameter by itself. If it does, say so in its class: {declares}"
+    return next(filter(None, map(depends_on_places, optimizers)), "")
 
 
 def depends_on_places(optimizer: Any) -> str:

@@ -23,37 +23,48 @@ from torch.optim import Optimizer
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import aligned, lay_out, part, total_bytes
 from sp_lightning.device.timeline import Kind
-from sp_lightning.gpu_steps.alone import DeclaredStep, constants_of
+from sp_lightning.gpu_steps.alone import DeclaredStep, is_declared
 from sp_lightning.gpu_steps.host_state import HostState, SeparateState, ids_of, is_plain, of_device, unshare
 from sp_lightning.gpu_steps.staying import StayingLayers
 from sp_lightning.gpu_steps.step_slots import StepSlot, StepSlots
 from sp_lightning.gpu_steps.twins import for_fetch, made_on, to_host, twin_of, written_by
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.narrow_gradient import Change, made_of
+from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tree_map
-
-FRESH = 2
-"""Layers whose casts are there until the second one after them is stepped: then the host has them, too."""
+from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.updates.fused import constants_of
+from sp_lightning.updates.layer_stepper import FRESH, Key, LayerStepper
 
 _HALF = 128 * 2**20
 """The maximum bytes of each half of the buffer to which gradients are uploaded for their norms."""
 
-Key = tuple[StreamedLayer, Optimizer]
-"""Whose state it is: a layer's in one optimizer."""
 
-
-class StepsOnDevice:
+class StepsOnDevice(LayerStepper):
     """Steps layers on the device. The background calls it, one layer after the other.
 
     Args:
         device: copies, and says in which order.
         pin: whether the memory of state is page-locked.
         slots: how many slots of the largest layer's size there are, as :class:`StepSlots` takes it.
+        updates: the updates of the run, which land layers that stay; None if no layer does.
+        steps_all: whether all layers step on the GPU.
     """
 
-    def __init__(self, device: Device, *, pin: bool, slots: int) -> None:
+    steps_some = True
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        pin: bool,
+        slots: int,
+        updates: BackgroundUpdates | None = None,
+        steps_all: bool = True,
+    ) -> None:
+        self.steps_all = steps_all
         self._device = device
         device.steps = True
         self._pin = pin
@@ -63,20 +74,23 @@ class StepsOnDevice:
         # The layers that were stepped last, whose next fetch may need nothing of the host.
         self._fresh = deque[StreamedLayer]()
         self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
-        self.staying = StayingLayers(device, self)
+        self.staying = StayingLayers(device, self, updates)
 
     def arrange(self, *, loose: bool, ahead: bool) -> None:
-        """Says how the steps of a run go.
-
-        Args:
-            loose: whether state goes to a disk between two updates.
-            ahead: whether the next forward waits for them, layer by layer. It finds the casts of new weights here then.
-        """
         self._loose, self._ahead = loose, ahead
 
+    def steps(self, layer: StreamedLayer) -> bool:
+        return self.steps_all or layer.own_slot is not None
+
+    def is_declared(self, optimizer: Optimizer) -> bool:
+        return is_declared(optimizer)
+
+    def step_layer(self, key: Key, part_of: Any, step: Callable[[], Any], *, stays: bool, declared: bool) -> None:
+        run = self.staying.step if stays else self.step
+        run(key, part_of, step, declared=declared)
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that the slots take, and layers that stay beside theirs."""
+    def nbytes(self) -> int:  # type: ignore[override]
         return self._slots.nbytes + self.staying.nbytes
 
     def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
@@ -135,8 +149,7 @@ class StepsOnDevice:
         self._slots.free()
 
     @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """Bytes of weights, gradients and state that came to the device, and that left it."""
+    def moved_bytes(self) -> tuple[int, int]:  # type: ignore[override]
         return self._moved[Stream.UPLOAD], self._moved[Stream.DOWNLOAD]
 
     def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
@@ -243,8 +256,27 @@ class StepsOnDevice:
         return found, stay
 
     def forget(self, key: Key) -> None:
-        """The user's optimizer alone holds a layer's state on the host."""
         self._states.pop(key, None)
+
+    # ------------------------------------------------------------------ layers that stay
+
+    def has_state(self, layer: StreamedLayer, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+        return self.staying.has_state(layer, optimizer, parameter)
+
+    def bring(self, layer: StreamedLayer) -> None:
+        self.staying.bring(layer)
+
+    def hide(self, layer: StreamedLayer) -> None:
+        self.staying.hide(layer)
+
+    def land(self, layer: StreamedLayer) -> None:
+        self.staying.land(layer)
+
+    def leave(self, layer: StreamedLayer) -> None:
+        self.staying.leave(layer)
+
+    def forget_slots(self, layers: Iterable[StreamedLayer]) -> None:
+        self.staying.forget(layers)
 
     def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
         """Returns what of a layer's state is on the device on plain Lightning, each tensor in its own memory; None if nothing is.
@@ -414,3 +446,8 @@ def _norm_of(came: Tensor, dtype: torch.dtype, changes: Sequence[Change]) -> Ten
     for change in changes:
         change(wide)
     return get_total_norm([wide])
+
+
+def make_stepper(device: Device, plan: Plan, updates: BackgroundUpdates, pin: bool) -> StepsOnDevice:
+    """Makes the steps on the GPU of a run, as :data:`~sp_lightning.engine.streamer.MakeStepper` says."""
+    return StepsOnDevice(device, pin=pin, slots=plan.step_slots, updates=updates, steps_all=plan.steps_on_device)

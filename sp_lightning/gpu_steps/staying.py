@@ -2,7 +2,7 @@
 
 Such a layer has a slot of its own. The first step brings its weights and its optimizer state there. From then on the device's
 copy *counts* (``layer.kept``): the host's parameters have a class that brings the layer to the host when user code asks for
-one of them (:class:`~sp_lightning.updates.background.BackgroundUpdates`). Once it has, user code may have written anything, so
+one of them (``gpu_steps.away``). Once it has, user code may have written anything, so
 the next step begins from the host's values again.
 
 Steps are issued to a stream that waits for what compute had to do when the background was given the step (:meth:`Device.later`).
@@ -25,15 +25,17 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import lay_out, part, total_bytes
 from sp_lightning.device.timeline import Kind
 from sp_lightning.gpu_steps.alone import DeclaredStep
+from sp_lightning.gpu_steps.away import role_of
 from sp_lightning.gpu_steps.host_state import SeparateState
 from sp_lightning.gpu_steps.twins import resemble, twin_of, written_by
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.narrow_gradient import NarrowGradient, made_of
+from sp_lightning.layers.roles import leave_all, take_all
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import tree_leaves
-
-Key = tuple[StreamedLayer, Optimizer]
+from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.updates.layer_stepper import Key
 
 
 class Exchange(Protocol):
@@ -110,12 +112,14 @@ class StayingLayers:
     Args:
         device: copies, and says in which order.
         steps: what steps other layers on the device; both exchange an optimizer's parameters and state in the same way.
+        updates: the updates of the run, which land layers; None if no layer stays.
 
     Attributes:
         nbytes: bytes of device memory beside the slots: of masters and of state.
     """
 
-    def __init__(self, device: Device, steps: Exchange) -> None:
+    def __init__(self, device: Device, steps: Exchange, updates: BackgroundUpdates | None = None) -> None:
+        self._role = role_of(updates)
         self._device = device
         self._steps = steps
         self._weights: dict[StreamedLayer, _Weights] = {}
@@ -224,6 +228,7 @@ class StayingLayers:
     def hide(self, layer: StreamedLayer) -> None:
         """Takes the host's memory from a layer that is kept. Its parameters have the class that brings it."""
         for member in layer.family:
+            take_all(member.block.parameters, self._role)
             if not member.block.hidden:
                 member.block.hide()
 
@@ -366,6 +371,8 @@ class StayingLayers:
         layer.kept = False
         self._parts.pop(layer, None)
         self._count()
+        for member in layer.family:
+            leave_all(member.block.parameters, self._role)
 
     def forget(self, layers: Iterable[StreamedLayer]) -> None:
         """The slots of these layers are freed, in which nothing counts."""

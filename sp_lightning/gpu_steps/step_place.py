@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Device
-from sp_lightning.gpu_steps.alone import is_of_bitsandbytes
+from sp_lightning.gpu_steps.alone import against_gpu, is_declared
 from sp_lightning.gpu_steps.times import host_seconds_of, least_seconds, measure
 from sp_lightning.plan.choices import Overlap
-from sp_lightning.plan.ledger import Ledger
-from sp_lightning.plan.update_policy import Place, UpdateFacts, choose_overlap
+from sp_lightning.plan.update_policy import UpdateFacts, choose_overlap
+from sp_lightning.trainer.step_place import StepPlace
+from sp_lightning.updates.fused import is_of_bitsandbytes
 
 _MUCH = 0.9  # what one place takes of the other's time, to be worth other bits
 
 
-class StepPlace:
-    """Decides where the optimizers of a run step: once for all its steps, because the last bits depend on it.
+class MeasuredPlace(StepPlace):
+    """Decides where the optimizers of a run step, by what is measured of the machine: once for all steps of the run."""
 
-    Args:
-        device: returns the device, which is another one if the engine is built anew.
-        count: what a step sends, reads and writes, by where it runs and when.
+    def against(self, optimizers: Sequence[Optimizer]) -> str:
+        return against_gpu(optimizers)
 
-    Attributes:
-        why: why ``"auto"`` has chosen the place; empty before, and where nothing is to choose.
-    """
-
-    def __init__(self, device: Callable[[], Device], count: Callable[[Place, Overlap], Ledger]) -> None:
-        self._device = device
-        self._count = count
-        self.why = ""
-
-    def remark(self, place: Place) -> str:
-        """What was chosen, as a sentence; empty if nothing was."""
-        return f'Optimizers step on the {place.upper()} (optimizer_on="auto": {self.why}).' if self.why else ""
+    def is_declared(self, optimizer: Optimizer) -> bool:
+        return is_declared(optimizer)
 
     def moves(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> bool:
-        """Returns True if ``"auto"`` moves the steps from the GPU to the CPU. It decides once: the last bits depend on the place.
-
-        Args:
-            stepping: the optimizers.
-            facts: the facts of the run, with steps on the GPU if there is room for them.
-
-        Raises:
-            ValueError: the user's ``optimizer_overlap`` is not possible on the GPU.
-        """
         if facts.optimizer_on != "auto" or self.why or not stepping:
             return False
         if facts.on_cpu:
@@ -81,7 +61,6 @@ class StepPlace:
         return seconds["gpu"] < _MUCH * seconds["cpu"], why
 
     def better(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> str:
-        """A sentence if the other place would be faster; empty if not, or if that is not known or not possible."""
         now, other = ("gpu", "cpu") if facts.place == "gpu" else ("cpu", "gpu")
         if _against_gpu(facts):
             return ""

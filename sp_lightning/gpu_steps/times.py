@@ -12,13 +12,10 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.plan.ledger import Ledger
-from sp_lightning.tuning.machine import NBYTES
+from sp_lightning.updates.cpu_seconds import EIGHT_BITS_SECONDS, muon_flops
 from sp_lightning.updates.fused import is_separable
 
-EIGHT_BITS_SECONDS = 21e-9
-"""Per parameter of an optimizer with a state of few bits on the host. Measured on two cores:
-tests/results/2026-11-22-updates-cpu.md."""
-
+_NBYTES = 1 << 26  # of the copies that are timed
 _WIDTH = 512  # of the matrices that are multiplied to see how fast the host is
 
 
@@ -40,7 +37,7 @@ class Machine:
 
 def measure(device: Device) -> Machine:
     """Measures a machine, in about a tenth of a second."""
-    here, there = device.host_empty(NBYTES, pin=True)[:NBYTES], device.upload_target(NBYTES)
+    here, there = device.host_empty(_NBYTES, pin=True)[:_NBYTES], device.upload_target(_NBYTES)
     here.fill_(1)
     device.pin(here)
     other = torch.ones_like(here)
@@ -52,9 +49,9 @@ def measure(device: Device) -> Machine:
 
     with torch.no_grad():
         found = Machine(
-            NBYTES / _seconds(lambda: copy(Stream.UPLOAD, there, here)),
-            NBYTES / _seconds(lambda: copy(Stream.DOWNLOAD, here, there)),
-            2 * NBYTES / _seconds(lambda: other.copy_(here)),
+            _NBYTES / _seconds(lambda: copy(Stream.UPLOAD, there, here)),
+            _NBYTES / _seconds(lambda: copy(Stream.DOWNLOAD, here, there)),
+            2 * _NBYTES / _seconds(lambda: other.copy_(here)),
             2 * _WIDTH**3 / _seconds(lambda: matrix @ matrix),
         )
     device.unpin(here)
@@ -93,19 +90,4 @@ def host_seconds_of(optimizers: Iterable[Any], machine: Machine) -> float:
             total += muon_flops(trained) / machine.flops
         elif is_separable(optimizer):
             total += EIGHT_BITS_SECONDS * sum(p.numel() for p in trained)
-    return total
-
-
-def muon_flops(matrices: Iterable[Tensor]) -> int:
-    """What Muon multiplies in a step: five Newton–Schulz iterations for each matrix, as ``torch.optim.Muon`` does them.
-
-    An iteration of an m × n matrix, m ≤ n, has products of m·n·m, m·m·m and m·m·n multiplications and additions.
-
-    Args:
-        matrices: of shape ``(rows, columns)``.
-    """
-    total = 0
-    for matrix in matrices:
-        m, n = sorted(matrix.shape)
-        total += 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
     return total

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.disk.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
-from sp_lightning.gpu_steps.times import EIGHT_BITS_SECONDS, muon_flops
 from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.ledger import ON_DEVICE, Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.planner.arguments import PRECISIONS, Overlap, Question
 from sp_lightning.torch_compat.private import tree_leaves
+from sp_lightning.updates.cpu_seconds import EIGHT_BITS_SECONDS, muon_flops
 from sp_lightning.updates.fused import has_fused_step
 from sp_lightning.updates.step_context import compiles
 

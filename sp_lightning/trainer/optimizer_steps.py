@@ -16,7 +16,6 @@ from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.placement import Placement
 from sp_lightning.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.engine.streamer import Streamer
-from sp_lightning.gpu_steps.step_place import StepPlace
 from sp_lightning.kernels.like_gpu import GpuBits
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
@@ -35,6 +34,7 @@ from sp_lightning.plan.update_policy import (
 )
 from sp_lightning.ranks.rank_steps import RankSteps
 from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.registry import step_place
 from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks
@@ -118,7 +118,7 @@ class OptimizerSteps:
         self._logged = ""  # the mode that was logged last
         self._bits = GpuBits(None)
         self._none_stay = ""  # why gpu_layers="auto" keeps no layer on the device
-        self._place = StepPlace(lambda: run.engine.device, self._count_as)
+        self._place = step_place()(lambda: run.engine.device, self._count_as)
         self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._fuses_whole)
         self._tried = False  # whether a step has shown what backward needs
         self._needed = ""  # its use of a layer whose gradients were complete
@@ -195,6 +195,7 @@ class OptimizerSteps:
             self._trainer,
             self._options,
             self._real_optimizers,
+            self._place,
             place="gpu" if run.steps_on_device else "cpu",
             stay=bool(run.engine.plan.stay),
             on_cpu=run.engine.device.computes_on_host,

@@ -44,6 +44,7 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.ranks.placement import RankPlacement
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.transfer import takes_slices
+from sp_lightning.registry import layer_stepper
 from sp_lightning.sharing.shared_base import current
 from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.trainer.compat import last_checkpoint, look_at_loaders, note_device
@@ -136,9 +137,10 @@ class Run:
                     f"gpu_layers={options.gpu_layers} keeps layers of one run in GPU memory. Trials of a SharedBase share them: "
                     "leave it out."
                 )
-        there = options.optimizer_on
+        self._make_stepper = layer_stepper(options.optimizer_on, options.gpu_layers)
+        optimizer_on, stay = ("cpu", 0) if self._make_stepper is None else (options.optimizer_on, options.gpu_layers)
         self._window = Window(
-            *k, budget, ranks=self._count, nodes=nodes, training=trains, optimizer_on=there, stay=options.gpu_layers
+            *k, budget, ranks=self._count, nodes=nodes, training=trains, optimizer_on=optimizer_on, stay=stay
         )
         self._threads = OwnThreads()
         self._parted: list[OverlappingPair] = []
@@ -285,6 +287,7 @@ class Run:
             averages=averages,
             threads=self._threads,
             debug_writes=self._options.debug_writes,
+            make_stepper=self._make_stepper,
             around_rerun=partial(in_place_of, self.module, {"log": _log_nothing}),
             log=self._log,
         )

@@ -93,7 +93,7 @@ class StepHooks:
 
     def steps_on_device(self, optimizer: Optimizer) -> bool:
         """Whether the running step is an optimizer's of this run, whose layers the device steps."""
-        return self._layerwise(optimizer) is not None and self._engine.updating.all_on_device
+        return self._layerwise(optimizer) is not None and self._engine.updating.stepper.steps_all
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
@@ -101,7 +101,7 @@ class StepHooks:
         """Runs before all other hooks. Returns what the step is called with."""
         if updates_here() or self._is_elsewhere(optimizer):
             return None
-        if self._engine.updating.all_on_device:
+        if self._engine.updating.stepper.steps_all:
             self._refuse_beside_device(optimizer, args, kwargs)
         self._stepping.append(optimizer)
         self._prepare(optimizer)

@@ -11,14 +11,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 
-from sp_lightning.gpu_steps.alone import (
-    DECLARES,
-    depends_on_places,
-    is_declared,
-    is_of_bitsandbytes,
-    is_torchs,
-    steps_alone,
-)
 from sp_lightning.kernels.like_gpu import writes_gradients
 from sp_lightning.plan.update_policy import BatchFacts, OptimizerFacts, Place, UpdateFacts
 from sp_lightning.torch_compat.private import (
@@ -30,8 +22,16 @@ from sp_lightning.torch_compat.private import (
 )
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.trainer.user_hooks import hooks_of_users
-from sp_lightning.updates.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
+from sp_lightning.updates.fused import (
+    BARS_FUSED,
+    has_fused_step,
+    is_of_bitsandbytes,
+    is_separable,
+    loses_updates,
+    runs_fused,
+)
 from sp_lightning.updates.scaler import HostGradScaler
 from sp_lightning.updates.step_context import compiles
 
@@ -43,6 +43,7 @@ def collect(
     trainer: Any,
     options: Options,
     optimizers: Sequence[Optimizer],
+    places: StepPlace,
     *,
     place: Place,
     stay: bool,
@@ -58,6 +59,7 @@ def collect(
         trainer: with its module, its callbacks and its precision plugin.
         options: the user's.
         optimizers: the optimizers that step, as their users configured them.
+        places: says what is against steps on the GPU.
         place, stay, on_cpu, ranks, shares_base, tried, needed: see :class:`UpdateFacts`.
     """
     facts = UpdateFacts(
@@ -82,7 +84,7 @@ def collect(
             OptimizerFacts(
                 identity=id(each),
                 writes_gradients=writes_gradients(each),
-                ends_first=not has_fused_step(each) and bool(_against_background_on_gpu(trainer, [each])),
+                ends_first=not has_fused_step(each) and bool(_against_background_on_gpu(trainer, [each], places)),
             )
             for each in optimizers
         ),
@@ -91,8 +93,8 @@ def collect(
         against_layers=against_layers,
         instead=instead,
         against_forward=_against_beside_forward(optimizers),
-        against_gpu=_against_steps_on_gpu(trainer, optimizers),
-        against_gpu_background=_against_background_on_gpu(trainer, optimizers),
+        against_gpu=places.against(optimizers) or _against_steps_on_gpu(trainer, optimizers),
+        against_gpu_background=_against_background_on_gpu(trainer, optimizers, places),
         accumulation_hooks=any(accumulation_hooks(p) for p in trainer.lightning_module.parameters()),
         step_hooks=_has_step_hooks(optimizers),
         unread_before_step=_are_gradients_unread_before_step(trainer),
@@ -221,18 +223,9 @@ def _against_beside_forward(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _against_steps_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
-    """Returns what steps on the GPU would do otherwise than plain Lightning, and why; empty if nothing."""
-    for optimizer in optimizers:
-        if not steps_alone(optimizer):
-            name = type(optimizer).__name__
-            if is_torchs(optimizer):
-                return f"{name} steps all parameters together"
-            declares = f"{name}.{DECLARES} = True"
-            return f"{name} is not known to step each parameter by itself. If it does, say so in its class: {declares}"
+    """Returns why steps on the GPU would differ from plain Lightning's, apart from the optimizers; empty if they would not."""
     if not trainer.lightning_module.automatic_optimization:
         return "optimization is manual, and norms of gradients that you take yourself would be the host's"
-    if why := next(filter(None, map(depends_on_places, optimizers)), ""):
-        return why
     plugin = trainer.precision_plugin
     if type(plugin).clip_grad_by_norm is not base_of(plugin, Precision).clip_grad_by_norm:
         return f"{type(plugin).__name__}.clip_grad_by_norm would take norms on the host"
@@ -241,11 +234,11 @@ def _against_steps_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
     return ""
 
 
-def _against_background_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+def _against_background_on_gpu(trainer: Any, optimizers: Sequence[Optimizer], places: StepPlace) -> str:
     """Returns why steps on the GPU cannot run in the background; empty if they can."""
     plugin = trainer.precision_plugin
     if not is_exactly(plugin, (Precision, MixedPrecision)):
         return f"with {type(plugin).__name__}, tensors that an optimizer makes meanwhile would have another dtype"
-    if declared := [type(each).__name__ for each in optimizers if is_declared(each)]:
+    if declared := [type(each).__name__ for each in optimizers if places.is_declared(each)]:
         return f"{' and '.join(declared)} may draw random numbers, of which nobody but its user knows"
     return ""

@@ -17,7 +17,6 @@ from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.timeline import Kind
 from sp_lightning.engine.assembly import kinds
 from sp_lightning.engine.residency import Residency
-from sp_lightning.gpu_steps.on_device import FRESH
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Kind as LayerKind
 from sp_lightning.layers.layer import StreamedLayer
@@ -28,6 +27,7 @@ from sp_lightning.layers.uploads import Uploads
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tuning.clocks import ClockDevice, HostBytes
 from sp_lightning.tuning.visits import RESOURCES, Prediction, Rates, Visit
+from sp_lightning.updates.layer_stepper import FRESH
 
 _STALLS = {
     "gradients": (Wait.REUSE_AFTER_DRAIN,),

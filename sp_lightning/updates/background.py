@@ -23,11 +23,11 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.own_threads import OwnThreads
-from sp_lightning.gpu_steps.staying import StayingLayers
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.roles import ParameterRole, leave, leave_all, take, take_all, writes_in_place
+from sp_lightning.layers.roles import ParameterRole, leave, take, writes_in_place
 from sp_lightning.torch_compat.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.torch_compat.private import tree_leaves
+from sp_lightning.updates.layer_stepper import LayerStepper
 from sp_lightning.updates.step_context import awaiting_steps
 
 
@@ -42,7 +42,7 @@ class BackgroundUpdates:
         torn: the reason if only some layers have the weights of the last step; None if all have them.
         urgency: of layers whose updates need not be in the order in which they were submitted: the lower, the sooner.
         threads: the threads that belong to the run. Others may wait for an update's work, and do not what follows it.
-        staying: brings layers that stay on the device to the host; None if none does.
+        stepper: steps layers on the GPU, and lands those that stay there.
         landed_in_a_row: in how many steps in a row up to now a layer that stays had to come to the host.
     """
 
@@ -56,8 +56,7 @@ class BackgroundUpdates:
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._role = type("BeingUpdated", (_PendingUpdate,), {"_updates": self})
-        self._away = type("OnDevice", (_StaysOnDevice,), {"_updates": self})
-        self.staying: StayingLayers | None = None
+        self.stepper = LayerStepper()
         self.landed_in_a_row = 0
         self._has_landed = False  # since the present step began
         self.torn: str | None = None
@@ -197,22 +196,20 @@ class BackgroundUpdates:
         used = None if values is None else {self._layer_of.get(id(value)) for value in values}
         with self._lock:
             for layer in self._layers:
-                if layer.kept and self.staying is not None and (used is None or layer in used):
+                if layer.kept and (used is None or layer in used):
                     if (update := layer.update) is not None:  # submitted meanwhile
                         futures.wait([update])
-                    self.staying.land(layer)  # its parameters keep their class, which the run takes from them
+                    self.stepper.land(layer)  # its parameters keep their class, which the run takes from them
 
     def land(self, layer: StreamedLayer) -> None:
         """Has the host have a layer that stays. The host's values count from now on: user code may write them."""
         with self._lock:
             if layer in self._under_way:
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
-            if layer.kept and self.staying is not None:
+            if layer.kept:
                 self._has_landed = True
-                self.staying.land(layer)
-                self.staying.leave(layer)
-                for member in layer.family:
-                    leave_all(member.block.parameters, _StaysOnDevice)
+                self.stepper.land(layer)
+                self.stepper.leave(layer)
 
     def land_those(self, values: Iterable[Any]) -> None:
         """Has the host have the layers that stay of which a parameter is among these values."""
@@ -344,10 +341,8 @@ class BackgroundUpdates:
             layer.update = layer.landed = None
             if why is not Wait.FETCH_AFTER_UPDATE:
                 layer.made = ()  # what waits may write the host's weights
-            if layer.kept and self.staying is not None:
-                for member in layer.family:
-                    take_all(member.block.parameters, self._away)
-                self.staying.hide(layer)
+            if layer.kept:
+                self.stepper.hide(layer)
             if not layer.updated_early:
                 _restore_classes(layer.family)
 
@@ -439,51 +434,3 @@ class _PendingUpdate(ParameterRole):
         updates.finish()
         updates.refuse_updated([self])
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
-
-
-_OF_DEVICE_ALONE = UNCHANGED_BY_UPDATES | {
-    Tensor._version.__get__,  # type: ignore[attr-defined]
-    Tensor.stride,
-    *(getattr(Tensor.grad, how) for how in ("__get__", "__set__", "__delete__")),
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    Tensor.requires_grad_,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-    Tensor.is_contiguous,
-    Tensor.is_shared,
-}
-"""What does not ask for a parameter's values: its attributes, its gradient and its hooks."""
-
-
-class _StaysOnDevice(ParameterRole):
-    """A host parameter whose values are on the device. Code that reads or writes them brings them first."""
-
-    rank = 1
-    _updates: BackgroundUpdates
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _OF_DEVICE_ALONE:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        values = tree_leaves((args, kwargs))
-        if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
-            cls._updates.await_work(values)
-            return super().__torch_function__(func, types, args, kwargs or {})
-        for kind in types:
-            if issubclass(kind, _StaysOnDevice):
-                kind._updates.land_those(values)  # after this the arguments have their ordinary classes again
-        return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def is_foreign(cls) -> bool:
-        return not cls._updates.threads.own
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        updates = self._updates  # its ordinary class has none
-        if self.is_foreign():
-            updates.await_work([self])
-            return ParameterRole.__deepcopy__(self, memo)
-        updates.land_those([self])
-        return copy.deepcopy(self, memo)

@@ -105,6 +105,16 @@ def is_separable(optimizer: Any) -> bool:
     return (kind.__module__, kind.__qualname__) in FEW_BITS and not rounds
 
 
+def is_of_bitsandbytes(optimizer: Any) -> bool:
+    """Returns True if an optimizer is one of bitsandbytes, whose kernels are for GPUs."""
+    return type(optimizer).__module__.startswith("bitsandbytes.optim.")
+
+
+def constants_of(optimizer: Any) -> frozenset[str]:
+    """Returns the names of state that parameters share and no step writes: bitsandbytes' tables of what its codes stand for."""
+    return frozenset(("qmap1", "qmap2") if is_of_bitsandbytes(optimizer) else ())
+
+
 def lacks_buffers(group: Mapping[str, Any], state: dict[Any, Any], parameters: Iterable[nn.Parameter]) -> bool:
     """Whether some of a group's parameters have a momentum buffer and others have none yet.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sp_lightning.engine.clipping import Clipping
 from sp_lightning.layers import narrow_gradient
+from sp_lightning.updates.layer_stepper import LayerStepper
 from tests.support.emulated_gpu import forget, gpu_device
 
 pytest.importorskip("llvmlite")
@@ -51,7 +52,7 @@ def layer(parameters: list[nn.Parameter], use_gradients: Callable[[], bool] = la
 def clipping(parameters: list[nn.Parameter], layers: dict[int, Any] | None = None) -> Clipping:
     device = SimpleNamespace(access=lambda *_, **__: None)
     engine: Any = SimpleNamespace(
-        on_device=None, all_on_device=False, device=device, layer_of=lambda parameter: (layers or {}).get(id(parameter))
+        stepper=LayerStepper(), device=device, layer_of=lambda parameter: (layers or {}).get(id(parameter))
     )
     return Clipping(torch.optim.SGD(parameters, lr=0.1), engine, CPU)
 

@@ -38,12 +38,10 @@ MAY_IMPORT_LIGHTNING = {"trainer", "ranks", "sharing", "comparison", "planner", 
 NOT_YET: dict[str, set[str]] = {
     "engine.access": {"activations.recompute"},
     "engine.clipping": {"kernels.gpu_norms"},
-    "engine.layerwise": {"gpu_steps.alone", "kernels.like_gpu"},
-    "engine.residency": {"gpu_steps.on_device"},
+    "engine.layerwise": {"kernels.like_gpu"},
     "engine.saved_tensors": {"activations.calls"},
     "engine.step": {"activations.calls"},
-    "engine.streamer": {"activations.calls", "activations.policy", "gpu_steps.on_device"},
-    "engine.updating": {"gpu_steps.on_device"},
+    "engine.streamer": {"activations.calls", "activations.policy"},
     "layers.narrow_gradient": {"kernels.gpu_norms", "kernels.norms"},
     "observe.messages": {"activations.policy"},
     "observe.stats": {"kernels.jit"},
@@ -52,7 +50,6 @@ NOT_YET: dict[str, set[str]] = {
     "trainer.host_strategy": {"ranks.agreement", "ranks.ranks", "sharing.shared_base"},
     "trainer.loops": {"activations.policy", "ranks.agreement"},
     "trainer.optimizer_steps": {
-        "gpu_steps.step_place",
         "kernels.like_gpu",
         "ranks.rank_steps",
         "ranks.ranks",
@@ -68,8 +65,7 @@ NOT_YET: dict[str, set[str]] = {
         "tuning.tuner",
     },
     "trainer.strategy": {"activations.policy", "ranks.checkpoint_folder", "sharing.shared_base"},
-    "trainer.update_facts": {"gpu_steps.alone", "kernels.like_gpu"},
-    "updates.background": {"gpu_steps.staying"},
+    "trainer.update_facts": {"kernels.like_gpu"},
     "updates.fused": {"kernels.variants"},
     "updates.pieces": {"kernels.update", "kernels.variants"},
     "updates.scaler": {"kernels.norms"},
@@ -82,9 +78,7 @@ BETWEEN = {
     "tuning": "predicts what they do",
 }
 """Capabilities that may import other capabilities, with the reason."""
-BETWEEN_NOT_YET = {
-    ("gpu_steps", "tuning"),
-}  # fmt: skip
+BETWEEN_NOT_YET: set[tuple[str, str]] = set()
 """Further imports between capabilities, which are to go."""
 
 

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.gpu_steps.on_device import StepsOnDevice
-from sp_lightning.gpu_steps.staying import StayingLayers
 from sp_lightning.kernels import gpu, gpu_norms, update
 from sp_lightning.kernels.gpu import find_confirmed
+from sp_lightning.registry import is_installed
 from tests.support.simdevice import SimDevice, simulated
 
 Floats = NDArray[np.float32]
@@ -236,6 +235,12 @@ def gpu_device(usual: frozenset[str] = ALL, **options: Any) -> Iterator[list[Sim
 @contextmanager
 def _steps_on_gpu(usual: frozenset[str]) -> Iterator[None]:
     """Layers that are stepped on the simulated device are stepped as on such a GPU, and norms are taken so there."""
+    if not is_installed("gpu_steps"):
+        yield
+        return
+    from sp_lightning.gpu_steps.on_device import StepsOnDevice
+    from sp_lightning.gpu_steps.staying import StayingLayers
+
     step, norms = StayingLayers.step, StepsOnDevice.norms
 
     def stepped(self: StayingLayers, key: Any, part_of: Any, run: Callable[[], Any], **options: Any) -> None:

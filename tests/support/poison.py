@@ -4,7 +4,7 @@ Slots are NaN-filled as soon as nobody uses them, and the host's weights are NaN
 only a fetch may read them then. Random NaN bit patterns are all ones, which is NaN in every float type.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sp_lightning.activations.offload import Offload, OffloadedStorage
 from sp_lightning.device.layout import part
-from sp_lightning.gpu_steps.staying import StayingLayers
 from sp_lightning.layers import slots, writes
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.writes import digest
+from sp_lightning.registry import is_installed
 from sp_lightning.store.block import HostBlock
 from sp_lightning.torch_compat.modes import no_dispatch_modes
 from tests.support.simdevice import poison
@@ -31,7 +31,7 @@ def poisoned() -> Iterator[None]:
     given, compares them) finds them as if they were not hidden. Otherwise the poison, and not the engine, changes numbers.
     """
     to_device, to_host = ParameterSwap.to_device, ParameterSwap.to_host
-    write, adopt, land = HostBlock.write, HostBlock.adopt, StayingLayers.land
+    write, adopt = HostBlock.write, HostBlock.adopt
     hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
 
     def hide_one(block: HostBlock) -> None:
@@ -71,14 +71,6 @@ def poisoned() -> Iterator[None]:
         adopt(self)
         return hide_one(self)
 
-    def hidden_land(self: StayingLayers, layer: StreamedLayer) -> None:
-        blocks = [member.block for member in layer.family if member.block in hidden]
-        for block in blocks:
-            show_one(block)
-        land(self, layer)
-        for block in blocks:
-            hide_one(block)
-
     def hidden_digest(tensor: Tensor) -> str:
         for block, memory in hidden.items():
             offset = tensor.data_ptr() - memory.data_ptr()
@@ -93,9 +85,33 @@ def poisoned() -> Iterator[None]:
         mock.patch.object(ParameterSwap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
         mock.patch.object(HostBlock, "adopt", hidden_adopt),
-        mock.patch.object(StayingLayers, "land", hidden_land),
+        _shown_while_landing(hidden, show_one, hide_one),
         mock.patch.object(writes, "digest", hidden_digest),
     ):
+        yield
+
+
+@contextmanager
+def _shown_while_landing(
+    hidden: dict[HostBlock, Tensor], show: Callable[[HostBlock], None], hide: Callable[[HostBlock], None]
+) -> Iterator[None]:
+    """The download of a layer that stays on the GPU finds the host's memory as if it were not hidden."""
+    if not is_installed("gpu_steps"):
+        yield
+        return
+    from sp_lightning.gpu_steps.staying import StayingLayers
+
+    land = StayingLayers.land
+
+    def hidden_land(self: StayingLayers, layer: StreamedLayer) -> None:
+        blocks = [member.block for member in layer.family if member.block in hidden]
+        for block in blocks:
+            show(block)
+        land(self, layer)
+        for block in blocks:
+            hide(block)
+
+    with mock.patch.object(StayingLayers, "land", hidden_land):
         yield
 
 

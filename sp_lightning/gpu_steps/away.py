@@ -1,0 +1,66 @@
+"""Host parameters of layers that stay on the GPU: code that reads or writes their values lands the layer first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sp_lightning.layers.roles import ParameterRole, writes_in_place
+from sp_lightning.torch_compat.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.torch_compat.private import tree_leaves
+from sp_lightning.updates.background import BackgroundUpdates
+
+_NEED_NO_VALUES = UNCHANGED_BY_UPDATES | {
+    Tensor._version.__get__,  # type: ignore[attr-defined]
+    Tensor.stride,
+    *(getattr(Tensor.grad, how) for how in ("__get__", "__set__", "__delete__")),
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.is_contiguous,
+    Tensor.is_shared,
+}
+"""What does not ask for a parameter's values: its attributes, its gradient and its hooks."""
+
+
+class OnGpu(ParameterRole):
+    """A host parameter whose values are on the device. Code that reads or writes them brings them first."""
+
+    rank = 1
+    _updates: BackgroundUpdates
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _NEED_NO_VALUES:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        values = tree_leaves((args, kwargs))
+        if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
+            cls._updates.await_work(values)
+            return super().__torch_function__(func, types, args, kwargs or {})
+        for kind in types:
+            if issubclass(kind, OnGpu):
+                kind._updates.land_those(values)  # after this the arguments have their ordinary classes again
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def is_foreign(cls) -> bool:
+        return not cls._updates.threads.own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        updates = self._updates  # its ordinary class has none
+        if self.is_foreign():
+            updates.await_work([self])
+            return ParameterRole.__deepcopy__(self, memo)
+        updates.land_those([self])
+        return copy.deepcopy(self, memo)
+
+
+def role_of(updates: BackgroundUpdates | None) -> type[OnGpu]:
+    """Returns the role of the host parameters of one run."""
+    return type("OnDevice", (OnGpu,), {"_updates": updates})

@@ -1,0 +1,25 @@
+"""Steps on the CPU that take its processor longer than their passes over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+EIGHT_BITS_SECONDS = 21e-9
+"""Per parameter of an optimizer with a state of few bits. Measured on two cores: tests/results/2026-11-22-updates-cpu.md."""
+
+
+def muon_flops(matrices: Iterable[Tensor]) -> int:
+    """Returns the floating-point operations of a step of ``torch.optim.Muon``: five Newton–Schulz iterations for each matrix.
+
+    An iteration of an m × n matrix, m ≤ n, has products of m·n·m, m·m·m and m·m·n multiplications and additions.
+
+    Args:
+        matrices: of shape ``(rows, columns)``.
+    """
+    total = 0
+    for matrix in matrices:
+        m, n = sorted(matrix.shape)
+        total += 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    return total
