@@ -11,7 +11,6 @@ from tests.repository import deletion
 
 NOT_YET = {
     "activations",
-    "gpu_steps",
     "kernels",
     "ranks",
     "sharing",
