@@ -27,14 +27,17 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from sp_lightning.device.device import Device
     from sp_lightning.engine.placement import Placement
     from sp_lightning.engine.state_store import StateStore
-    from sp_lightning.engine.streamer import MakeStepper
+    from sp_lightning.engine.streamer import MakeStepper, Streamer
+    from sp_lightning.engine.tuner import BaseTuner
     from sp_lightning.model.found import Found
     from sp_lightning.model.rows import RowFinder
     from sp_lightning.plan.choices import OptimizerOn, Share
     from sp_lightning.plan.ledger import Ledger
     from sp_lightning.plan.plan import Plan
+    from sp_lightning.plan.window import Window
     from sp_lightning.trainer.optimizer_steps import SteppedRun
     from sp_lightning.trainer.options import Options
     from sp_lightning.trainer.step_place import StepPlace
@@ -196,3 +199,33 @@ def step_place() -> type[StepPlace]:
     from sp_lightning.trainer.step_place import StepPlace
 
     return StepPlace
+
+
+# ---------------------------------------------------------------------- tuning
+
+
+def make_tuner(
+    window: Window, streamer: Streamer, device: Device, log: logging.Logger, *, chooses_modes: bool, alone: bool
+) -> BaseTuner:
+    """Returns what chooses k, k' and the modes of activations between batches.
+
+    Without ``tuning`` (fallback) the first plan stays and all activations are kept.
+
+    Args:
+        window: what the user asked for, and what fits.
+        streamer: the engine.
+        device: its device.
+        log: the logger for choices.
+        chooses_modes: True if modes of activations are to be chosen once not all activations fit.
+        alone: True if nothing else in this process uses the device's memory.
+    """
+    chooses_window = window.auto or (window.room is not None and streamer.plan.stack_bytes > 0)
+    if (chooses_window or chooses_modes) and is_installed("tuning"):
+        from sp_lightning.tuning.tuner import Tuner
+
+        return Tuner(window, streamer, device, log, window_too=chooses_window, modes_too=chooses_modes, alone=alone)
+    if chooses_window or chooses_modes:
+        log.info("Superpipeline: k, k' and activations stay as they are planned: sp_lightning/tuning is not installed.")
+    from sp_lightning.engine.tuner import BaseTuner
+
+    return BaseTuner(window, streamer)

@@ -239,7 +239,7 @@ class LoopStrategy(ReadableStrategy):
             self._run.ranks.board.place = f"the beginning of the loop {phase!r}"
         if phase == "train":
             self._run.steps.arrange()
-        if phase == "validate" and self._run.tuner is not None:
+        if phase == "validate":
             self._run.tuner.stop_timing()  # validation is no part of the training batch before it
 
     def _compare_nodes(self, when: str, *, state: bool = False) -> None:
@@ -335,7 +335,7 @@ class LoopStrategy(ReadableStrategy):
             raise
         if phase == "train" and run.hooks.may_write_weights("train"):
             run.engine.invalidate()
-        if run.tuner is not None and (phase == "train") == run.trains:  # validation within training chooses nothing
+        if (phase == "train") == run.trains:  # validation within training chooses nothing
             stay = run.engine.plan.stay
             run.tuner.batch_starts(batch, run.steps.overlap)
             if run.engine.plan.stay != stay:

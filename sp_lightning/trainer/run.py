@@ -26,6 +26,7 @@ from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.engine.tuner import BaseTuner
 from sp_lightning.layers.buffers import find_averages
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.model.checks import refuse_cuda_graphs
@@ -41,18 +42,17 @@ from sp_lightning.observe.messages import (
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.host_memory import anonymous_bytes, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.window import Window
 from sp_lightning.ranks.placement import RankPlacement
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.transfer import takes_slices
-from sp_lightning.registry import layer_stepper
+from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.sharing.shared_base import current
 from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.trainer.compat import last_checkpoint, look_at_loaders, note_device
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.user_hooks import UserHooks
-from sp_lightning.tuning.choices import Window
-from sp_lightning.tuning.tuner import Tuner
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Run:
         streamer: the engine; None once the run is over.
         hooks: what user code may do in it.
         steps: the steps of its optimizers.
-        tuner: chooses the window and the activations while the run lasts; None if there is nothing to choose.
+        tuner: what changes the window and the modes of activations between batches.
         placement: where weights are, and how many devices there are.
     """
 
@@ -148,7 +148,7 @@ class Run:
         self._buffers_due = trains
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
-        self.tuner: Tuner | None = None
+        self.tuner: BaseTuner
         self.hooks = UserHooks(module, debug_writes=options.debug_writes)
         self.steps = OptimizerSteps(self, options, log)
         try:
@@ -186,9 +186,8 @@ class Run:
 
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
-        remarks, k, plan = [self.placement.remark] if self.placement.remark else [], self._options.k, self.engine.plan
-        if self.tuner is not None and self.tuner.window_too:
-            remarks.append("k and k' are chosen once two batches have been measured.")
+        remarks = [remark for remark in (self.placement.remark, self.tuner.remark) if remark]
+        k, plan = self._options.k, self.engine.plan
         if isinstance(k, int) and k > plan.k and not plan.nothing:
             remarks.append(f"k={k} is capped at {plan.k}, the number of layers: all are on the device at once.")
         return [*remarks, *self.steps.remarks(), *untested_versions()]
@@ -238,8 +237,7 @@ class Run:
         streamer = self.engine
         if streamer.thawed():
             streamer.recount(self._window.again(streamer.plan, streamer.found))
-            if self.tuner is not None:
-                self.tuner.expect_more()
+            self.tuner.expect_more()
         if changed:
             self.steps.rearrange()
         else:
@@ -292,20 +290,14 @@ class Run:
             log=self._log,
         )
         self._parted += found.parted
-        self.tuner = None
-        keeps_experts = self._window.room is not None and plan.stack_bytes > 0
-        window_too = self._window.auto or keeps_experts
-        if window_too or self._chooses_modes:
-            self.tuner = Tuner(
-                self._window,
-                self.streamer,
-                device,
-                self._log,
-                window_too=window_too,
-                modes_too=self._chooses_modes,
-                unfit=with_experts(found),
-                alone=self._trial is None,
-            )
+        self.tuner = make_tuner(
+            self._window,
+            self.streamer,
+            device,
+            self._log,
+            chooses_modes=self._options.activations == "auto" and self.trains and self._window.room is not None,
+            alone=self._trial is None,
+        )
 
     def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
         """Makes the engine's parts that depend on where weights are."""
@@ -318,11 +310,6 @@ class Run:
         if self._options.disk is None:
             return ONE_DEVICE
         return registry.placement_on_disk(found, plan, self._options, self._device, accumulate=accumulate)
-
-    @property
-    def _chooses_modes(self) -> bool:
-        """True if the strategy chooses modes of activations once they do not fit. Something must limit device memory."""
-        return self._options.activations == "auto" and self.trains and self._window.room is not None
 
     def _lay_out(self, device: Device) -> tuple[Found, Plan, dict[str, Mode]]:
         """Finds the layers, makes the plan, and says what becomes of activations at first."""
@@ -379,11 +366,9 @@ class Run:
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Shrinks the window after an error that ended a step, and has the error say what to do."""
         plan, modes = self.engine.plan, self.results.activations
-        if self.tuner is not None:
-            stay = self.engine.plan.stay
-            self.tuner.shrink()
-            if self.engine.plan.stay != stay:
-                self.steps.arrange()
+        self.tuner.shrink()
+        if self.engine.plan.stay != plan.stay:
+            self.steps.arrange()
         now = self.results.activations
         freed = {} if now == modes else now
         balanced = self._options.activations == "auto"
@@ -449,14 +434,6 @@ class Run:
             self.engine.allow_writes()  # the code that catches the error may write weights
         except Exception:
             self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
-
-
-def with_experts(found: Found) -> dict[str, str]:
-    """The units that cannot be recomputed because experts inside them are layers of their own, with the reason."""
-    moving = {index for index in found.experts if not found.layers[index].rows}
-    experts = {module for module, used in found.visits.items() if moving.intersection(used)} if moving else set()
-    inside = [unit for unit, module in found.units.items() if experts.intersection(module.modules()) - {module}]
-    return dict.fromkeys(inside, "has experts that move by themselves")
 
 
 def _refuse_in_step(module: pl.LightningModule) -> None:

@@ -98,7 +98,3 @@ def _seconds(step: Callable[[], None]) -> float:
     begun = thread_time()  # other programs that run meanwhile do not count
     step()
     return thread_time() - begun
-
-
-NBYTES = 1 << 26
-"""Bytes that measurements of copies take: as many as a layer of a large model has, within a factor of ten."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,12 +23,15 @@ from sp_lightning.activations.policy import FREEING, Call, Mode, Modes, least_by
 from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.engine.tuner import BaseTuner
+from sp_lightning.model.found import Found
 from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.window import Window
 from sp_lightning.torch_compat.private import tree_leaves
-from sp_lightning.tuning.choices import Balance, Window, without_second_forwards
+from sp_lightning.tuning.choices import Balance, choose_window, without_second_forwards
 from sp_lightning.tuning.simulator import Walk
 from sp_lightning.tuning.visits import Prediction, measured
 
@@ -39,8 +42,8 @@ _READ_OFTEN = 3
 """After so many steps in a row in which layers that stay had to come to the host, none stays."""
 
 
-class Tuner:
-    """Chooses a streamer's window, and what becomes of activations.
+class Tuner(BaseTuner):
+    """Chooses a streamer's window and the modes of its activations.
 
     Args:
         window: knows what the user asked for and what the budget has room for.
@@ -49,7 +52,6 @@ class Tuner:
         log: the logger that each choice is written to.
         window_too: whether the window is chosen.
         modes_too: whether modes of activations are chosen if not all of them fit. All units begin with ``"keep"``.
-        unfit: the units that cannot be recomputed, as far as is known before the first batch, with the reason.
         alone: whether nothing else in this process takes memory of the device.
     """
 
@@ -62,14 +64,12 @@ class Tuner:
         *,
         window_too: bool = True,
         modes_too: bool = False,
-        unfit: Mapping[str, str] | None = None,
         alone: bool = True,
     ) -> None:
+        super().__init__(window, streamer)
         self._log = log
-        self._window = window
-        self._streamer = streamer
         self._device = device
-        self.window_too = window_too
+        self._window_too = window_too
         self._modes_too = modes_too
         self._alone = alone
         self._batches = 0
@@ -77,7 +77,7 @@ class Tuner:
         self._balanced = False  # whether modes are chosen, because not all activations fit
         self._calls: tuple[Call, ...] = ()  # the unit calls of the batch in which all were offloaded
         self._first = 0  # the size of that batch, in elements of its tensors
-        self._unfit = dict(unfit or {})  # units that cannot be recomputed, with the reason
+        self._unfit = _with_inner_experts(streamer.found)  # units that cannot be recomputed, with the reason
         self._timeline: Timeline | None = None
         self._overlap: Literal["off", "forward", "backward"] = "off"
         self._size = 0  # the size of the largest batch whose memory was measured
@@ -87,6 +87,7 @@ class Tuner:
         self._anew = False  # True if the memory of activations has to be measured again
         self.expect_more()
         if window_too:
+            self.remark = "k and k' are chosen once two batches have been measured."
             device.begin_peak()
 
     def batch_starts(self, batch: Any, overlap: Overlap) -> None:
@@ -101,45 +102,45 @@ class Tuner:
         """
         if self._timeline is not None:
             self._read_timeline(self._timeline)
-        if self._window.may_stay and self._streamer.plan.stay and self._streamer.updates.landed_in_a_row >= _READ_OFTEN:
+        if self.window.may_stay and self.streamer.plan.stay and self.streamer.updates.landed_in_a_row >= _READ_OFTEN:
             self._log.info(
                 "Superpipeline: user code reads or writes weights in each step (a callback, say), so layers do not stay on the "
-                "GPU. gpu_layers=%d has them stay nevertheless.", len(self._streamer.plan.stay)
+                "GPU. gpu_layers=%d has them stay nevertheless.", len(self.streamer.plan.stay)
             )  # fmt: skip
-            self._window.let_none_stay()
+            self.window.let_none_stay()
             self._again = True
         self._overlap = "off" if overlap == "auto" else overlap
         self._observe()
         if self._batches == 1 and (free := self._device.free_bytes()) is not None:
             # Only now are the kernels loaded that a batch takes, and libraries have what they take beside torch's allocator.
-            if self.window_too:
+            if self._window_too:
                 self._device.begin_peak()
-            self._window.lower_budget(free + (self._device.peak_bytes() or 0))
+            self.window.lower_budget(free + (self._device.peak_bytes() or 0))
         self._size = max(self._size, self._next)
         self._next = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-        headroom = self._streamer.activations.headroom
+        headroom = self.streamer.activations.headroom
         if self._anew or (headroom is not None and headroom.evicted_bytes):
             self._begin_balancing()
         elif headroom is not None and headroom.used:
-            self._streamer.activations.headroom = None
+            self.streamer.activations.headroom = None
         factor = max(1.0, self._next / self._size) if self._size else 1.0
         if self._timed is not None:
             self._fit(factor)
         elif (
-            self._timeline is None and self._batches >= _TIMED and (self._calls if self._balanced else self.window_too)
+            self._timeline is None and self._batches >= _TIMED and (self._calls if self._balanced else self._window_too)
         ):
             self._time()
-        more = math.ceil(self._window.rest * (factor - 1))
-        if more and not self._balanced and not self._window.fits(self._streamer.plan, more=more):
+        more = math.ceil(self.window.rest * (factor - 1))
+        if more and not self._balanced and not self.window.fits(self.streamer.plan, more=more):
             self.expect_more()
         self._batches += 1
 
     def expect_more(self) -> None:
         """Prepares for a batch that may take more memory than those before: it offloads what does not fit, or is measured."""
-        activations = self._streamer.activations
+        activations = self.streamer.activations
         self._anew = self._balanced
         if self._modes_too and not self._balanced and activations.headroom is None:
-            reserve = self._streamer.plan.gradient_bytes
+            reserve = self.streamer.plan.gradient_bytes
             activations.headroom = Headroom(activations.offload, self._left, reserve)
 
     def _left(self, kept: Callable[[], int]) -> int:
@@ -148,18 +149,18 @@ class Tuner:
         Args:
             kept: counts the bytes that activations take.
         """
-        window, free = self._window, self._device.free_bytes()
+        window, free = self.window, self._device.free_bytes()
         room = window.filled_room
         assert room is not None
         if free is None or window.free is None:
-            return room - self._streamer.weight_bytes - kept()
+            return room - self.streamer.weight_bytes - kept()
         if self._alone:  # workspaces and all else count, too
             return min(room - (window.free - free), free)
-        return min(room - self._streamer.weight_bytes - kept(), free)
+        return min(room - self.streamer.weight_bytes - kept(), free)
 
     def _begin_balancing(self) -> None:
         """Not all activations fit: the next batch measures their minimum memory, and finds units that cannot be recomputed."""
-        window, streamer, activations = self._window, self._streamer, self._streamer.activations
+        window, streamer, activations = self.window, self.streamer, self.streamer.activations
         if not self._balanced:
             self._log.info(
                 "Superpipeline: the activations of a batch do not fit into device memory. The next two batches measure them; "
@@ -189,15 +190,15 @@ class Tuner:
         The window alone is made smaller first, if all activations were kept and it is not the smallest.
         """
         self._observe()
-        self._window.let_fewer_stay(self._streamer.plan)
-        activations, plan, smallest = self._streamer.activations, self._streamer.plan, self._window.smallest()
+        self.window.let_fewer_stay(self.streamer.plan)
+        activations, plan, smallest = self.streamer.activations, self.streamer.plan, self.window.smallest()
         before, smaller = activations.modes, smallest.slot_bytes < plan.slot_bytes
         if smaller:
             self._resize(smallest)
         if self._balanced:
             if self._calls:
                 self._carry_out(min(map(self._all, FREEING), key=lambda modes: peak_bytes(self._sized(), modes)))
-            self._window.lower_budget()  # what was chosen did not fit, although the measurements said that it would
+            self.window.lower_budget()  # what was chosen did not fit, although the measurements said that it would
         elif smaller:
             self.expect_more()
         elif self._modes_too:
@@ -214,18 +215,18 @@ class Tuner:
         times of the visits would show that.
         """
         recompute = self._all("recompute")
-        if self._balanced and self._window.fits(self._streamer.plan, more=self._more(recompute)):
+        if self._balanced and self.window.fits(self.streamer.plan, more=self._more(recompute)):
             self._carry_out(recompute)
         self._timeline = self._device.make_timeline()
         self._device.timelines.append(self._timeline)
 
     def _read_timeline(self, timeline: Timeline) -> None:
         self.stop_timing()
-        layers = self._streamer.plan.layers
+        layers = self.streamer.plan.layers
         visits, rates = measured(
-            timeline.take(), len(layers), synchronous=self._device.synchronous, stay=self._streamer.plan.stay
+            timeline.take(), len(layers), synchronous=self._device.synchronous, stay=self.streamer.plan.stay
         )
-        if self._balanced and "recompute" in self._streamer.activations.modes.values():
+        if self._balanced and "recompute" in self.streamer.activations.modes.values():
             visits = without_second_forwards(visits)
         index_of = {layer.name: index for index, layer in enumerate(layers)}
         self._timed = Balance(self._calls, index_of, visits, rates)
@@ -234,7 +235,7 @@ class Tuner:
 
     def _observe(self) -> None:
         """Notes how many bytes everything but weights took in the last batch."""
-        window, activations, peak = self._window, self._streamer.activations, self._device.peak_bytes()
+        window, activations, peak = self.window, self.streamer.activations, self._device.peak_bytes()
         if self._balanced and not self._calls and activations.calls:
             self._calls, self._first = activations.calls, self._next
             self._unfit = activations.recompute.end_trial()
@@ -245,8 +246,8 @@ class Tuner:
         if peak is None:
             kept = 0 if headroom is None else headroom.most_kept
             window.rest = max(window.rest, least_bytes(self._sized()) if self._balanced else kept)
-        elif (rest := peak - self._streamer.weight_bytes - self._more(activations.modes)) > window.rest:
-            window.rest, window.rest_gradients = rest, self._streamer.plan.gradient_bytes
+        elif (rest := peak - self.streamer.weight_bytes - self._more(activations.modes)) > window.rest:
+            window.rest, window.rest_gradients = rest, self.streamer.plan.gradient_bytes
 
     def _sized(self) -> tuple[Call, ...]:
         """The unit calls of the first batch, scaled to the largest one so far; none if no modes are chosen here."""
@@ -265,24 +266,24 @@ class Tuner:
         Args:
             factor: by how much that batch is larger than all before.
         """
-        window = self._window
+        window = self.window
         before, window.rest = window.rest, math.ceil(window.rest * factor)
         larger = window.rest > before
-        if self._again or not window.fits(self._streamer.plan, more=self._more(self._streamer.activations.modes)):
+        if self._again or not window.fits(self.streamer.plan, more=self._more(self.streamer.activations.modes)):
             self._choose("for a larger batch" if larger else "measured")
         self._again = larger  # how much memory the larger batch really takes is known after it
         window.rest = before
 
     def _choose(self, why: str) -> None:
-        window, before = self._window, self._streamer.plan
-        plan = window.choose(self._seconds)
+        window, before = self.window, self.streamer.plan
+        plan = choose_window(window, self._seconds)
         if not self._balanced:  # otherwise activations are given what weights leave
             plan = window.with_staying(window.with_experts(plan))
         # A larger cache has to be worth the loss of what is in it.
         same_cache = before.cache_bytes <= plan.cache_bytes <= before.cache_bytes + before.cache_bytes // 8
         if (plan.k, plan.k_prime, plan.stay) != (before.k, before.k_prime, before.stay) or not same_cache:
             self._resize(plan)
-        plan, activations = self._streamer.plan, self._streamer.activations
+        plan, activations = self.streamer.plan, self.streamer.activations
         said = f"k = {plan.k}, k' = {plan.k_prime}"
         if plan.stay:
             said += f"; {len(plan.stay)} of {len(plan.layers)} layers stay on the device with their optimizer state"
@@ -307,11 +308,11 @@ class Tuner:
             )  # fmt: skip
 
     def _all(self, mode: Mode) -> dict[str, Mode]:
-        return dict.fromkeys(self._streamer.activations.modes, mode)
+        return dict.fromkeys(self.streamer.activations.modes, mode)
 
     def _carry_out(self, modes: Modes) -> None:
         """Gives every unit its mode from the next batch on. A unit that cannot be recomputed is offloaded instead."""
-        activations = self._streamer.activations
+        activations = self.streamer.activations
         chosen = self._all("offload") | {  # units that were never called are not among the choices
             unit: mode for unit, mode in modes.items() if unit not in self._unfit or mode != "recompute"
         }
@@ -320,13 +321,13 @@ class Tuner:
             self._device.begin_peak()  # the peak with other modes says nothing about these
 
     def _resize(self, plan: Plan) -> None:
-        before, old = self._streamer.weight_bytes, self._streamer.plan
+        before, old = self.streamer.weight_bytes, self.streamer.plan
         try:
-            self._streamer.resize(plan)
+            self.streamer.resize(plan)
         except torch.OutOfMemoryError:
-            self._streamer.resize(old)
+            self.streamer.resize(old)
             self._log.warning("Superpipeline: no room for k = %d, k' = %d after all.", plan.k, plan.k_prime)
-        if self._streamer.weight_bytes < before:
+        if self.streamer.weight_bytes < before:
             self._device.begin_peak()
 
     def _seconds(self, plan: Plan) -> float:
@@ -335,10 +336,10 @@ class Tuner:
 
     def _modes_for(self, plan: Plan) -> Modes:
         """The fastest choice of modes for a plan, within the memory that the plan leaves."""
-        if not self._balanced or self._timed is None or self._window.room is None:
-            return self._streamer.activations.modes
+        if not self._balanced or self._timed is None or self.window.room is None:
+            return self.streamer.activations.modes
         calls = self._sized()
-        room = self._window.room - self._window.needs(plan) + least_bytes(calls)
+        room = self.window.room - self.window.needs(plan) + least_bytes(calls)
         candidates = replace(self._timed, calls=calls).candidates(room)
         return min(candidates, key=lambda modes: self._predicted(plan, modes).seconds)
 
@@ -346,3 +347,11 @@ class Tuner:
         assert self._timed is not None
         walk = Walk(plan, self._timed.visited(modes), self._timed.rates, overlap=self._overlap)
         return walk.predict(batches=2)
+
+
+def _with_inner_experts(found: Found) -> dict[str, str]:
+    """Returns the units that cannot be recomputed because experts inside them are layers of their own, with the reason."""
+    moving = {index for index in found.experts if not found.layers[index].rows}
+    experts = {module for module, used in found.visits.items() if moving.intersection(used)} if moving else set()
+    inside = [unit for unit, module in found.units.items() if experts.intersection(module.modules()) - {module}]
+    return dict.fromkeys(inside, "has experts that move by themselves")

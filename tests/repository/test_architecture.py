@@ -61,8 +61,6 @@ NOT_YET: dict[str, set[str]] = {
         "ranks.ranks",
         "ranks.transfer",
         "sharing.shared_base",
-        "tuning.choices",
-        "tuning.tuner",
     },
     "trainer.strategy": {"activations.policy", "ranks.checkpoint_folder", "sharing.shared_base"},
     "trainer.update_facts": {"kernels.like_gpu"},

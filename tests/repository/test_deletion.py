@@ -14,7 +14,6 @@ NOT_YET = {
     "kernels",
     "ranks",
     "sharing",
-    "tuning",
 }
 """Capabilities that the core still imports."""
 

@@ -17,7 +17,8 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Interval
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.tuning.choices import Window
+from sp_lightning.plan.window import Window
+from sp_lightning.tuning.choices import choose_window
 from sp_lightning.tuning.simulator import Walk
 from sp_lightning.tuning.tuner import Tuner
 from sp_lightning.tuning.visits import Rates, measured
@@ -371,14 +372,14 @@ def by_prediction(upload: float, seconds: float) -> Any:
 
 
 def test_where_fetches_hide_behind_compute_the_window_stays_small() -> None:
-    plan = begun("auto", "auto").choose(by_prediction(upload=LAYER / 0.5, seconds=1.0))
+    plan = choose_window(begun("auto", "auto"), by_prediction(upload=LAYER / 0.5, seconds=1.0))
     assert plan.k <= 2
 
 
 def test_where_fetches_bind_all_room_is_used() -> None:
     window = begun("auto", "auto", budget=20 * LAYER)
     window.rest = 5 * LAYER
-    plan = window.choose(by_prediction(upload=LAYER / 3.0, seconds=1.0))
+    plan = choose_window(window, by_prediction(upload=LAYER / 3.0, seconds=1.0))
     assert window.fits(plan)
     assert plan.k + plan.k_prime >= 12
     for k, k_prime in ((12, 1), (6, 2), (3, 1)):
@@ -400,8 +401,8 @@ def test_gradients_that_were_measured_are_not_counted_twice() -> None:
 
 def test_what_is_given_is_kept() -> None:
     seconds = by_prediction(upload=LAYER / 3.0, seconds=1.0)
-    assert begun(7, "auto").choose(seconds).k == 7
-    assert begun("auto", 3).choose(seconds).k_prime == 3
+    assert choose_window(begun(7, "auto"), seconds).k == 7
+    assert choose_window(begun("auto", 3), seconds).k_prime == 3
     assert not begun(7, 3).auto
 
 

@@ -1,0 +1,47 @@
+"""The interface by which a run's window and modes of activations change between batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.plan.choices import Overlap
+from sp_lightning.plan.window import Window
+
+
+class BaseTuner:
+    """Keeps the first plan, and makes room after the device has run out of memory.
+
+    :class:`sp_lightning.tuning.tuner.Tuner` overrides it: it measures batches and chooses. No step may run during a call.
+
+    Args:
+        window: what the user asked for, and what fits.
+        streamer: the engine.
+
+    Attributes:
+        remark: what a user should know about the choice before the first batch; empty if there is nothing to say.
+    """
+
+    remark = ""
+
+    def __init__(self, window: Window, streamer: Streamer) -> None:
+        self.window = window
+        self.streamer = streamer
+
+    def batch_starts(self, batch: Any, overlap: Overlap) -> None:
+        """Called before each batch of the loop that the run is for, with the ``overlap`` of optimizer steps."""
+
+    def expect_more(self) -> None:
+        """Called when the next batch may take more memory than those before, because more weights are trained."""
+
+    def stop_timing(self) -> None:
+        """Called when something else than the measured batch follows, for example validation."""
+
+    def shrink(self) -> None:
+        """Takes the smallest window after the device has run out of memory. What the user gave as a number stays."""
+        if self.window.auto:
+            plan = self.streamer.plan
+            self.window.let_fewer_stay(plan)
+            smallest = self.window.smallest()
+            if smallest.slot_bytes < plan.slot_bytes:
+                self.streamer.resize(smallest)

@@ -1,0 +1,272 @@
+"""The choice of k and k' that fits the budget, and how many layers stay on the GPU.
+
+:class:`Window` makes the plan for the first batches: the smallest window. What a batch takes beside weights is measured later, if
+something measures it (``sp_lightning.engine.tuner``); then the window knows which larger plans fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from sp_lightning.device.device import Device
+from sp_lightning.model.found import Found
+from sp_lightning.plan.choices import Count, OptimizerOn, Share
+from sp_lightning.plan.plan import Plan, make_plan
+from sp_lightning.plan.units import human_bytes
+
+# This share of the free memory is left for what allocators round up and for what libraries take for themselves.
+_MARGIN = 1 / 16
+# On the CPU nothing limits k, so the smallest window in which transfers overlap with computation is used: k and k'.
+_WITHOUT_LIMIT = (2, 1)
+
+
+class Window:
+    """The choice of k and k'.
+
+    Two numbers of bytes bound it: the budget, and what everything beside the weights takes (activations, gradients,
+    workspaces, buffers). The latter is measured while the first batches run through the smallest window.
+
+    Args:
+        k, k_prime: numbers, or "auto".
+        budget: bytes of device memory (int), or the share of what is free at set-up (float). None means all that is
+            free, less a margin.
+        ranks, nodes: how many devices of a node sum their gradients, and how many nodes do.
+        training: whether batches are trained.
+        optimizer_on: where layers are stepped then. With ``"auto"`` there is room for steps on the device, if the budget has it.
+
+        stay: layers that stay on the device with their optimizer state: how many, or which share of them. With ``"auto"`` as many
+            as the budget has room for beside everything else, once that was measured.
+
+    Attributes:
+        steps_on_device: whether plans have that room.
+        may_stay: whether results do not depend on how many layers stay, so that ``"auto"`` may choose that.
+    """
+
+    def __init__(
+        self,
+        k: Count,
+        k_prime: Count,
+        budget: int | float | None,
+        *,
+        ranks: int = 1,
+        nodes: int = 1,
+        training: bool = True,
+        optimizer_on: OptimizerOn = "cpu",
+        stay: Share = 0,
+    ) -> None:
+        self.k = k
+        self.k_prime = k_prime
+        self._budget = budget
+        self._margin = _MARGIN if "auto" in (k, k_prime) else 0
+        self._training = training
+        self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
+        self.steps_on_device = optimizer_on != "cpu" and training and ranks * nodes == 1
+        self._open = optimizer_on == "auto"
+        self._stay: int | float = 0 if stay == "auto" or not training or ranks * nodes > 1 else stay
+        self._chooses_stay = stay == "auto" and training and ranks * nodes == 1
+        self._most_stay: int | None = None  # after the device had too little memory for more
+        self.may_stay = False
+        self._found: Found
+        self.room: int | None = None
+        """Bytes of the budget; None if nothing limits device memory."""
+        self.free: int | None = None
+        """Bytes of the device's memory that were free at set-up, less those that others have taken since; None on the CPU."""
+        self.rest = 0
+        """The most bytes that everything but weights takes, as far as is known; gradients on their way are included."""
+        self.rest_gradients = 0
+        """How many of the bytes of ``rest`` are gradients, at most."""
+
+    @property
+    def auto(self) -> bool:
+        """Whether k, k' or how many layers stay is to be chosen, and a budget to choose them for is known."""
+        return (
+            ("auto" in (self.k, self.k_prime) or self._chooses_stay)
+            and self.room is not None
+            and not self._found.nothing
+        )
+
+    def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
+        """Returns the plan for the first batches: the smallest window.
+
+        Args:
+            found: the model's layers.
+            device: the device, on which nothing is allocated yet.
+            find: finds the layers that other patterns name. It serves the advice in an error message.
+
+        Raises:
+            ValueError: not even that plan fits the budget, or the budget is a share and the device has no memory of its
+                own.
+        """
+        free, budget = device.free_bytes(), self._budget
+        self._found, self.free = found, free
+        self.rest = self.rest_gradients = 0
+        if isinstance(budget, int):
+            self.room = budget if free is None else min(budget, free)
+        elif free is not None:
+            self.room = int(free * (1 - self._margin if budget is None else budget))
+        elif budget is not None:
+            raise ValueError(
+                f"gpu_memory={budget} is a share of the device's free memory, and {device.device} has no memory of "
+                'its own. Give a size: SuperpipelineStrategy(gpu_memory="1GiB").'
+            )
+        smallest = _WITHOUT_LIMIT if self.room is None else (1, 1)
+        plan = self.plan(*smallest)
+        if self._open and (device.computes_on_host or self._is_too_large(plan)):
+            self.steps_on_device = False
+            plan = self.plan(*smallest)
+        if self.room is not None and self._is_too_large(plan):
+            raise ValueError(self._too_large(plan, self.room, device, find))
+        return plan
+
+    def lower_budget(self, there: int | None = None) -> None:
+        """Lowers the budget, if there is one, because it proved too large.
+
+        Args:
+            there: bytes that torch has allocated or could allocate, which are then the most. None takes a sixteenth off.
+        """
+        if there is not None and self.free is not None:
+            self.free = min(self.free, there)
+        if self.room is not None:
+            share = 1 - self._margin if self._budget is None else 1
+            self.room = self.room - self.room // 16 if there is None else min(self.room, int(there * share))
+
+    @property
+    def filled_room(self) -> int | None:
+        """Bytes of the budget that something else may fill beside k and k', even if both are numbers: kept activations."""
+        whole = self.room is None or self._budget is not None or self._margin
+        return self.room if whole else int((self.room or 0) * (1 - _MARGIN))
+
+    def fill(self) -> None:
+        """From now on something else fills the memory that k and k' leave."""
+        self.room, self._margin = self.filled_room, self._margin or _MARGIN
+        self.rest = self.rest_gradients = 0
+
+    def needs(self, plan: Plan) -> int:
+        """Bytes of device memory that a plan takes, together with everything else that was measured."""
+        gradients = max(0, plan.gradient_bytes - self.rest_gradients)
+        moving = plan.slot_bytes + plan.update_bytes + gradients
+        return moving + plan.resident_bytes + plan.cache_bytes + self.rest
+
+    def fits(self, plan: Plan, more: int = 0) -> bool:
+        """Whether a plan, everything else that was measured and ``more`` bytes stay within the budget."""
+        return self.room is None or self.needs(plan) + more <= self.room
+
+    def with_experts(self, plan: Plan) -> Plan:
+        """The plan, with as many stacked experts kept on the device as the budget leaves room for."""
+        if self.room is None or not plan.stack_bytes:
+            return plan
+        most = max(0, min(self.room - self.needs(replace(plan, cache_bytes=0)), plan.stack_bytes))
+        return replace(plan, cache_bytes=most)
+
+    def with_staying(self, plan: Plan) -> Plan:
+        """The plan, with as many layers on the device for good as the budget leaves room for, if that is left open."""
+        return self.filled_with_staying(plan) if self._chooses_stay and self.may_stay else plan
+
+    def filled_with_staying(self, plan: Plan) -> Plan:
+        """The plan, with as many layers on the device for good as the budget leaves room for beside what was measured."""
+        most = self.count if self._most_stay is None else min(self.count, self._most_stay)
+        plans = (self._make(self._found, k=plan.k, k_prime=plan.k_prime, stay=count) for count in range(1, most + 1))
+        for larger in (replace(each, cache_bytes=plan.cache_bytes) for each in plans):
+            if not self.fits(larger):
+                break
+            plan = larger
+        return plan
+
+    def let_fewer_stay(self, plan: Plan) -> None:
+        """From now on at most half as many layers stay as with a plan, for which the device had too little memory."""
+        self._most_stay = len(plan.stay) // 2
+
+    def let_none_stay(self) -> None:
+        """From now on no layer stays by choice."""
+        self._most_stay = 0
+
+    def again(self, plan: Plan, found: Found) -> Plan:
+        """The same plan for layers of which others are trained now."""
+        again = self._make(found, k=plan.k, k_prime=plan.k_prime, stay=len(plan.stay))
+        return replace(again, cache_bytes=plan.cache_bytes)
+
+    def smallest(self) -> Plan:
+        """The smallest plan, for when the device has run out of memory."""
+        return self.plan(1, 1)
+
+    @property
+    def count(self) -> int:
+        return max(len(self._found.layers), 1)
+
+    def _make(self, found: Found, *, k: int, k_prime: int, stay: int | None = None) -> Plan:
+        if stay is None:
+            stay = self._stay if isinstance(self._stay, int) else round(self._stay * len(found.layers))
+            stay = stay if self._most_stay is None else min(stay, self._most_stay)
+        plan = make_plan(found, k=k, k_prime=k_prime, stay=stay, **self._options)
+        return replace(plan, steps_on_device=self.steps_on_device)
+
+    def plan(self, k: int, k_prime: int) -> Plan:
+        """The plan with such a window, but for what the user gave as a number."""
+        return self._make(
+            self._found,
+            k=k if self.k == "auto" else min(self.k, self.count),
+            k_prime=k_prime if self.k_prime == "auto" else self.k_prime,
+        )
+
+    # ------------------------------------------------------------------ what does not fit
+
+    def _least(self, plan: Plan) -> int:
+        """Bytes of device memory that a plan takes at least: those of gradients count in training."""
+        return plan.taken(training=self._training)[0]
+
+    def _is_too_large(self, plan: Plan) -> bool:
+        return self.room is not None and self._least(plan) > self.room
+
+    def _too_large(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> str:
+        """The error message for a plan that does not fit: what is needed, what there is, and what would help."""
+        smallest = self._make(self._found, k=1, k_prime=1)
+        staying = plan.resident_bytes + (plan.residents.gradient_bytes + plan.staying[1]) * self._training
+        if not plan.layers or staying > room:
+            whole = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in self._found.aside[:3])
+            remedy = (
+                f"What stays on the device takes {_bytes(staying)} of that{f', with {whole}' if whole else ''}. Leave names "
+                "out of keep_on_gpu=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
+                "it as much memory."
+            )
+        elif plan.stay and self._least(self._make(self._found, k=1, k_prime=1, stay=0)) <= room:
+            remedy = (
+                f"The {len(plan.stay)} layers that stay take {_bytes(plan.staying_bytes)} of that beside their slots, for "
+                "gradients and optimizer state: lower gpu_layers, or give it as much memory."
+            )
+        elif plan.steps_on_device and self._least(plan) - plan.update_bytes <= room:
+            remedy = (
+                f"The two slots in which layers are stepped take {_bytes(plan.update_bytes - plan.staying_bytes)} of that: leave "
+                'optimizer_on="gpu" out, or give it as much memory.'
+            )
+        elif self._least(smallest) <= room:
+            remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
+        else:
+            remedy = self._smaller_layers(plan, smallest, find)
+        free = f"{_bytes(room)} are free on {device.device}"
+        there = free if self._budget is None else f"with gpu_memory={self._budget!r} there are {_bytes(room)}"
+        what = "Weights and gradients need" if self._training else "Weights need"
+        return (
+            f"{what} {_bytes(self._least(plan))} with k={plan.k} and k_prime={plan.k_prime}, and {there}. The least is "
+            f"{human_bytes(self._least(smallest))}, with k=1 and k_prime=1. {remedy}"
+        )
+
+    def _smaller_layers(self, plan: Plan, smallest: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
+        """Advice to cut the largest layer, and those like it, if less is needed then."""
+        largest = max(plan.layers, key=lambda layer: layer.nbytes)
+        said = f"The largest layer, {largest.name!r}, takes {_bytes(largest.nbytes)}. "
+        alike = ".".join("*" if part.isdecimal() else part for part in largest.name.split("."))
+        with suppress(ValueError):  # the pattern matches no module, or the modules that it matches overlap
+            cut = self._least(self._make(find([f"{alike}.*"]), k=1, k_prime=1)) if find is not None else None
+            if cut is not None and cut < self._least(smallest):
+                return (
+                    f'{said}Cut it into smaller ones: SuperpipelineStrategy(layers=["{alike}.*"]), whose least is '
+                    f"{human_bytes(cut)}."
+                )
+        return f'{said}There are no smaller layers in it. Use precision="bf16-true", or give it as much memory.'
+
+
+def _bytes(nbytes: int) -> str:
+    return f"{nbytes} bytes ({human_bytes(nbytes)})"
