@@ -15,8 +15,9 @@ from sp_lightning.experts.expert_cache import ExpertCache
 from sp_lightning.experts.expert_rows import ExpertRows
 from sp_lightning.experts.stacks import routed_share, stacked_rows, stacks_in
 from sp_lightning.layers.layer import Kind, StreamedLayer
-from sp_lightning.model.found import Found, Place, Unit
+from sp_lightning.model.found import Found, Layer, Place, Unit, is_stack, join_names, tensor_bytes
 from sp_lightning.model.rows import RowFinder
+from sp_lightning.plan.units import in_gib
 
 Places = Mapping[nn.Parameter, tuple[Place, ...]]
 
@@ -27,13 +28,38 @@ class ExpertsAndEmbeddings(RowFinder):
     def stacked(self, module: nn.Module) -> int:
         return stacked_rows(module)
 
-    def has_stacks(self, module: nn.Module) -> bool:
-        return bool(stacks_in(module))
-
     def looked_up(self, units: Sequence[Unit], places: Places) -> list[Unit]:
         """Returns the embeddings that are at least as large as the median unit that is uploaded whole."""
         median = statistics.median([unit.nbytes for unit in units if not unit.rows] or [0])
         return [unit for unit in units if not unit.chosen and unit.nbytes >= median and _only_looks_up(unit, places)]
+
+    def notes(self, units: Sequence[Unit], layers: Sequence[Layer], tables: Sequence[Layer]) -> list[str]:
+        notes = [
+            f"of {table.name!r} ({in_gib(table.nbytes)}) only the rows that are looked up travel; "
+            f"layers=[{table.name!r}] would move it whole."
+            for table in tables
+        ]
+        stacked = [layer for layer in layers if layer.rows]
+        if stacked:
+            first = stacked[0]
+            one = sum(tensor_bytes(p) for _, p in first.parameters if is_stack(p, first.rows)) // first.rows
+            notes.append(
+                f"experts are stacked in {len(stacked)} modules, of which only those travel that something is routed to: "
+                f"{first.name!r} … with {first.rows} of {in_gib(one)} each. "
+                f"layers= with the blocks around them would move them whole."
+            )
+        apart = {unit.name for unit in units if unit.rows}
+        inside = (
+            join_names(unit.name, key) if key else unit.name
+            for unit in units
+            if unit.module is not None
+            for key, child in unit.module.named_modules()
+            if stacks_in(child)
+        )
+        whole = [name for name in inside if name not in apart]
+        if whole:
+            notes.append(f"experts are stacked in {len(whole)} modules that move whole: {whole[0]!r} …")
+        return notes
 
     def routed_share(self, module: nn.Module, args: Sequence[Any]) -> float:
         return routed_share(module, args)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from sp_lightning.model.blocks import has_blocks
 from sp_lightning.model.found import Layer, OverlappingPair, Unit, join_names, tensor_bytes
-from sp_lightning.model.rows import RowFinder
 from sp_lightning.model.wrapped import parts
 from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
 
@@ -142,7 +141,6 @@ def notes_on(
     whole: Mapping[nn.Module, str],
     units: Sequence[Unit],
     streaming: Iterable[Layer],
-    finder: RowFinder,
 ) -> tuple[str, ...]:
     """The notes on a model.
 
@@ -151,9 +149,8 @@ def notes_on(
         whole: the modules that are moved whole, with their names.
         units: all units.
         streaming: the layers and the tables.
-        finder: finds stacked experts.
     """
-    return (*_notes_on_whole(whole), *_notes_on_units(units, finder), *_note_on_share(module, streaming))
+    return (*_notes_on_whole(whole), *_notes_on_units(units), *_note_on_share(module, streaming))
 
 
 def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], others: Collection[nn.Parameter]) -> str:
@@ -185,23 +182,13 @@ def _why_whole(module: nn.Module, name: str) -> str:
     return f"{name!r} {'is a ScriptModule' if script else 'has parameters of a class that cannot be streamed'}"
 
 
-def _notes_on_units(units: Sequence[Unit], finder: RowFinder) -> list[str]:
+def _notes_on_units(units: Sequence[Unit]) -> list[str]:
     modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
     compiled = [name for name, module in modules if is_compiled(module) and has_blocks(module)]
     notes = [f"{name!r} is compiled as a whole and moves as one. Compile its layers instead." for name in compiled]
     experts = sum(unit.expert and not unit.rows for unit in units)
     if experts:
         notes.append(f"{experts} experts are layers of their own: each comes only when something is routed to it.")
-    apart = {unit.name for unit in units if unit.rows}
-    inside = (
-        join_names(name, key) if key else name
-        for name, module in modules
-        for key, child in module.named_modules()
-        if finder.has_stacks(child)
-    )
-    whole = [full for full in inside if full not in apart]
-    if whole:
-        notes.append(f"experts are stacked in {len(whole)} modules that move whole: {whole[0]!r} …")
     kinds = {type(p).__name__ for unit in units for _, p in unit.parameters if is_traceable_wrapper_subclass(p)}
     return notes + [f"parameters of class {kind} travel as their packed bytes." for kind in sorted(kinds)]
 

@@ -100,7 +100,7 @@ def find_layers(
         visits=_visits(walk.above, units, streamed, kept),
         places=places,
         aside=tuple((name, child) for child, name in whole.items()),
-        notes=notes_on(module, whole, units, (*found, *tables), finder),
+        notes=(*notes_on(module, whole, units, (*found, *tables)), *finder.notes(units, found, tables)),
         autocast=autocast,
         wrapped=tuple(p for p in places if is_traceable_wrapper_subclass(p)),
         tables=tables,

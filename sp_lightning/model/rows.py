@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.model.found import Found, Place, Unit
+from sp_lightning.model.found import Found, Layer, Place, Unit
 
 
 class RowFinder:
@@ -23,10 +23,6 @@ class RowFinder:
         """Returns how many experts a module holds in stacks, if single experts can be uploaded; otherwise 0."""
         return 0
 
-    def has_stacks(self, module: nn.Module) -> bool:
-        """Returns True if a module holds stacked experts, also if they can only be uploaded together."""
-        return False
-
     def looked_up(self, units: Sequence[Unit], places: Mapping[nn.Parameter, tuple[Place, ...]]) -> list[Unit]:
         """Returns the units that are embeddings of which only the rows in a batch are to be uploaded.
 
@@ -34,6 +30,10 @@ class RowFinder:
             units: the units that are streamed.
             places: all places of each parameter in the module tree.
         """
+        return []
+
+    def notes(self, units: Sequence[Unit], layers: Sequence[Layer], tables: Sequence[Layer]) -> list[str]:
+        """Returns what the plan should say about layers whose rows are uploaded, and about those whose rows cannot be."""
         return []
 
     def routed_share(self, module: nn.Module, args: Sequence[Any]) -> float:

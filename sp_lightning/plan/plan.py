@@ -12,7 +12,7 @@ On several devices a gradient that leaves takes more: what is sent to the others
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -364,7 +364,7 @@ def make_plan(
         rings=(*rings, *without_slots),
         residents=_planned(found.residents, ring=-1),
         order=order,
-        notes=(*found.notes, *_table_notes(tables), *_stack_notes(layers), *_wire_notes(found)),
+        notes=(*found.notes, *_wire_notes(found)),
         masters=tuple(replace(each, ring=len(rings)) for each in masters),
         tables=tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
         experts=found.experts,
@@ -410,26 +410,6 @@ def _planned(
     narrow = sum(cast.nbytes for cast, (_, p) in zip(casts, layer.lowered, strict=True) if p.requires_grad)
     nbytes = total_bytes(casts or spans)
     return PlannedLayer(layer.name, nbytes, gradients, ring, spans, casts, masters, narrow, layer.rows)
-
-
-def _table_notes(tables: Iterable[PlannedLayer]) -> list[str]:
-    return [
-        f"of {table.name!r} ({in_gib(table.nbytes)}) only the rows that are looked up travel; "
-        f"layers=[{table.name!r}] would move it whole."
-        for table in tables
-    ]
-
-
-def _stack_notes(layers: Iterable[PlannedLayer]) -> list[str]:
-    stacked = [layer for layer in layers if layer.rows]
-    if not stacked:
-        return []
-    first = stacked[0]
-    return [
-        f"experts are stacked in {len(stacked)} modules, of which only those travel that something is routed to: "
-        f"{first.name!r} … with {first.rows} of {in_gib(first.row_bytes)} each. "
-        f"layers= with the blocks around them would move them whole."
-    ]
 
 
 def _wire_notes(found: Found) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from sp_lightning.experts.stacks import StackReading, how_it_reads
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe import messages
 from sp_lightning.plan.plan import make_plan
+from sp_lightning.plan.rings import Ring
 from tests.support import stacked
 from tests.support.engine import events, step, streamed
 from tests.support.models import Module
@@ -27,6 +28,21 @@ from tests.support.stacked import EXPERTS, Router, Routers, Stack
 from tests.support.tiers import first
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+
+
+@pytest.mark.parametrize("name", first(stacked.CONFIGS, "qwen3", "mixtral", "gpt-oss", why="named like these"))
+def test_stacks_that_something_is_routed_to_are_experts(name: str) -> None:
+    found = find_layers(stacked.transformer(name).net)
+    assert [layer.rows for layer in found.layers if layer.rows] == [EXPERTS] * 2
+
+
+def test_only_a_plan_for_predictions_has_slots_for_layers_on_demand() -> None:
+    found = find_layers(Routers())
+    training, predicting = (make_plan(found, k=4, k_prime=1, training=training) for training in (True, False))
+    stacks = [layer for layer in predicting.layers if layer.rows]
+    assert {predicting.rings[layer.ring] for layer in stacks} == {Ring(2, stacks[0].nbytes)}
+    assert {training.rings[layer.ring].slots for layer in training.layers if layer.rows} == {3}
+    assert predicting.slot_bytes < training.slot_bytes
 
 
 def predictions(make: Any, strategy: Any = "auto", precision: Any = "32-true") -> Any:

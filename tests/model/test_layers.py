@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
-from tests.support import stacked
 from tests.support.findable import MODELS
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
@@ -229,12 +228,6 @@ def test_heads_in_one_parameter_are_no_experts() -> None:
     assert not any("expert" in note for note in plan.notes)
     assert stats.demand_fetches == 0
     assert stats.fetched_layers == len(vectors()) * (2 * 6 - 2)
-
-
-@pytest.mark.parametrize("name", first(stacked.CONFIGS, "qwen3", "mixtral", "gpt-oss", why="named like these"))
-def test_stacks_that_something_is_routed_to_are_experts(name: str) -> None:
-    found = find_layers(stacked.transformer(name).net)
-    assert [layer.rows for layer in found.layers if layer.rows] == [stacked.EXPERTS] * 2
 
 
 def test_plain_lightning_has_gradients_of_what_is_trained() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
 from sp_lightning.plan.rings import Ring, choose_rings, choose_rings_apart
-from tests.support.stacked import Routers
 
 SIZES = [10, 1000] * 4  # blocks, and their experts
 EXPERTS = [1, 3, 5, 7]
@@ -34,12 +31,3 @@ def test_what_one_module_uses_at_once_fits() -> None:
     rings, ring_of = choose_rings_apart(SIZES, 3, [(0, 2, 4, 6), (1, 3, 5)], EXPERTS)
     assert rings == (Ring(4, 10), Ring(3, 1000))
     assert ring_of == [0, 1] * 4
-
-
-def test_only_a_plan_for_predictions_has_them() -> None:
-    found = find_layers(Routers())
-    training, predicting = (make_plan(found, k=4, k_prime=1, training=training) for training in (True, False))
-    stacks = [layer for layer in predicting.layers if layer.rows]
-    assert {predicting.rings[layer.ring] for layer in stacks} == {Ring(2, stacks[0].nbytes)}
-    assert {training.rings[layer.ring].slots for layer in training.layers if layer.rows} == {3}
-    assert predicting.slot_bytes < training.slot_bytes
