@@ -1,4 +1,4 @@
-"""What kind of thing a module is: a block among like blocks, a group of bare modules, a list of experts, code of TorchScript."""
+"""Recognises modules: repeated blocks, groups of single modules, lists of experts, and code that uses TorchScript."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def has_parts(module: nn.Module) -> bool:
-    """Whether some of its parameters belong to a child."""
+    """Returns True if a child of the module has parameters."""
     return any(True for child in module.children() for _ in child.parameters())
 
 
 def is_repeated(module: nn.Module) -> bool:
-    """Whether it is a container of at least two like blocks that have parts, or a list of a single such block."""
+    """Returns True for a container of at least two equal blocks that have parts, and for a list of one such block."""
     if not isinstance(module, CONTAINERS):
         return False
     if type(module) is nn.ModuleList and len(module) == 1:
-        # A list may hold None in place of a module: diffusers' VAEs without attention do.
+        # A list may hold None instead of a module, as in diffusers' VAEs without attention.
         return any(has_parts(child) and not is_wrapper(child) for child in module.children())
     kinds = Counter(type(child) for child in module.children() if has_parts(child))
     shapes = Counter(tuple(p.shape for p in group.parameters()) for group in groups_in(module))
@@ -37,21 +37,21 @@ def is_repeated(module: nn.Module) -> bool:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether all of its parameters belong to one child, which has parts itself: a network in a class that only calls it."""
+    """Returns True if all parameters belong to one child that has parts itself: a class that only calls a network."""
     own = any(parameter is not None for parameter in module._parameters.values())
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     return not own and len(children) == 1 and has_parts(children[0])
 
 
 def has_blocks(module: nn.Module) -> bool:
-    """Whether it, or a module inside it, is a container of like blocks; lists of experts do not count."""
+    """Returns True if the module or a submodule is a container of repeated blocks. Lists of experts do not count."""
     return any(is_repeated(child) and not are_experts(name, child) for name, child in module.named_modules())
 
 
 def groups_in(module: nn.Module) -> list[nn.Module]:
-    """The blocks that a user has put together by hand: each an ``nn.Sequential`` of bare modules, side by side in a container.
+    """Returns the blocks that a user grouped by hand: ``nn.Sequential`` modules of single modules, in one container.
 
-    Beside stages, which contain blocks, such a module is no block of its own: it leads from one stage to the next.
+    If the container also holds stages that contain blocks, it returns none: such a module connects two stages.
     """
     if not isinstance(module, CONTAINERS):
         return []
@@ -64,20 +64,20 @@ def groups_in(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_bare(sequence: nn.Module) -> bool:
-    """Whether it consists of modules without parts, and contains no blocks."""
+    """Returns True if a sequence contains only modules without children, and no blocks."""
     inside = [*sequence.modules()]
     leaves = all(type(inner) is nn.Sequential or next(inner.children(), None) is None for inner in inside)
     return leaves and not any(map(groups_in, inside))
 
 
 def are_experts(name: str, module: nn.Module) -> bool:
-    """Whether it is a list of modules of which a router decides which ones are called; the name alone says so."""
+    """Returns True for a list of experts, of which a router chooses. Only the name tells that."""
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
     return is_list and "expert" in name.rpartition(".")[2]
 
 
 def experts_in(module: nn.Module, name: str, finder: RowFinder) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of the experts inside a block. Experts inside a compiled module cannot come one by one."""
+    """Yields the names and modules of the experts in a block. Experts in a compiled module cannot be uploaded one by one."""
     for key, child in module.named_children():
         full = join_names(name, key)
         if is_compiled(child):
@@ -94,12 +94,14 @@ def experts_in(module: nn.Module, name: str, finder: RowFinder) -> Iterator[tupl
 
 
 def uses_torchscript(module: nn.Module) -> bool:
-    """Whether the code of a module names a TorchScript function, or an attribute of it is one.
+    """Returns True if the code of a module names a TorchScript function, or if an attribute is one.
 
-    Such a function reads the memory of its arguments and asks no Python object for it.
+    A TorchScript function reads the memory of its arguments without calling Python, so the weights must be on the device.
     """
     kind: Any = type(module)
-    return _class_uses_torchscript(kind) or any(map(_is_script, vars(module).values()))
+    return _class_uses_torchscript(kind) or any(
+        isinstance(value, torch.jit.ScriptFunction) for value in vars(module).values()
+    )
 
 
 @cache
@@ -108,20 +110,17 @@ def _class_uses_torchscript(kind: Any) -> bool:
 
 
 def _is_named_in(value: Any) -> bool:
-    """Whether a class's attribute is a TorchScript function, or a function that names one."""
-    code, known = getattr(value, "__code__", None), getattr(value, "__globals__", {})
+    """Returns True if a class attribute is a TorchScript function, or a function whose code names one."""
+    code = getattr(value, "__code__", None)
+    known = getattr(value, "__globals__", {})
     names = [*_names(code)] if code is not None else []
     named = [value, *(known.get(name) for name in names)]
     named += [vars(each).get(name) for each in named if isinstance(each, ModuleType) for name in names]
-    return any(map(_is_script, named))
-
-
-def _is_script(value: Any) -> bool:
-    return isinstance(value, torch.jit.ScriptFunction)
+    return any(isinstance(each, torch.jit.ScriptFunction) for each in named)
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names in a function's code, and in the code of the functions and comprehensions inside it."""
+    """Yields the names in a function's code, and in the functions and comprehensions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

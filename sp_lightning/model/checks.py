@@ -1,4 +1,4 @@
-"""What cannot be streamed, or as a whole only: it is refused by name, or the user is told what to change."""
+"""Finds modules and parameters that cannot be streamed. Raises errors, or writes notes for the plan."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_tracea
 
 
 def refuse_cuda_graphs(module: nn.Module) -> None:
-    """Refuses modules that are compiled with CUDA graphs.
+    """Checks that no module is compiled with CUDA graphs.
 
-    A graph is recorded for weights at one address, and torch would record a new one for each slot that a layer comes to.
+    A graph is recorded for weights at fixed addresses. Torch would record a new graph for each slot that a layer uses.
 
     Raises:
-        ValueError: a module with weights is compiled so.
+        ValueError: a module with weights is compiled with CUDA graphs.
     """
     for name, child in module.named_modules():
         functions = [value for value in vars(child).values() if isinstance(value, (FunctionType, MethodType))]
@@ -37,16 +37,16 @@ def refuse_cuda_graphs(module: nn.Module) -> None:
 
 
 def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict[nn.Module, str]:
-    """The modules that keep their parameters to themselves, with their names.
+    """Returns the modules that can only be moved to the device whole, with their names.
 
-    A ScriptModule takes no hooks and no other parameters. Some tensor subclasses have memory that torch knows nothing of.
+    A ScriptModule accepts neither hooks nor other parameters. Some tensor subclasses have memory that torch does not know.
 
     Args:
         module: the root.
-        residents: the parameters that the user wants to stay on the device.
+        residents: the parameters that ``keep_on_gpu=`` chose.
 
     Raises:
-        ValueError: a parameter is of such a subclass, and not to be resident.
+        ValueError: a parameter is of an unsupported tensor subclass, and ``keep_on_gpu=`` does not name it.
     """
     whole: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
@@ -70,14 +70,14 @@ def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict
 
 
 def _is_foreign(parameter: nn.Parameter) -> bool:
-    """Whether it is of a tensor subclass that cannot be streamed."""
+    """Returns True if a parameter is of a tensor subclass that cannot be streamed."""
     if type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(parameter, FakeTensor):
         return False
     return _how_to_stream(parameter) != ""
 
 
 def _how_to_stream(parameter: nn.Parameter) -> str:
-    """What the user has to do before a tensor subclass can be streamed; empty if it can be."""
+    """Returns what the user must change before a tensor subclass can be streamed; empty if it can be streamed."""
     if not is_traceable_wrapper_subclass(parameter):
         return "Exchange it for a plain parameter."
     if parameter.requires_grad:
@@ -88,14 +88,14 @@ def _how_to_stream(parameter: nn.Parameter) -> str:
 
 
 def parted_parameters(module: nn.Module, whole: Mapping[nn.Module, str]) -> tuple[OverlappingPair, ...]:
-    """The pairs of frozen parameters that lie over one memory.
+    """Returns the pairs of frozen parameters that share memory.
 
     Args:
         module: the root.
-        whole: modules that are moved whole, whose parameters are not looked at.
+        whole: modules that are moved whole. Their parameters are left out.
 
     Raises:
-        ValueError: a parameter of such a pair is trained, or a parameter is sparse.
+        ValueError: a parameter of a pair is trained, or a parameter is sparse.
     """
     excluded = {parameter for child in whole for parameter in child.parameters()}
     spans: list[tuple[int, int, str, Tensor]] = []  # first address, address behind the last, name, tensor
@@ -113,7 +113,7 @@ def parted_parameters(module: nn.Module, whole: Mapping[nn.Module, str]) -> tupl
                 spans.append((start, start + _extent(part), part_name, part))
     spans.sort(key=lambda span: span[:3])
     pairs = []
-    farthest = (0, 0, "", Tensor())  # the span that reaches farthest so far
+    farthest = (0, 0, "", Tensor())  # the span with the highest end so far
     for span in spans:
         if span[0] < farthest[1]:
             pairs.append(OverlappingPair((farthest[2], span[2]), (farthest[3], span[3])))
@@ -123,16 +123,16 @@ def parted_parameters(module: nn.Module, whole: Mapping[nn.Module, str]) -> tupl
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last."""
+    """Returns the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
-# ---------------------------------------------------------------------- what the user is told
+# ---------------------------------------------------------------------- notes and advice
 
-# A list of fewer bare modules has no two groups.
+# A shorter list of single modules cannot be divided into two groups.
 _LEAST_TO_GROUP = 4
-# Below this share of the parameter bytes, the user is told how little is streamed.
+# Below this share of the parameter bytes, a note states how little is streamed.
 _MOSTLY = 0.95
 
 
@@ -142,7 +142,7 @@ def notes_on(
     units: Sequence[Unit],
     streaming: Iterable[Layer],
 ) -> tuple[str, ...]:
-    """The notes on a model.
+    """Returns the notes on a model for the plan.
 
     Args:
         module: the root.
@@ -154,7 +154,7 @@ def notes_on(
 
 
 def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], others: Collection[nn.Parameter]) -> str:
-    """Why nothing is streamed, as a clause; empty if something is.
+    """Returns the reason why nothing is streamed, as a clause; empty if something is streamed.
 
     Args:
         whole: the modules that are moved whole, with their names.
@@ -165,21 +165,26 @@ def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], ot
         return ""
     if not whole:
         return f"nothing is streamed: {'all weights are resident' if others else 'there are no weights'}"
-    said = " and ".join(_why_whole(module, name) for module, name in list(whole.items())[:2])
-    return f"nothing can be streamed: {said}{' and …' * (len(whole) > 2)}{', and the other weights are resident' * bool(others)}"
+    reasons = [_why_whole(module, name) for module, name in list(whole.items())[:2]]
+    if len(whole) > len(reasons):
+        reasons.append("…")
+    rest = ", and the other weights are resident" if others else ""
+    return f"nothing can be streamed: {' and '.join(reasons)}{rest}"
 
 
 def _notes_on_whole(whole: Mapping[nn.Module, str]) -> list[str]:
-    also = "; so do its gradients and its optimizer's state"
-    return [
-        f"{_why_whole(module, name)}: it stays on the device whole{also * any(p.requires_grad for p in module.parameters())}."
-        for module, name in whole.items()
-    ]
+    notes = []
+    for module, name in whole.items():
+        trained = any(p.requires_grad for p in module.parameters())
+        also = "; so do its gradients and its optimizer's state" if trained else ""
+        notes.append(f"{_why_whole(module, name)}: it stays on the device whole{also}.")
+    return notes
 
 
 def _why_whole(module: nn.Module, name: str) -> str:
-    script = isinstance(module, torch.jit.ScriptModule)
-    return f"{name!r} {'is a ScriptModule' if script else 'has parameters of a class that cannot be streamed'}"
+    if isinstance(module, torch.jit.ScriptModule):
+        return f"{name!r} is a ScriptModule"
+    return f"{name!r} has parameters of a class that cannot be streamed"
 
 
 def _notes_on_units(units: Sequence[Unit]) -> list[str]:
@@ -202,7 +207,9 @@ def _note_on_share(module: nn.Module, streaming: Iterable[Layer]) -> list[str]:
 
 
 def advice_to_group(streamed: Sequence[Unit], above: Mapping[nn.Module, str]) -> str:
-    """What to put together if no layer has parts, because then autograd saves most between the layers and not in them.
+    """Returns advice to group layers, if all are single modules; otherwise an empty text.
+
+    Autograd then saves most activations between the layers, where they cannot be offloaded or recomputed.
 
     Args:
         streamed: the units that are layers.

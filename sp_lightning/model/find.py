@@ -1,9 +1,8 @@
-"""A module becomes an ordered list of layers: what moves as one, what stays, where each parameter sits.
+"""Divides a module into an ordered list of layers.
 
-The tree is cut into units from the root down. Most units become layers: repeated blocks, and large modules beside them
-(embeddings, heads). Small units stay on the device. Inside a block, the experts of a mixture of experts are layers of their
-own, and so are experts that are stacked in one parameter, of which only rows travel. Of an embedding that is as large as a
-block, only the rows travel that are looked up.
+The search divides the module tree into units, from the root down. Most units become layers: repeated blocks, and other large
+modules such as embeddings and heads. Small units stay on the device (residents). The experts in a block are layers of their
+own. A :class:`~sp_lightning.model.rows.RowFinder` decides which layers are uploaded by rows.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from sp_lightning.model.wrapped import parts
 from sp_lightning.registry import row_finder
 from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
 
-# Small units stay on the device: together at most this share of the model and at most as much as the largest unit, of which
-# each window has two, each at most a tenth of the largest. Of equal units, which come one after another, all stay or none.
+# Small units stay on the device. Together they have at most this share of the model's bytes, and at most the bytes of the largest
+# unit (every window has two slots of that size). Each has at most a tenth of the largest. Equal units all stay, or none of them.
 _RESIDENT_SHARE = 1 / 50
 _RESIDENT_SIZE = 1 / 10
 
-# Autocast casts the weight and the bias wherever one of these is called. A subclass may use them otherwise.
+# Autocast casts the weight and the bias in every call of these classes. A subclass may use them in other ways.
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # These read the weights of such children without calling the children.
 _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -64,19 +63,18 @@ def find_layers(
     autocast: torch.dtype | None = None,
     whole_blocks: bool = False,
 ) -> Found:
-    """Finds the layers of any module.
+    """Finds the layers of a module.
 
     Args:
-        module: the root, on any device but ``meta``; it is not changed.
-        layers: names or glob patterns (``*`` within one name, ``**`` across), module classes, or a callable that
-            returns names or modules; None finds them.
-        keep_on_gpu: names or glob patterns of modules or parameters that are to stay on the device.
-        autocast: the dtype that steps run autocast with, if they do.
-        whole_blocks: whether blocks move with those experts that are modules, as a second forward of a block in backward
-            needs them.
+        module: the root, on any device except ``meta``. It is not changed.
+        layers: names or glob patterns (``*`` within one name, ``**`` across names), module classes, or a callable that
+            returns names or modules. None: chosen automatically.
+        keep_on_gpu: names or glob patterns of modules or parameters that stay on the device.
+        autocast: the dtype of autocast in steps; None without autocast.
+        whole_blocks: whether a block is one layer with its experts that are modules. A recomputed block needs them all.
 
     Raises:
-        ValueError: a pattern that matches nothing, overlapping layers, parameters without memory of their own.
+        ValueError: a pattern matches nothing, layers overlap, or a parameter is not supported.
     """
     names = {child: name for name, child in reversed(list(module.named_modules()))}
     refuse_without_values(module)
@@ -123,7 +121,7 @@ def _refuse_both(chosen: set[nn.Module], kept: set[nn.Parameter], names: Mapping
 
 
 def _places(module: nn.Module, whole: Iterable[nn.Module]) -> Places:
-    """Where each parameter sits, outside of the modules that are moved whole."""
+    """Returns all places of each parameter, except those in modules that are moved whole."""
     excluded = {inner for child in whole for inner in child.modules()}
     places: Places = {}
     for child in module.modules():
@@ -134,7 +132,7 @@ def _places(module: nn.Module, whole: Iterable[nn.Module]) -> Places:
 
 
 def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
-    """The float32 parameters that nothing but the calls of their own modules is known to read."""
+    """Returns the float32 parameters that only calls of their own modules read, so that casts can replace them."""
     reading = [
         child
         for child in module.modules()
@@ -151,7 +149,7 @@ def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
 
 
 def _small(units: Sequence[Unit]) -> set[Unit]:
-    """The units that stay on the device because they are small, unless the user has chosen them."""
+    """Returns the units that stay on the device because they are small. Units that ``layers=`` chose do not stay."""
     largest = max((unit.nbytes for unit in units), default=0)
     room = min(_RESIDENT_SHARE * sum(unit.nbytes for unit in units), largest)
     equal: dict[tuple[int, object], list[Unit]] = defaultdict(list)
@@ -182,24 +180,24 @@ def _layer(unit: Unit, kept: set[nn.Parameter], lowered: set[nn.Parameter], plac
 
 
 def _comes_by_rows(unit: Unit, otherwise: set[nn.Parameter], places: Places) -> bool:
-    """Whether nothing but the unit's own module has its stacks, and none of its parameters travels otherwise."""
+    """Returns True if only the unit's own module holds its stacks, and all its parameters are uploaded unchanged."""
     own = all(place.module is unit.module for _, p in unit.parameters if is_stack(p, unit.rows) for place in places[p])
     return own and all(parameter not in otherwise for _, parameter in unit.parameters)
 
 
 def _plain(parameters: Iterable[NamedParameter]) -> tuple[NamedParameter, ...]:
-    """Parameters, and in place of each wrapped one the plain tensors that it consists of."""
+    """Replaces each wrapped parameter by its plain tensors."""
     return tuple(part for name, parameter in parameters for part in parts(name, parameter))
 
 
 def _visits(
     above: Iterable[nn.Module], units: Iterable[Unit], streamed: Sequence[Unit], kept: set[nn.Parameter]
 ) -> dict[nn.Module, tuple[int, ...]]:
-    """The layers that each module's call uses. The experts inside a block come when they are called themselves."""
+    """Returns the layers that a call of each module uses. Experts in a block are uploaded when they are called themselves."""
     owner = {p: index for index, unit in enumerate(streamed) for _, p in unit.parameters if p not in kept}
     experts = {index for index, unit in enumerate(streamed) if unit.expert}
     visits: dict[nn.Module, tuple[int, ...]] = {}
-    for module in above:  # its call uses what it reads without calling the children
+    for module in above:  # attention reads its children's weights without calling the children
         reads = isinstance(module, nn.MultiheadAttention)
         visits[module] = tuple(sorted({owner[p] for p in module.parameters() if p in owner})) if reads else ()
     for unit in units:
@@ -211,11 +209,11 @@ def _visits(
 
 # ---------------------------------------------------------------------- the walk through the tree
 
-# These read their children's weights without calling the children, so the children cannot come one by one.
+# These read their children's weights without calling the children, so the children cannot be layers of their own.
 _UNDIVIDED = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
-# A unit that is not one of several like blocks is cut further while it holds more than this share of the model.
+# A unit that is not a repeated block is divided further while it holds more than this share of the model.
 _LARGE_SHARE = 1 / 4
-# A list of one module that has more than this share has the whole model.
+# If a list of one module has more than this share, that module is the network and not a block.
 _ALL = 9 / 10
 
 
@@ -225,12 +223,12 @@ class _Walk:
     Args:
         module: the root.
         finder: finds stacked experts.
-        chosen: the modules that the user wants to be layers.
-        whole: the modules that are moved whole, which have no units.
-        whole_blocks: whether blocks move with those experts that are modules.
+        chosen: the modules that ``layers=`` chose.
+        whole: the modules that are moved whole. They have no units.
+        whole_blocks: whether a block is one unit with its experts that are modules.
 
     Attributes:
-        above: the modules that were cut, in the order of the tree.
+        above: the modules that were divided, in the order of the tree.
     """
 
     def __init__(
@@ -253,13 +251,13 @@ class _Walk:
         self._groups: set[nn.Module] = set()
 
     def units(self, module: nn.Module, name: str, *, is_block: bool = False, is_expert: bool = False) -> Iterator[Unit]:
-        """The units of a module and of all below it, in the order of the tree.
+        """Yields the units of a module and its submodules, in the order of the tree.
 
         Args:
-            module: where the walk goes on.
+            module: the module to divide.
             name: its name.
-            is_block: whether it is one of several like blocks.
-            is_expert: whether it is one of a list of experts.
+            is_block: whether it is a repeated block.
+            is_expert: whether it is in a list of experts.
         """
         if module in self._seen:
             return
@@ -275,13 +273,14 @@ class _Walk:
                 self._owned.add(parameter)
                 full = join_names(name, key)
                 yield Unit(full, None, [(full, parameter)])
-        repeated, routed = is_repeated(module) and not self._is_all(module), are_experts(name, module)
+        repeated = is_repeated(module) and not self._is_all(module)
+        routed = are_experts(name, module)
         self._groups.update(groups_in(module))
         for key, child in module.named_children():
             yield from self.units(child, join_names(name, key), is_block=repeated, is_expert=routed)
 
     def _uncut(self, module: nn.Module, name: str, is_expert: bool) -> Iterator[Unit]:
-        """A module that is not cut, then the experts inside it."""
+        """Yields the unit of a module that is not divided, then those of the experts inside it."""
         chosen = module in self._chosen
         closed = chosen or is_compiled(module)
         experts = {} if closed else {expert: key for key, expert in experts_in(module, name, self._finder)}
@@ -290,7 +289,7 @@ class _Walk:
         if self._whole_blocks:
             experts = {expert: key for expert, key in experts.items() if self._finder.stacked(expert)}
         if experts and any(map(uses_torchscript, module.modules())):
-            experts = {}  # TorchScript reads memory without asking, so all weights have to be there
+            experts = {}  # TorchScript reads memory without calling Python, so all weights must be on the device
         within = [self._expert(expert, key, within=expert is not module) for expert, key in experts.items()]
         if module not in experts:
             yield Unit(name, module, self._own(module, name), chosen, is_expert)
@@ -302,7 +301,7 @@ class _Walk:
 
     def _is_cut(self, module: nn.Module, *, is_block: bool) -> bool:
         if is_compiled(module):
-            return False  # a compiled module is one graph: nothing can come and go inside
+            return False  # a compiled module is one graph: weights cannot be uploaded and evicted inside
         if any(child in self._chosen for child in module.modules()):
             return True
         if isinstance(module, _UNDIVIDED) or not has_parts(module):
@@ -316,11 +315,11 @@ class _Walk:
         return large and not is_block
 
     def _is_all(self, module: nn.Module) -> bool:
-        """Whether it is a list of one that has nearly all weights: its only module is the network, and no block of it."""
+        """Returns True for a list of one module with nearly all weights: that module is the network, and not a block."""
         return len([*module.children()]) == 1 and sum(map(tensor_bytes, module.parameters())) > _ALL * self._total
 
     def _own(self, module: nn.Module, name: str) -> list[NamedParameter]:
-        """The parameters of a module that belong to no other unit; they belong to its unit from now on."""
+        """Takes the parameters of a module that belong to no other unit. From now on they belong to its unit."""
         excluded = {p for child in module.modules() if child in self._whole for p in child.parameters()}
         own = [
             (join_names(name, key), parameter)

@@ -1,4 +1,4 @@
-"""What was found in a module: its layers, what stays on the device, and where each parameter sits."""
+"""The result of the search for layers: the layers, the residents, and the place of each parameter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NamedParameter = tuple[str, nn.Parameter]
 
 
 STACK_DIMENSIONS = 3
-"""One parameter of each expert is a matrix, and a stack of them has one more dimension."""
+"""Dimensions of a stack of experts. Each expert's parameter is a matrix."""
 
 
 class Place(NamedTuple):
-    """Where a parameter sits: ``module._parameters[attribute]``."""
+    """The place of a parameter: ``module._parameters[attribute]``."""
 
     module: nn.Module
     attribute: str
@@ -28,13 +28,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """Parameters that move as one, in the order in which they lie in memory.
+    """Parameters that are uploaded together, in the order in which they lie in memory.
 
     Attributes:
-        name: the name of the module, or of the parameter if that belongs to no layer's module.
-        parameters: the parameters that travel as they are. One that several layers share belongs to the first.
-        lowered: the float32 parameters that travel as casts of a lower precision; they lie behind the others.
-        rows: how many experts are stacked in its parameters, if only those travel that something is routed to; otherwise 0.
+        name: the name of the module, or of the parameter if it belongs to no layer's module.
+        parameters: the parameters that are uploaded unchanged. A parameter that several layers share belongs to the first.
+        lowered: the float32 parameters that are uploaded as casts of a lower precision. They lie behind the others.
+        rows: the number of experts stacked in its parameters, if single experts are uploaded; otherwise 0.
     """
 
     name: str
@@ -50,16 +50,16 @@ class Layer:
 
 @dataclass(eq=False)
 class Unit:
-    """A candidate for a layer: a whole module, or one parameter of a module that was cut.
+    """A candidate for a layer: a whole module, or one parameter of a module that was divided.
 
     Attributes:
-        name: the name of the module, or of the parameter.
-        module: None for a parameter.
-        parameters: what it owns. A parameter that several units share belongs to the first.
-        chosen: whether the user has chosen it.
-        expert: whether it is used only when something is routed to it.
-        within: whether another unit is around it.
-        rows: how many experts it holds in stacks, of which only those travel that something is routed to; otherwise 0.
+        name: the name of the module or parameter.
+        module: the module; None for a parameter.
+        parameters: the parameters that it owns. A parameter that several units share belongs to the first.
+        chosen: whether ``layers=`` chose it.
+        expert: whether it is used only by the tokens that are routed to it.
+        within: whether its module is inside another unit's.
+        rows: the number of experts that it holds in stacks, if single experts can be uploaded; otherwise 0.
     """
 
     name: str
@@ -77,18 +77,18 @@ class Unit:
 
 
 class OverlappingPair(NamedTuple):
-    """Two frozen parameters over one memory, as a flow's permutation and its transpose are.
+    """Two frozen parameters that share memory, for example a flow's permutation and its transpose.
 
     Attributes:
-        names: the names of both.
-        parameters: both, or the plain tensors that they consist of.
+        names: their names.
+        parameters: the two parameters, or plain tensors of which they consist.
     """
 
     names: tuple[str, str]
     parameters: tuple[Tensor, Tensor]
 
     def refuse_trained(self) -> None:
-        """Refuses to train one of them: the two have the same values only while nobody writes either.
+        """Checks that both are frozen. Each gets its own copy, so a write to one would not show in the other.
 
         Raises:
             ValueError: one of them is trained.
@@ -104,27 +104,27 @@ class OverlappingPair(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What :func:`~sp_lightning.model.find.find_layers` found in a module.
+    """The result of :func:`~sp_lightning.model.find.find_layers`.
 
     Attributes:
         layers: the layers, in the order of the module tree.
         residents: the parameters that stay on the device during a batch.
-        visits: for each module, the indices of the layers that its forward uses: its own, and those that own a parameter
-            that is tied to one of its own. Modules above and beside the layers use none.
-        places: for each parameter, all places in the tree where it sits.
-        aside: the names of modules that keep their parameters to themselves, and the modules: ScriptModules, and modules
-            with tensor subclasses that are to be resident. They are moved whole.
-        notes: what the plan should say about this model.
+        visits: for each module, the indices of the layers that its forward uses: its own layer, and layers that own a
+            parameter tied to one of its own. Modules outside the layers use none.
+        places: for each parameter, all its places in the module tree.
+        aside: names and modules of which nothing is streamed: ScriptModules, and modules with unsupported tensor subclasses
+            that ``keep_on_gpu=`` names. Each is moved to the device whole.
+        notes: notes on this model for the plan.
         autocast: the dtype of the casts; None without autocast.
-        wrapped: the parameters that consist of several plain tensors. The layers have those tensors in their place.
-        tables: embeddings of which only the rows travel that are looked up. Each is one parameter.
-        experts: the indices of the layers that are used only when something is routed to them.
-        units: by name, the modules that have one mode of activations each: the layers, and the parts that stay on the
-            device, in the order of the module tree.
-        parted: pairs of frozen parameters over one memory; each parameter gets a copy.
-        buffer_bytes: bytes of all buffers, which are on the device all the time.
+        wrapped: the parameters that consist of several plain tensors. Layers contain those tensors instead.
+        tables: embeddings of which only the rows in a batch are uploaded. Each is one parameter.
+        experts: the indices of the layers that are used only by tokens routed to them.
+        units: by name, the modules that each have one activation mode: the layers, and the parts that stay on the device, in
+            the order of the module tree.
+        parted: pairs of frozen parameters that share memory. Each parameter gets its own copy.
+        buffer_bytes: bytes of all buffers. They stay on the device.
         nothing: why nothing is streamed; empty if something is.
-        grouping_advice: if all layers are bare modules, which save nothing but their inputs, what to group, and how.
+        grouping_advice: which modules to group, and how, if all layers are single modules without children.
     """
 
     layers: tuple[Layer, ...]
@@ -145,12 +145,12 @@ class Found:
 
     @property
     def plain_bytes(self) -> tuple[int, int]:
-        """Bytes of the weights, and of the gradients, that are on the device if nothing streams."""
+        """Bytes of the weights and of the gradients on the device if nothing is streamed."""
         return _with_gradients({*self.places, *self._whole})
 
     @property
     def staying(self) -> tuple[int, int]:
-        """Bytes that are on the device all the time: modules that are moved whole and buffers; gradients of such modules."""
+        """Bytes of the weights and buffers, and of the gradients, that stay on the device: :attr:`aside` and buffers."""
         weights, gradients = _with_gradients(self._whole)
         return weights + self.buffer_bytes, gradients
 
@@ -160,18 +160,18 @@ class Found:
 
     @property
     def masters(self) -> tuple[Layer, ...]:
-        """The float32 parameters of every layer that has casts, as further layers that come on demand."""
+        """The float32 parameters of every layer that has casts, as further layers that are uploaded on demand."""
         return tuple(Layer(layer.name, layer.lowered) for layer in self.layers if layer.lowered)
 
 
 def _with_gradients(parameters: Collection[nn.Parameter]) -> tuple[int, int]:
-    """Bytes of parameters, and of the gradients of those that are trained."""
+    """Returns the bytes of parameters, and of the gradients of the trained ones."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(map(tensor_bytes, parameters)), sum(map(tensor_bytes, trained))
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a wrapped one, those of the plain tensors that it consists of."""
+    """Returns the bytes of a tensor's elements. Those of a wrapped tensor are the bytes of its plain tensors."""
     return sum(part.numel() * part.element_size() for _, part in parts("", tensor))
 
 
@@ -181,10 +181,10 @@ def is_stack(tensor: Tensor | None, count: int) -> bool:
 
 
 def buffers_in(module: nn.Module) -> Iterator[Tensor]:
-    """The buffers of a module and of all in it. One that two modules share comes twice, as two copies go to the device."""
+    """Yields the buffers of a module and its submodules. A shared buffer is yielded twice, because the device gets two copies."""
     return (buffer for child in module.modules() for buffer in child._buffers.values() if buffer is not None)
 
 
 def join_names(prefix: str, name: str) -> str:
-    """The qualified name of a child or a parameter; the root's prefix is empty."""
+    """Returns the qualified name of a child or parameter. The root's prefix is empty."""
     return f"{prefix}.{name}" if prefix else name

@@ -1,4 +1,4 @@
-"""What the user chooses by name, by glob pattern, by class or by a callable."""
+"""Resolves ``layers=`` and ``keep_on_gpu=``: names, glob patterns, classes and callables."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from sp_lightning.model.blocks import has_parts
 from sp_lightning.model.found import tensor_bytes
 
 LayerChoice = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], Iterable[Any]] | None
-"""What ``layers=`` takes: names or glob patterns, module classes, a callable, or None if they are to be found."""
+"""The type of ``layers=``: names or glob patterns, module classes, a callable, or None to choose automatically."""
 
 _Named = TypeVar("_Named")
 
 
 def chosen_layers(module: nn.Module, layers: LayerChoice, names: Mapping[nn.Module, str]) -> set[nn.Module]:
-    """The modules that ``layers=`` chooses; those without parameters are left out.
+    """Returns the modules that ``layers=`` chooses, without those that have no parameters.
 
     Args:
         module: the root.
-        layers: the choice.
+        layers: the value of the option.
         names: the name of each module in the tree.
 
     Raises:
-        TypeError: the callable returned something else than a list.
-        ValueError: a choice that is not in the tree, or two layers of which one is inside the other.
+        TypeError: the callable did not return a list.
+        ValueError: a choice is not in the tree, or one layer is inside another.
     """
     chosen: dict[nn.Module, None] = {}
     for pick in _picks(module, layers):
@@ -78,10 +78,10 @@ def _matches(module: nn.Module, pick: Any, names: Mapping[nn.Module, str]) -> li
 
 
 def chosen_residents(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """The parameters that ``keep_on_gpu=`` chooses, by their own names or by those of modules above them.
+    """Returns the parameters that ``keep_on_gpu=`` chooses, by their names or by the names of modules that contain them.
 
     Raises:
-        ValueError: a pattern that matches nothing.
+        ValueError: a pattern matches nothing.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     named: dict[str, nn.Module | nn.Parameter] = {**dict(module.named_modules(remove_duplicate=False)), **parameters}
@@ -93,16 +93,16 @@ def chosen_residents(module: nn.Module, patterns: Sequence[str]) -> set[nn.Param
 
 
 def matching(module: nn.Module, pattern: str, option: str, named: Mapping[str, _Named]) -> list[_Named]:
-    """What has a dotted name that matches a glob pattern.
+    """Returns the values whose dotted names match a glob pattern.
 
     Args:
-        module: the root, whose largest modules the error names.
+        module: the root. The error names its largest modules.
         pattern: ``*`` stands for one part of a dotted name, ``**`` for any number of parts, ``?`` for one character.
-        option: the option that the pattern was given for.
-        named: what is looked through, by name.
+        option: the option that has the pattern.
+        named: the candidates, by name.
 
     Raises:
-        ValueError: nothing does. The error has the option, and names that may have been meant.
+        ValueError: no name matches. The message contains the option and similar names.
     """
     expression = re.compile(_glob(pattern))
     matches = [value for name, value in named.items() if name and expression.fullmatch(name)]

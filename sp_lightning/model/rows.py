@@ -1,4 +1,4 @@
-"""The interface of layers of which a batch uploads some rows: who finds them, and who makes their rows."""
+"""The interface of layers of which single rows are uploaded: how they are found, and how their rows are made."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sp_lightning.model.found import Found, Layer, Place, Unit
 
 
 class RowFinder:
-    """Finds modules of which a batch uses only some rows of the weights. This default finds none: every layer is uploaded whole.
+    """Finds modules of which a batch uses only some rows. This default finds none, so every layer is uploaded whole.
 
-    :func:`~sp_lightning.registry.row_finder` returns the one to ask. Layers are found before they exist, so the same object
-    is asked twice: by the search for layers, and by the engine, once it has made them.
+    :func:`~sp_lightning.registry.row_finder` returns the finder of this installation. :func:`find_layers` asks it which
+    modules have rows. When the engine has made the layers, it calls :meth:`make_rows`.
     """
 
     def stacked(self, module: nn.Module) -> int:
-        """Returns how many experts a module holds in stacks, if single experts can be uploaded; otherwise 0."""
+        """Returns the number of experts that a module holds in stacks, if single experts can be uploaded; otherwise 0."""
         return 0
 
     def looked_up(self, units: Sequence[Unit], places: Mapping[nn.Parameter, tuple[Place, ...]]) -> list[Unit]:
-        """Returns the units that are embeddings of which only the rows in a batch are to be uploaded.
+        """Returns the embeddings of which only the rows in a batch are uploaded.
 
         Args:
             units: the units that are streamed.
@@ -33,11 +33,11 @@ class RowFinder:
         return []
 
     def notes(self, units: Sequence[Unit], layers: Sequence[Layer], tables: Sequence[Layer]) -> list[str]:
-        """Returns what the plan should say about layers whose rows are uploaded, and about those whose rows cannot be."""
+        """Returns notes for the plan: which layers are uploaded by rows, and which stacks of experts cannot be."""
         return []
 
     def routed_share(self, module: nn.Module, args: Sequence[Any]) -> float:
-        """Returns the share of a module's weights that a call with these arguments is expected to use."""
+        """Returns the share of a module's experts that a call with these arguments is expected to use."""
         return 1.0
 
     def make_rows(
@@ -47,12 +47,12 @@ class RowFinder:
 
         Args:
             found: what was found in the module.
-            layers: the layers of the engine, which have :class:`~sp_lightning.layers.layer.AllRows` until now.
+            layers: the layers of the engine. Their ``rows`` are :class:`~sp_lightning.layers.layer.AllRows` until now.
             device: uploads rows.
             log: the logger for warnings; None for Lightning's.
             pin: whether host memory is page-locked.
 
         Returns:
-            The embeddings that the search for layers gave to :attr:`Found.tables`, each with its layer.
+            The embeddings of :attr:`Found.tables`, each with its layer.
         """
         return {}

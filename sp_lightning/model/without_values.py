@@ -1,7 +1,8 @@
-"""Tensors on the meta device: they have a shape and a dtype, and no values. Here they are found, refused, and given values.
+"""Finds tensors on the meta device, which have no values, and gives them values or raises an error.
 
-The objects stay the same, so that ties, lists of parameters and references of the user's are valid afterwards. Buffers that
-are in no file because transformers computes them, such as the frequencies of rotary embeddings, are computed by it.
+The tensor objects stay the same, so tied weights, parameter lists and the user's references remain valid. Some buffers are in
+no file because transformers computes them, for example the frequencies of rotary embeddings: :func:`compute_buffers` lets
+transformers compute them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class WithoutValues(NamedTuple):
     """A parameter or a buffer on the meta device.
 
     Attributes:
-        names: all its qualified names; a tied parameter has several.
-        tensor: the object that the modules hold.
+        names: its qualified names. A tied parameter has several.
+        tensor: the tensor object that the modules hold.
     """
 
     names: tuple[str, ...]
@@ -30,7 +31,7 @@ class WithoutValues(NamedTuple):
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters, then all buffers, each under all its names."""
+    """Yields all parameters, then all buffers, each under all its names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -39,7 +40,7 @@ def find_without_values(module: nn.Module) -> list[WithoutValues]:
     """Finds the parameters and buffers on the meta device.
 
     Raises:
-        ValueError: one of them cannot be given values.
+        ValueError: one of them cannot be given values, for example a view or a tensor subclass.
     """
     names: dict[Tensor, list[str]] = {}
     for name, tensor in named_tensors(module):
@@ -75,14 +76,16 @@ def _refuse_special(module: nn.Module, found: list[WithoutValues]) -> None:
 
 
 def refuse_without_values(module: nn.Module) -> None:
-    """Refuses parameters and buffers that have no values: lazy ones, and those on the meta device.
+    """Checks that all parameters and buffers have values: none is lazy or on the meta device.
 
-    The module's own initialisation is not run for them, because nobody knows what it would have been on the CPU. On the meta
-    device ``nn.init.trunc_normal_`` (torch 2.15) and ``post_init`` (transformers 5) do nothing; ``reset_parameters`` does not
-    know what the modules above have done after it; and without values no random numbers are drawn, which others would follow.
+    The module's initialisation cannot be repeated later with the same results:
+
+    - On the meta device ``nn.init.trunc_normal_`` (torch 2.15) and ``post_init`` (transformers 5) do nothing.
+    - ``reset_parameters`` omits changes that parent modules made after it.
+    - No random numbers were drawn, so the random numbers that follow differ.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a parameter or buffer has no values.
     """
     for name, parameter in module.named_parameters():
         if nn.parameter.is_lazy(parameter):
@@ -108,12 +111,12 @@ def refuse_without_values(module: nn.Module) -> None:
 
 
 def give_values(found: WithoutValues, value: Tensor) -> None:
-    """Gives a tensor on the meta device values. It stays the same object, with its attributes.
+    """Gives values to a tensor on the meta device. The tensor object and its attributes stay.
 
     Args:
         found: the tensor.
-        value: on the CPU, of its shape. A parameter takes over the memory where dtype and strides are its own already;
-            otherwise the values are converted, as ``copy_`` does. A buffer always has a copy.
+        value: the values, on the CPU, with the tensor's shape. If dtype and strides are equal, a parameter takes over the
+            memory; otherwise the values are copied and converted as in ``copy_``. A buffer always gets a copy.
     """
     tensor = found.tensor
     with torch.no_grad():
@@ -126,19 +129,19 @@ def give_values(found: WithoutValues, value: Tensor) -> None:
 # ---------------------------------------------------------------------- buffers that transformers computes
 
 _HAS_VALUES = "_is_hf_initialized"
-"""The attribute by which transformers 5 knows the parameters and buffers that its initialisation is to leave alone."""
+"""The attribute that marks parameters and buffers which the initialisation of transformers 5 must not change."""
 
 
 def compute_buffers(module: nn.Module) -> None:
-    """Has transformers compute the buffers that are on the meta device, as its ``from_pretrained`` does.
+    """Lets transformers compute the buffers on the meta device, as in ``from_pretrained``.
 
-    Buffers that it does not compute stay on the meta device. Before transformers 5 all of them do.
+    Buffers that transformers does not compute stay on the meta device. Versions before 5 compute none.
 
     Args:
         module: the root. Its parameters have values.
     """
     modeling: Any = sys.modules.get("transformers.modeling_utils")
-    initialization: Any = sys.modules.get("transformers.initialization")  # there is none before version 5
+    initialization: Any = sys.modules.get("transformers.initialization")  # exists since version 5
     if modeling is None or initialization is None or not find_without_values(module):
         return
     for child, model in _within(module, None, modeling.PreTrainedModel):
@@ -149,7 +152,7 @@ def compute_buffers(module: nn.Module) -> None:
 
 
 def _within(module: nn.Module, model: Any, kind: type) -> Iterator[tuple[nn.Module, Any]]:
-    """All modules, each with the model of transformers in which it is."""
+    """Yields all modules, each with the transformers model that contains it."""
     model = module if isinstance(module, kind) else model
     yield module, model
     for child in module.children():
@@ -157,7 +160,7 @@ def _within(module: nn.Module, model: Any, kind: type) -> Iterator[tuple[nn.Modu
 
 
 def _compute(child: nn.Module, buffers: dict[str, Tensor], model: Any) -> None:
-    """Computes one module's buffers twice, over zeros and over ones: those that are equal were computed as a whole."""
+    """Computes a module's buffers over zeros and over ones. A buffer with equal results was written completely."""
     results = []
     for filler in (0, 1):
         child._buffers.update({key: torch.full_like(each, filler, device="cpu") for key, each in buffers.items()})
@@ -173,7 +176,7 @@ def _compute(child: nn.Module, buffers: dict[str, Tensor], model: Any) -> None:
 
 @contextmanager
 def _left_alone(child: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
-    """Everything in a module but these buffers is marked, so that transformers leaves it alone."""
+    """Marks all parameters and buffers of a module except these, so that transformers does not change them."""
     tensors = [tensor for tensor in (*child.parameters(), *child.buffers()) if not hasattr(tensor, _HAS_VALUES)]
     marked = [tensor for tensor in tensors if not any(tensor is child._buffers[key] for key in buffers)]
     for tensor in marked:

@@ -1,8 +1,8 @@
-"""Wrapped parameters: tensor subclasses that consist of plain tensors. Libraries that quantise weights make such parameters.
+"""Wrapped parameters: tensor subclasses that consist of plain tensors, as quantisation libraries make them.
 
-Their plain tensors are absorbed, laid out and fetched as other frozen parameters are, so the packed bytes travel. In place
-of the whole, the modules hold a stand-in of the same class. Whatever is done with the stand-in is done with a whole that is
-made, at that moment, of the plain tensors on the device.
+The plain tensors are stored and uploaded like other frozen parameters, so only the packed bytes are copied. During a step the
+modules hold a stand-in of the same class. When an operation uses the stand-in, a whole tensor is built from the plain tensors
+on the device, and the operation runs with that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Untouched = torch.DisableTorchFunctionSubclass
 
 
 def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """The plain tensors that a wrapped tensor consists of, with their names; a plain tensor itself."""
+    """Yields the plain tensors of a wrapped tensor, with their names. A plain tensor is yielded itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
@@ -37,7 +37,7 @@ def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def rebuild(like: Any, values: Iterator[Tensor]) -> Any:
-    """A tensor like another one, made of other plain tensors, which come in the order of :func:`parts`."""
+    """Builds a tensor like another one from other plain tensors, which are in the order of :func:`parts`."""
     if not is_traceable_wrapper_subclass(like):
         return next(values)
     attributes, context = like.__tensor_flatten__()
@@ -46,7 +46,7 @@ def rebuild(like: Any, values: Iterator[Tensor]) -> Any:
 
 
 class OffloadedWrapper:
-    """What modules hold in place of a wrapped parameter. Its class is made of this one and of the parameter's own."""
+    """The stand-in for a wrapped parameter. Its class inherits from this one and from the parameter's class."""
 
     host: Any
     """The user's parameter."""
@@ -54,23 +54,23 @@ class OffloadedWrapper:
     _expose: Callable[[], None]
 
     def __getattr__(self, name: str) -> Any:
-        """The attributes that the user has given the parameter."""
+        """Returns an attribute that the user set on the parameter."""
         if name == "host":
             raise AttributeError(name)
         return getattr(self.host, name)
 
     def whole(self, use: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The parameter on the device, or as much of it as a use needs. While somebody holds it, the slot's memory is held.
+        """Builds the parameter on the device, or the part that a use needs. While it is referenced, its slot is not reused.
 
         Args:
-            use: the function that is given it, or the name of the attribute that is read.
-            args, kwargs: what else the function is given.
+            use: the function that reads it, or the name of the attribute that is read.
+            args, kwargs: the function's arguments.
         """
         with no_dispatch_modes(), no_inference_mode(), _Untouched():
             return rebuild(self.host, iter(self._bring(use, args, kwargs or {})))
 
     @classmethod
-    @never_compiled  # the engine is no part of a graph
+    @never_compiled  # the engine is not part of a compiled graph
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA:
             with _Untouched():
@@ -83,9 +83,9 @@ class OffloadedWrapper:
 
 
 def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function with the wholes in place of their stand-ins.
+    """Calls a function with whole parameters instead of their stand-ins.
 
-    What the function writes, or hands on so that it may be written later, is noted.
+    If the function writes a parameter, or returns a tensor through which it may be written later, that is recorded.
     """
     wholes: list[tuple[OffloadedWrapper, Any, int]] = []
 
@@ -108,14 +108,15 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _row(whole: Any, index: Any, taken: Any) -> Any:
-    """A row that was taken of a wrapped tensor, made such that writes to it show in the whole's versions.
+    """Rebuilds a row of a wrapped tensor from views, so that writes to it increase the versions of the whole.
 
-    Its class has taken it below autograd, where views have versions of their own.
+    The subclass took the row below autograd, where views have their own version counters.
 
     Returns:
-        The row; None if this is no row, or not made of the whole's memory.
+        The row; None if ``taken`` is not a row, or not a view of the whole's memory.
     """
-    wholes, own = ([part for _, part in parts("", each)] for each in (whole, taken))
+    wholes = [part for _, part in parts("", whole)]
+    own = [part for _, part in parts("", taken)]
     by_rows = len(wholes) == len(own) and all(part.shape[:1] == whole.shape[:1] for part in wholes)
     if not is_traceable_wrapper_subclass(taken) or taken.shape != whole.shape[1:] or not by_rows:
         return None
@@ -130,13 +131,14 @@ def _row(whole: Any, index: Any, taken: Any) -> Any:
 def stand_in(
     host: Any, away: Iterator[Tensor], bring: Callable[..., Sequence[Tensor]], expose: Callable[[], None]
 ) -> Any:
-    """A stand-in for a wrapped parameter.
+    """Makes a stand-in for a wrapped parameter.
 
     Args:
         host: the user's parameter.
-        away: tensors on the device with the shapes and dtypes of its plain tensors. They are never read.
-        bring: returns its plain tensors on the device, on leased memory. It is given what :meth:`OffloadedWrapper.whole` is.
-        expose: is called when the plain tensors are written, or may be, and no version will show that.
+        away: tensors with the device, shapes and dtypes of its plain tensors. They are never read.
+        bring: returns its plain tensors on the device, in leased memory. It takes the arguments of
+            :meth:`OffloadedWrapper.whole`.
+        expose: called when the plain tensors are or may be written in a way that no version counter shows.
     """
     with no_inference_mode(), _Untouched():
         made = rebuild(host, away)
@@ -150,7 +152,7 @@ def stand_in(
 
 @cache
 def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
-    """The class of stand-ins for one class. Its attributes that are plain tensors give those on the device."""
+    """Makes the class of stand-ins for a tensor subclass. Its attributes that are plain tensors return those on the device."""
 
     def on_the_device(attribute: str) -> property:
         def refuse(self: Any, value: Any) -> None:
@@ -160,7 +162,7 @@ def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
             )
 
         def read(self: Any) -> Any:
-            self._expose()  # the caller may write it through .data
+            self._expose()  # the caller may write the tensor through .data
             return getattr(self.whole(attribute), attribute)
 
         return property(read, refuse)
