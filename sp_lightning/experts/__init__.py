@@ -1,6 +1,15 @@
 """Uploads only the experts and the rows of embeddings that a batch uses.
 
-No option: the layer search finds stacked experts (``stacks``) and embeddings that are looked up. ``expert_rows`` uploads the
-experts that a router has chosen, and keeps recently used ones in an ``expert_cache``; ``embedding_rows`` uploads the rows of an
-embedding that a batch looks up. Without this folder such layers are uploaded whole, with the same results.
+**What it adds.** Stacked experts (one parameter for all experts of a module, ``stacks``): ``expert_rows`` uploads the experts
+that a router has chosen, and ``expert_cache`` keeps experts on the device. Embeddings: ``embedding_rows`` uploads the rows that
+a batch looks up. Experts that are modules of their own belong to the core.
+
+**Where it enters.** No option. :func:`~sp_lightning.registry.row_finder` returns the
+:class:`~sp_lightning.model.rows.RowFinder` of ``finder``. The search for layers asks it which modules have rows, and the engine
+lets it replace the :class:`~sp_lightning.layers.layer.AllRows` of their layers. Other layers keep ``AllRows``.
+
+**What it costs if unused.** A look at each module in the search for layers. Nothing per call: the engine tests ``layer.whole``
+before it asks a layer's rows.
+
+**Without this folder** all layers are uploaded whole. Results are the same; uploads are larger (*slower*).
 """

@@ -1,9 +1,10 @@
-"""Embedding tables of which only the rows that are looked up travel, and only the gradients of those rows come back.
+"""Embeddings (tables) of which only the rows in a batch are uploaded, and only their gradients are copied back.
 
-The host gathers the rows that a batch looks up, each once, and sends them. On the device they are a small embedding, in which
-torch's own functions look up renumbered indices, so values and gradients are summed in the same order as with the whole
-table. To the engine a table is a further layer without planned slots and visits: whatever else reads its weight brings all
-of it.
+The host gathers the rows that a batch looks up, each once, and uploads them. On the device they form a small embedding. Torch's
+functions look up renumbered indices in it, so values and gradients are added in the same order as with the whole table.
+
+For the engine a table is a layer without planned slots and visits. An operation that reads the weight in any other way uploads
+all of it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from sp_lightning.torch_compat.private import (
 
 
 class EmbeddingRows(AllRows):
-    """Looks up one embedding by its rows.
+    """The rows of one embedding.
 
     Args:
-        module: the embedding. The user may change at any time whether its gradients are to be sparse.
+        module: the embedding. The user may change its ``sparse`` at any time.
         layer: the layer of its weight.
-        device: sends the rows.
-        pin: whether the memory that rows are sent from is page-locked.
+        device: uploads rows.
+        pin: whether the memory from which rows are uploaded is page-locked.
     """
 
     def __init__(self, module: nn.Embedding, layer: StreamedLayer, device: Device, *, pin: bool) -> None:
@@ -47,25 +48,26 @@ class EmbeddingRows(AllRows):
         self._pin = pin
         self.module = module
         self.used_whole = False
-        """Whether anything has computed with the whole weight in this step."""
-        self._leaving = PinnedMemory(device, 0, pin=pin)  # one page
-        self._left: Any = None
+        """Whether an operation has used the whole weight in this step."""
+        self._gathered = PinnedMemory(device, 0, pin=pin)  # one page
+        self._sent: Any = None  # the event after the last upload of rows
 
     def begin_step(self, *, training: bool) -> None:
-        """Nothing has computed with the whole weight yet."""
-        self.used_whole = self.sparse_on_device = False
+        """Begins a step: no operation has used the whole weight yet."""
+        self.used_whole = False
+        self.sparse_on_device = False
 
     def read_whole(self) -> None:
-        """Something computes with the whole weight."""
+        """Records that an operation uses the whole weight."""
         self.used_whole = True
 
     def compute(self, weight: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """Looks up rows, if that is what the function does."""
+        """Runs ``F.embedding`` with the rows. Returns NotImplemented for other functions."""
         return self._look_up(*args, **kwargs) if func is F.embedding else NotImplemented
 
     def _look_up(
         self,
-        input: Tensor,  # noqa: A002  torch's own name
+        input: Tensor,  # noqa: A002  torch's name
         weight: Any,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -73,14 +75,15 @@ class EmbeddingRows(AllRows):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Any:
-        """Returns ``torch.nn.functional.embedding(input, weight, …)``; NotImplemented if that needs the whole weight.
+        """Returns ``torch.nn.functional.embedding(input, weight, …)``; NotImplemented if it needs the whole weight.
 
         Raises:
-            IndexError: an index is not that of a row.
+            IndexError: an index is out of range.
         """
-        count, indices = weight.shape[0], input
+        count = weight.shape[0]
+        indices = input
         unusual = indices.dtype not in (torch.int32, torch.int64) or not -count <= (padding_idx or 0) < count
-        unusual = unusual or (sparse and not self.module.sparse)  # the module's own gradients are dense beside it
+        unusual = unusual or (sparse and not self.module.sparse)  # dense gradients of the module would be added to it
         if unusual or max_norm is not None or transforms_active():
             return NotImplemented
         with self.layer.parameters.doors.reading_rows(self.layer) as staged:
@@ -100,53 +103,55 @@ class EmbeddingRows(AllRows):
             return _LookUp.apply(weight, self, staged, indices, renumbered, numbers, how, backward)
 
     def rows(self, staged: Staged, numbers: Tensor, *, backward: bool) -> tuple[Tensor, Tensor | None]:
-        """Gathers rows on the host and sends them.
+        """Gathers rows on the host and uploads them.
 
         Args:
             staged: the weight's bytes on the host, and the event after which they may be read.
             numbers: the numbers of the rows: int64 on the host, each once, ascending.
-            backward: whether a backward may follow, which needs the numbers on the device: a copy of pageable memory there
-                would block the host until the device has done all that was issued before.
+            backward: whether a backward may follow. It needs the numbers on the device. They are uploaded now, from pinned
+                memory, because a copy from pageable memory in backward would block the host until the device is idle.
 
         Returns:
-            The rows on the device, of shape ``(len(numbers), width)``, and their numbers there, for a backward. The compute
-            stream waits for them.
+            The rows on the device, of shape ``(len(numbers), width)``, and their numbers there if ``backward``. The compute
+            stream waits for both.
         """
         span = self._block.planned.spans[0]
         width = span.shape[1]
         nbytes = len(numbers) * width * span.dtype.itemsize
-        device, (source, ready) = self._device, staged
+        device = self._device
+        source, ready = staged
         if ready is not None:
             device.synchronize(ready, Wait.FETCH_AFTER_UPDATE)
-        # Compute has waited for the rows that were sent before, and the blocking copy of indices in _look_up for compute.
-        # This wait is needed if the indices are on the host already, or if the stream of another thread copies them.
-        device.synchronize(self._left, Wait.GATHER_AFTER_SEND)
+        # If the indices were on the device, this wait is implied: compute has waited for the last upload of rows, and the
+        # blocking copy of indices in _look_up for compute. It is needed if the indices were on the host, or if another
+        # thread's stream copied them.
+        device.synchronize(self._sent, Wait.GATHER_AFTER_SEND)
         with no_dispatch_modes(), no_inference_mode(), torch.no_grad():
-            begin = aligned(nbytes)  # of the numbers
+            begin = aligned(nbytes)  # the numbers lie behind the rows
             end = begin + numbers.nbytes * backward
-            if self._leaving.bytes.nbytes < end:
-                self._leaving = PinnedMemory(device, 2 * end, pin=self._pin)
-            leaving = self._leaving.bytes[:nbytes]
+            if self._gathered.bytes.nbytes < end:
+                self._gathered = PinnedMemory(device, 2 * end, pin=self._pin)
+            gathered = self._gathered.bytes[:nbytes]
             device.access(source, None, write=False)
-            device.access(self._leaving.bytes[:end], None, write=True)
-            torch.index_select(part(source, span), 0, numbers, out=leaving.view(span.dtype).view(len(numbers), width))
-            arrived = device.send(leaving)
-            there = None
+            device.access(self._gathered.bytes[:end], None, write=True)
+            torch.index_select(part(source, span), 0, numbers, out=gathered.view(span.dtype).view(len(numbers), width))
+            uploaded = device.send(gathered)
+            numbers_on_device = None
             if backward:
-                listed = self._leaving.bytes[begin:end]
+                listed = self._gathered.bytes[begin:end]
                 listed.view(numbers.dtype).copy_(numbers)
-                there = device.send(listed).view(numbers.dtype)
-            self._left = device.record(Stream.UPLOAD)
+                numbers_on_device = device.send(listed).view(numbers.dtype)
+            self._sent = device.record(Stream.UPLOAD)
             self.looked_up_bytes += nbytes
-            return strided(arrived, 0, span.dtype, (len(numbers), width), (width, 1)), there
+            return strided(uploaded, 0, span.dtype, (len(numbers), width), (width, 1)), numbers_on_device
 
     def unpin(self) -> None:
         """Releases the page lock."""
-        self._leaving.unpin()
+        self._gathered.unpin()
 
 
 class _LookUp(torch.autograd.Function):
-    """``embedding`` with the rows alone. Its gradient is sparse on the way to the host, where it becomes dense."""
+    """``F.embedding`` with only the rows. The gradient is copied to the host as a sparse tensor and becomes dense there."""
 
     @staticmethod
     def forward(
@@ -160,19 +165,23 @@ class _LookUp(torch.autograd.Function):
         how: tuple[int, bool, bool],
         backward: bool,
     ) -> Tensor:
-        # embedding saves the indices, too. A checkpoint's second forward may run that in place of this function, because
-        # the whole weight is there, and has to save the same tensors.
+        # F.embedding also saves the indices. If the whole weight is on the device by then, a checkpoint's second forward
+        # runs F.embedding instead of this function, and must save the same tensors.
         ctx.save_for_backward(indices)
-        ctx.weight, ctx.table, ctx.numbers, ctx.how = weight._of.hosts[weight._index], table, numbers, how
-        rows, ctx.there = table.rows(staged, numbers, backward=backward)
+        ctx.weight = weight._of.hosts[weight._index]
+        ctx.table = table
+        ctx.numbers = numbers
+        ctx.how = how
+        rows, ctx.numbers_on_device = table.rows(staged, numbers, backward=backward)
         return F.embedding(renumbered, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,), (indices,) = gradients, ctx.saved_tensors
+        (gradient,) = gradients
+        (indices,) = ctx.saved_tensors
         padding, by_frequency, sparse = ctx.how
-        # Sparse gradients are summed in another order if there is a gradient of another layout among them, and those in
-        # float16 cannot be summed on the CPU.
+        # Autograd adds sparse and dense gradients in another order than dense ones, and the CPU cannot add sparse gradients
+        # in float16.
         needs_whole = ctx.table.used_whole or ctx.table.module.sparse
         needs_whole = needs_whole or (gradient.dtype is torch.float16 and gradient.device.type == "cpu")
         backward = torch.ops.aten.embedding_backward
@@ -180,7 +189,7 @@ class _LookUp(torch.autograd.Function):
         if not ctx.table.sparse_on_device:
             result = backward(gradient, indices, len(ctx.weight), padding, by_frequency, sparse)
         else:
-            numbers = ctx.there
+            numbers = ctx.numbers_on_device
             renumbered = torch.searchsorted(numbers, indices.to(numbers.dtype).contiguous())
             padding = int(torch.searchsorted(ctx.numbers, padding)) if padding in ctx.numbers else -1
             rows = backward(gradient, renumbered, len(numbers), padding, by_frequency, False)
@@ -189,7 +198,7 @@ class _LookUp(torch.autograd.Function):
 
 
 def _is_looked_at(ctx: Any) -> bool:
-    """Whether user code will see the gradient: it has a graph of its own, a hook, or autograd was asked for it."""
+    """Returns True if user code will see the gradient: it has a graph, the weight has a hook, or ``autograd.grad`` runs."""
     if torch.is_grad_enabled() or gradient_hooks(ctx.weight):
         return True
     try:

@@ -1,10 +1,10 @@
-"""Stacked experts of which only those travel that something is routed to.
+"""Uploads of stacked experts: only the experts that tokens are routed to.
 
-A stack is one parameter for all experts of a module; an expert is a row of it. The layer's slot is as large as the whole
-layer, and of it only rows are filled: each expert lies where it always lies, so that kernels find it under its number and
-choose as they always do. What lies in the other rows must not be read. Therefore the stacks' device parameters stay
-stand-ins even while the layer is on the device. An operation in a routed call goes on if it is known to read routed rows
-alone; any other operation, wherever it happens, brings the whole layer first.
+A stack is one parameter for all experts of a module, and an expert is a row of it. The layer's slot has the size of the whole
+layer, but only the uploaded rows are valid. Each expert has its usual offset, so kernels find it by its index.
+
+The other rows must not be read. Therefore the device parameters of stacks stay stand-ins even while the layer is on the device.
+An operation in a routed call runs if it only reads the routed rows. Any other operation uploads the whole layer first.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from sp_lightning.torch_compat.private import (
     transforms_active,
 )
 
-# The experts of the last call come ahead of time if that share of them was asked for again.
+# The experts of the last call are prefetched if at least this share of experts was used again in recent calls.
 _STEADY = 3 / 4
 # The weight of the latest call in that share.
 _LATEST = 1 / 4
-# With so many indices for each expert nearly all experts are among them. The host does not wait for these indices.
+# With this many indices per expert, nearly all experts are used. The host does not wait for the indices then.
 _MANY = 16
 _ALONG_ROWS = (torch.select, Tensor.select, torch.index_select, Tensor.index_select)
 _HOOKED = "a forward pre-hook, on it or on all modules, may exchange the indices; put the hook on the block"
@@ -52,8 +52,8 @@ class _Call(NamedTuple):
     """A call of a module of stacked experts.
 
     Attributes:
-        rows: the experts that something is routed to.
-        trusted: whether the call is known to read these rows alone, whatever views of a stack it makes.
+        rows: the experts that tokens are routed to.
+        trusted: whether the call is known to read only these rows, also through views of a stack.
     """
 
     rows: Rows = None
@@ -61,17 +61,19 @@ class _Call(NamedTuple):
 
 
 class ExpertRows(AllRows):
-    """Which rows of a layer are asked for, which are in its slot, and which get a gradient.
+    """The rows of a layer of stacked experts: which are needed, which are in its slot, and which get a gradient.
 
     Args:
-        layer: the layer, whose stacks hold ``layer.planned.rows`` experts.
-        device: copies them.
-        log: the logger that is told why all experts of the layer come.
+        layer: the layer. Its stacks hold ``layer.planned.rows`` experts.
+        device: copies rows.
+        cache: keeps experts of all layers on the device, if the plan has memory for it.
+        log: the logger for the reason why all experts of the layer are uploaded.
 
     Attributes:
         needed: the rows that the present use of the layer may read.
-        present: the rows that are in the slot that the layer is in, or was in last.
-        comes_whole: why all experts come whatever is routed; empty while that is not so.
+        present: the valid rows in the layer's slot, or in its last slot.
+        comes_whole: why every call uploads all experts; empty if only routed ones are uploaded.
+        cache: the cache; None if it has no memory.
     """
 
     watches_calls = True
@@ -88,18 +90,18 @@ class ExpertRows(AllRows):
         self.needed: Rows = NOTHING
         self.present: Rows = NOTHING
         self.comes_whole = ""
-        self._sent: list[int] = []  # the rows of the last fetch that the cache is to have
+        self._sent: list[int] = []  # the rows of the last upload that are not in the cache
         self._log = log
-        self._calls: dict[int, list[_Call]] = {}  # by thread, those that are running
-        self._last: Rows = NOTHING  # of the latest call
+        self._calls: dict[int, list[_Call]] = {}  # running calls by thread
+        self._last: Rows = NOTHING  # the rows of the latest call
         self._training = False
         self._this_step = False  # whether the latest call was in the running step
         self._steadiness = 0.0
-        self._read_whole = False  # whether graphs may have been built of anything but routed rows
-        self._gradient_rows: dict[int, set[int] | None] = {}  # by index of the parameter, in the running backward
+        self._read_whole = False  # whether autograd graphs may use other rows than routed ones
+        self._gradient_rows: dict[int, set[int] | None] = {}  # by the parameter's index, in the running backward
 
     def allocate(self, plan: Plan) -> int:
-        """Allocates the cache, unless another layer has done so, and uses it if the plan has memory for it."""
+        """Allocates the cache, if another layer has not done so yet, and uses it if the plan has memory for it."""
         nbytes = self._cache.allocate(plan.cache_bytes)
         self.cache = self._cache if self._cache.has_room else None
         return nbytes
@@ -112,28 +114,31 @@ class ExpertRows(AllRows):
     # ------------------------------------------------------------------ calls
 
     def begin_step(self, *, training: bool) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._training = training
         self._this_step = False
         self._calls.clear()
 
     def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-        """A call of the module begins in this thread, with these arguments."""
-        trusted, rows = False, None
+        """Reads which experts a call is routed to."""
+        rows = None
         reading = None if self.comes_whole or hides_stand_ins((args, kwargs)) else self._reading(module)
         if reading is not None:
-            trusted, rows = reading is StackReading.ROUTED_ROWS, self._read_indices([*args, *(kwargs or {}).values()])
+            rows = self._read_indices([*args, *(kwargs or {}).values()])
         few = rows is not None and len(rows) < NEARLY_ALL * self.count
-        call = _Call(rows, trusted) if few else _Call()
+        call = _Call(rows, trusted=reading is StackReading.ROUTED_ROWS) if few else _Call()
         self._calls.setdefault(threading.get_ident(), []).append(call)
-        last, self._last = self._last, call.rows
-        if last and rows is not None and not (self._training and self._this_step):  # a recompute routes as before
+        last = self._last
+        self._last = call.rows
+        if (
+            last and rows is not None and not (self._training and self._this_step)
+        ):  # a recomputed call is routed as before
             self._steadiness += _LATEST * (len(last & rows) / len(last) - self._steadiness)
         self._this_step = True
         self.need(call.rows)
 
     def _reading(self, module: nn.Module) -> StackReading | None:
-        """What is known of how the call reads stacks; None if it reads all of them, or that is not known."""
+        """Returns how a call reads stacks; None if it may read all experts."""
         if transforms_active():
             return None
         if is_parametrized(module):
@@ -147,7 +152,7 @@ class ExpertRows(AllRows):
         return None
 
     def _read_indices(self, arguments: Sequence[Any]) -> Rows:
-        """The experts that the call is given the indices of; None if that is not clear, or if there are many indices."""
+        """Returns the experts whose indices a call takes; None if the indices are not clear, or if there are many."""
         tensors = [each for each in arguments if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
         if len(tensors) != 1 or tensors[0].numel() >= _MANY * self.count:
             return None
@@ -161,7 +166,7 @@ class ExpertRows(AllRows):
         return rows
 
     def end_call(self) -> None:
-        """The latest call in this thread has returned or raised."""
+        """Ends the latest call in this thread."""
         if calls := self._calls.get(threading.get_ident()):
             calls.pop()
 
@@ -169,28 +174,28 @@ class ExpertRows(AllRows):
         calls = self._calls.get(threading.get_ident())
         return calls[-1] if calls else None
 
-    # ------------------------------------------------------------------ rows come
+    # ------------------------------------------------------------------ uploads
 
     def need(self, rows: Rows) -> None:
-        """The use of the layer that begins, or goes on, may read these rows."""
+        """Adds rows that the present or next use of the layer may read."""
         self.needed = None if rows is None or self.needed is None else self.needed | rows
 
     @property
     def complete(self) -> bool:  # type: ignore[override]
-        """Whether the rows that are needed are in the layer's slot."""
+        """True if the needed rows are in the layer's slot."""
         return self.present is None or (self.needed is not None and self.needed <= self.present)
 
     @property
     def ahead(self) -> Rows:  # type: ignore[override]
-        """The rows worth a fetch before a call asks for them: in backward, those of forward; otherwise, if calls are alike."""
+        """The rows to prefetch: in backward those of forward; otherwise those of the last call, if calls are alike."""
         certain = self._last is None or (self._training and self._this_step)
         return self._last if certain or self._steadiness >= _STEADY else NOTHING
 
     def send(self, slot: Slot, source: Tensor) -> int | None:
-        """Copies the rows to a slot that are needed, or worth a fetch if none is; those that the cache has from there."""
+        """Copies the needed rows to a slot, or the rows to prefetch if none is needed. Kept rows are copied from the cache."""
         fresh = slot.layer is not self.layer or slot.stale
         wanted = self.ahead if self.needed == NOTHING else self.needed
-        if slot.stale and slot.layer is self.layer:  # views of rows that are there follow the weight
+        if slot.stale and slot.layer is self.layer:  # views of valid rows must see the new values
             wanted = None if wanted is None or self.present is None else wanted | self.present
         before = NOTHING if fresh else self.present
         self.present = None if wanted is None or before is None else before | wanted
@@ -206,17 +211,17 @@ class ExpertRows(AllRows):
         pieces = self._pieces(beside_stacks=fresh)
         self._device.copy([slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD)
         if self.cache is not None and missing & cached:
-            # What was fetched there before may have been overwritten unused, so that compute has not waited for it.
+            # An unused layer may have been uploaded into this slot before. Compute has not waited for that transfer.
             self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
             self.cache.bring(self.layer, missing & cached, slot.memory)
-            if not (slot.lent or slot.escaped):  # otherwise the last kernel is still to come
+            if not (slot.lent or slot.escaped):  # otherwise later kernels will use the slot
                 slot.idle = self._device.record(Stream.COMPUTE)
         nbytes = sum(piece.stop - piece.start for piece in pieces)
         self.sent_bytes += nbytes
         return nbytes
 
     def _pieces(self, *, beside_stacks: bool) -> list[slice]:
-        """The bytes of the layer's memory that are sent: of stacks the rows, in runs, and what is no stack if it is to be."""
+        """Returns the ranges of bytes to upload: runs of rows of the stacks, and the other parameters if requested."""
         pieces = []
         runs = _runs(self._sent)
         for index, span in enumerate(self.layer.planned.spans):
@@ -228,26 +233,26 @@ class ExpertRows(AllRows):
         return pieces
 
     def arrived(self, slot: Tensor) -> None:
-        """Has the cache keep the rows that were sent to a slot, once compute has waited for them."""
+        """Copies the rows of the last upload to the cache. The compute stream has waited for them."""
         sent, self._sent = self._sent, []
         if self.cache is not None and sent:
             self.cache.keep(self.layer, sent, slot)
 
     def lost(self) -> None:
-        """None of the rows can be relied on."""
+        """Marks all rows as invalid."""
         self.present = NOTHING
 
     def drop_cached(self) -> None:
-        """The host's experts were or may have been written."""
+        """Evicts the layer's experts from the cache."""
         if self.cache is not None:
             self.cache.drop(self.layer)
 
     def end_use(self) -> None:
-        """The next use says anew what it needs."""
+        """Forgets which rows are needed."""
         self.needed = NOTHING
 
     def begin_use(self) -> None:
-        """Counts the rows of the use that begins, and those of them that are on the device."""
+        """Counts the needed rows that are on the device, and those that are not."""
         slot = self.layer.slot
         present = NOTHING if slot is None else self.present
         if self.cache is not None:
@@ -259,10 +264,10 @@ class ExpertRows(AllRows):
         self.hits += len(found)
         self.misses += len(wanted) - len(found)
 
-    # ------------------------------------------------------------------ rows are read
+    # ------------------------------------------------------------------ operations
 
     def compute(self, weight: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """Computes with a stack in a call that may do so."""
+        """Runs an operation with a stack if it only reads rows of its call; otherwise returns NotImplemented."""
         call = self._call()
         foreign = any(kind not in (Tensor, nn.Parameter) and not issubclass(kind, DeviceParameter) for kind in types)
         if call is None or foreign or not self._may_compute(call, func, args, kwargs):
@@ -277,9 +282,9 @@ class ExpertRows(AllRows):
         return output
 
     def may_compute_with_wrapped(self, use: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a wrapped stack may be used now (see ``StandInForWrapped.whole``): all that is read of it is in the slot."""
+        """Returns True if a wrapped stack may be used now, because all rows that the operation reads are in the slot."""
         call = self._call()
-        # Of the tensors inside, their class may read what it likes, except where rows are taken by their numbers.
+        # The subclass may read any row of its plain tensors, except if the operation takes rows by their indices.
         return call is not None and self._may_compute(_Call(call.rows), use, args, kwargs)
 
     def _may_compute(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -292,7 +297,7 @@ class ExpertRows(AllRows):
         return False
 
     def _reads_rows(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a function reads no rows of a stack but those of a call, all of which are there."""
+        """Returns True if a function only reads rows of the call, and these are in the slot."""
         if call.rows is None or self.present is None or not call.rows <= self.present:
             return False
         if call.trusted and (func is Tensor.__getitem__ or getattr(func, "__name__", "").lstrip("_") in _BY_GROUPS):
@@ -303,17 +308,17 @@ class ExpertRows(AllRows):
         return along_rows and _numbers(args[2], self.count) <= call.rows
 
     def fall_back(self, why: str) -> None:
-        """From now on all experts of the layer come with each call."""
+        """Uploads all experts with each call from now on."""
         if not self.comes_whole:
             self.comes_whole = why
             self._say(why)
 
     def _say(self, why: str) -> None:
-        layers = re.sub(r"\d+", "*", self.layer.name)  # one line for all layers of which the same holds
+        layers = re.sub(r"\d+", "*", self.layer.name)  # one line for all layers of this kind
         say_once(self._log, f"Superpipeline: all experts of {layers!r} come with each call, because {why}.")
 
     def saved_rows(self, index: int | None, view: Tensor | None = None, offset: int = 0) -> Rows:
-        """The rows in which a saved view lies; if it is of several, those that its call reads."""
+        """Returns the row of a saved view. If the view has several rows, returns those that its call reads."""
         if view is None:
             call = self._call()
             return call.rows if call is not None and call.trusted else None
@@ -327,10 +332,10 @@ class ExpertRows(AllRows):
             return frozenset({first})
         return call.rows if call is not None and call.trusted else self.present
 
-    # ------------------------------------------------------------------ rows go back
+    # ------------------------------------------------------------------ values and gradients for the host
 
     def completed(self, index: int, value: Tensor, slots: Collection[int]) -> Tensor:
-        """A weight's value on the device, with the host's rows where the slot has none."""
+        """Returns a weight's value on the device. Rows that are not in the slot are taken from the host."""
         if self.present is None or index not in self.stacks or value.untyped_storage().data_ptr() not in slots:
             return value
         span, rows = replace(self.layer.planned.spans[index], offset=0), sorted(self.present)
@@ -340,7 +345,7 @@ class ExpertRows(AllRows):
         return whole
 
     def read_whole(self) -> None:
-        """Anything but a routed call has computed with the weights, and its graph may reach any row."""
+        """Records that an operation outside routed calls has used the weights, so any row may get a gradient."""
         self._read_whole = True
 
     def _note_gradient(self, index: int, rows: Rows, gradient: Tensor) -> None:
@@ -348,7 +353,7 @@ class ExpertRows(AllRows):
         self._gradient_rows[index] = None if rows is None or noted is None else {*noted, *rows}
 
     def gradient_rows(self, index: int) -> Rows:
-        """The rows that calls in this backward were given; None if anything else has a part in the gradient."""
+        """Returns the rows that calls used; None if anything else contributed to the gradient."""
         rows = self._gradient_rows.pop(index, None)
         if self._read_whole or rows is None or gradient_hooks(self.layer.block.parameters[index]):
             return None
@@ -356,7 +361,7 @@ class ExpertRows(AllRows):
 
 
 def _numbers(index: Any, count: int) -> frozenset[int]:
-    """The rows that an index takes; an impossible one if that cannot be told."""
+    """Returns the rows that an index selects. If that cannot be told, returns -1, which is not a row."""
     if type(index) is int:
         return frozenset({index + count * (index < 0)})
     if type(index) is Tensor and index.dtype in (torch.int32, torch.int64):
@@ -365,7 +370,7 @@ def _numbers(index: Any, count: int) -> frozenset[int]:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs: the first number of each, and the one behind its last."""
+    """Groups ascending numbers into runs ``(first, last + 1)``."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number:

@@ -1,4 +1,4 @@
-"""Finds the modules of which a batch uploads some rows: stacked experts, and embeddings."""
+"""Finds stacked experts and embeddings, and makes the rows of their layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Places = Mapping[nn.Parameter, tuple[Place, ...]]
 
 
 class ExpertsAndEmbeddings(RowFinder):
-    """Finds stacked experts (:mod:`~sp_lightning.experts.stacks`) and embeddings that only look up rows."""
+    """Finds stacked experts (``stacks``), and embeddings of which only rows are read."""
 
     def stacked(self, module: nn.Module) -> int:
         return stacked_rows(module)
@@ -81,7 +81,7 @@ class ExpertsAndEmbeddings(RowFinder):
 
 
 def _only_looks_up(unit: Unit, places: Places) -> bool:
-    """Returns True if a unit is an embedding whose weight only torch's own forward reads. Another forward may read all of it."""
+    """Returns True if a unit is an embedding that only looks up rows: torch's own forward, an untied weight, no ``max_norm``."""
     if not isinstance(unit.module, nn.Embedding) or len(unit.parameters) != 1:
         return False
     if type(unit.module).forward is not nn.Embedding.forward or "forward" in vars(unit.module):

@@ -1,6 +1,7 @@
-"""Stacked experts: modules that hold all their experts in parameters of one more dimension, of which a call uses some rows.
+"""Recognises stacked experts: modules that hold all experts in parameters with one more dimension.
 
-transformers 5 has its experts so, in classes that ``use_experts_implementation`` has decorated.
+An expert is a row of each stack, and a call uses only some rows. transformers 5 stacks its experts, in classes with the
+decorator ``use_experts_implementation``.
 """
 
 from __future__ import annotations
@@ -20,39 +21,39 @@ from torch import Tensor, nn
 from sp_lightning.model.found import STACK_DIMENSIONS, is_stack
 from sp_lightning.model.wrapped import parts
 
-# A forward takes hidden states, the indices of the experts, and their weights.
+# A forward of experts takes hidden states, the indices of the experts, and their weights.
 _ARGUMENTS = 3
-# Words in the names of arguments that say what is routed where, and words beside them of which that is not so.
+# Words in the names of arguments that hold indices of experts, and words that show that an argument holds other indices.
 _OF_INDICES = frozenset((
     "assignment", "assignments", "expert", "experts", "idx", "index", "indices", "inds", "router", "routes", "routing",
     "selected", "topk",
 ))  # fmt: skip
 _OF_OTHERS = frozenset(["batch", "block", "head", "layer", "position", "step"])
 NEARLY_ALL = 3 / 4
-"""From this share of the experts on the layer moves whole, in one piece, and ahead of time if its last call was like that."""
-# The module of transformers in which ``use_experts_implementation`` is.
+"""If a call uses at least this share of the experts, the whole layer is uploaded at once, and prefetched for the next call."""
+# The module of transformers that defines ``use_experts_implementation``.
 _INTERFACE = "transformers.integrations.moe"
 _TORCH = ("torch", "math", "builtins", "typing")
 
 
 def stacked_rows(module: nn.Module) -> int:
-    """How many experts a module holds in stacks that lie expert by expert; 0 if it holds none."""
+    """Returns the number of experts that a module holds in stacks, if each expert is contiguous; otherwise 0."""
     stacks = stacks_in(module)
     return len(stacks[0]) if stacks and all(map(_lies_by_rows, stacks)) else 0
 
 
 def stacks_in(module: nn.Module) -> list[Tensor]:
-    """A module's stacks of experts: its own parameters of three dimensions, which begin with the number of experts."""
+    """Returns a module's stacks of experts: its own parameters with three dimensions, of which the first counts the experts."""
     stacks: list[Tensor] = [p for p in module._parameters.values() if p is not None and p.dim() == STACK_DIMENSIONS]
     one_count = len({len(stack) for stack in stacks}) == 1 and len(stacks[0]) > 1
     return stacks if one_count and _is_routed(module) else []
 
 
 def routed_share(module: nn.Module, args: Sequence[Any]) -> float:
-    """The share of a module's stacked experts that a call is expected to use, if each is as likely as the others.
+    """Returns the share of a module's stacked experts that a call is expected to use, if all are equally likely.
 
-    The last dimension of the indices is taken for the experts of one token, which are distinct. Indices of one dimension
-    are taken for those of a token each. Of a call without indices among its positional arguments all experts are expected.
+    The last dimension of the indices holds the experts of one token, which are distinct. If the indices have one dimension,
+    each is for one token. If there are no indices among the positional arguments, the share is 1.
     """
     count = stacked_rows(module)
     indices = [each for each in args if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
@@ -64,7 +65,7 @@ def routed_share(module: nn.Module, args: Sequence[Any]) -> float:
 
 
 def _lies_by_rows(stack: Tensor) -> bool:
-    """Whether each expert's elements lie together in a stack; if it is wrapped, in each of the tensors that it consists of."""
+    """Returns True if each expert is contiguous in a stack. A wrapped stack must fulfil this in each of its plain tensors."""
     return all(is_stack(part, len(stack)) and _are_together(part) for _, part in parts("", stack))
 
 
@@ -75,9 +76,9 @@ def _are_together(stack: Tensor) -> bool:
 
 
 def _is_routed(module: nn.Module) -> bool:
-    """Whether the module's forward has places for hidden states, indices and weights, and says which the indices are.
+    """Returns True if the module's forward takes hidden states, indices and weights, and a name identifies the indices.
 
-    The names alone tell a module of experts from an attention whose heads are in one parameter, and which takes a mask.
+    Only names distinguish a module of experts from an attention with its heads in one parameter, whose forward takes a mask.
     """
     try:
         parameters = signature(type(module).forward).parameters.values()
@@ -92,18 +93,18 @@ def _is_routed(module: nn.Module) -> bool:
 
 
 class StackReading(enum.Enum):
-    """What is known of how a module's forward reads its stacks."""
+    """Describes how a module's forward reads its stacks."""
 
     ROUTED_ROWS = enum.auto()
-    """It reads the rows that it is given the indices of, and no others, whatever views it makes."""
+    """It reads only the rows whose indices it takes, also through views."""
     BY_TORCH = enum.auto()
-    """It reads stacks by functions of torch alone, so that each of them can be looked at."""
+    """It reads stacks only through torch functions, so each of these calls can be checked."""
     UNKNOWN = enum.auto()
-    """It may hand stacks to what torch does not see: a kernel that takes pointers."""
+    """It may pass stacks to code that torch does not see, for example a kernel that takes pointers."""
 
 
 def how_it_reads(module: nn.Module) -> StackReading:
-    """What is known of how the forward of a module of stacked experts reads them; it may be another one in each call."""
+    """Returns how the forward of a module of stacked experts reads them. Each call asks again, because it may have changed."""
     owner: Any = type(module)
     forward = owner.forward
     if "forward" in vars(module):
@@ -114,7 +115,7 @@ def how_it_reads(module: nn.Module) -> StackReading:
         if names is None:
             return StackReading.UNKNOWN
         alone = all(_is_of_torch(type(child)) for child in module.children())
-        # A launcher of a kernel may be kept on the module, or on an object there, and not in its class.
+        # The module, or an object in one of its attributes, may hold the launcher of a kernel.
         alone = alone and all(_is_data(value, names) for name, value in vars(module).items() if name in names)
         return StackReading.BY_TORCH if alone else StackReading.UNKNOWN
     if forward.__globals__["__name__"] != _INTERFACE:
@@ -134,9 +135,9 @@ def how_it_reads(module: nn.Module) -> StackReading:
 
 @cache
 def _names_beside_torch(owner: Any) -> frozenset[str] | None:
-    """The names that a class's forward uses; None unless that is Python that uses nothing but torch and its own functions.
+    """Returns the names that a class's forward uses; None if it may use more than torch and functions of its own file.
 
-    Those are functions beside the class, and methods, of which the same is true.
+    These functions, and methods of the class, are checked in the same way.
     """
     seen: set[Any] = set()
     functions: list[Any] = [owner.forward]
@@ -162,18 +163,18 @@ def _names_beside_torch(owner: Any) -> frozenset[str] | None:
 
 
 def _unbound(attribute: Any) -> Any:
-    """The function behind a class's attribute, if it is a method of any kind or a property."""
+    """Returns the function of a method of any kind or of a property; other attributes unchanged."""
     function = attribute.fget if isinstance(attribute, property) else attribute
     return getattr(function, "__func__", function)
 
 
 def _is_foreign(attribute: Any, names: Collection[str]) -> bool:
-    """Whether a class's attribute is neither a function of Python, which is looked at, nor data."""
+    """Returns True if a class attribute is neither a Python function, which is checked itself, nor data."""
     return not isinstance(attribute, FunctionType) and not _is_data(attribute, names)
 
 
 def _is_data(value: Any, names: Collection[str]) -> bool:
-    """Whether a value is torch's, or has nothing that may be called under one of these names."""
+    """Returns True if a value belongs to torch, or has no callable attribute with one of these names."""
     if isinstance(value, (list, tuple, set, dict)):
         return all(_is_data(each, names) for each in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, Tensor) or _is_of_torch(value):
