@@ -1,4 +1,4 @@
-"""Assembly: builds a module's layers, with their memory on the host, their device parameters and their rows."""
+"""Builds the layers of a module, with their host memory and their device parameters."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def make_layers(
     *,
     pin: bool,
 ) -> list[StreamedLayer]:
-    """Makes the layers of a plan, in the order of :attr:`Plan.moving`; the residents come last.
+    """Makes the layers of a plan, in the order of :attr:`Plan.moving`. The residents are last.
 
     The module's parameters become views of the layers' memory on the host.
 
     Args:
         found: the layers of the module, for which the plan was made.
-        plan: says where everything lies.
+        plan: the layout of the layers.
         device: allocates memory.
         staging: host memory for gradients.
         allocate: returns host memory for weights.
@@ -76,12 +76,12 @@ def _warn_of_unpinned(layers: Sequence[StreamedLayer]) -> None:
 
 
 def _allocate_locked(allocate: Allocate, pin: bool, nbytes: int, seldom: bool) -> BlockMemory:
-    """Memory for a block that goes to the device for its updates: it is page-locked whether it is fetched seldom or not."""
+    """Allocates page-locked memory for a block that the device updates, even if it is rarely uploaded."""
     return allocate(nbytes, pin)
 
 
 def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict[nn.Parameter, Any]:
-    """Makes a stand-in for each wrapped parameter, whose parts are in the layers. Modules hold it during a step."""
+    """Makes a stand-in for each wrapped parameter. Modules hold it during a step; the layers hold its plain tensors."""
     where = {
         id(part): (layer.parameters, index) for layer in layers for index, part in enumerate(layer.block.parameters)
     }
@@ -94,7 +94,7 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
 
 
 def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns the parts of a wrapped parameter on the device. Code that holds them holds their slots."""
+    """Returns the plain tensors of a wrapped parameter on the device. While they are referenced, their slots are not reused."""
     if members[0][0].layer.rows.may_compute_with_wrapped(use, args, kwargs):
         return [group.alias(index) for group, index in members]
     with members[0][0].doors.on_demand([group.all[index] for group, index in members]):
@@ -102,13 +102,13 @@ def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, k
 
 
 def _expose(members: Sequence[tuple[ParameterGroup, int]]) -> None:
-    """Notes that the parts of a wrapped parameter may be written at any time without a change of their versions."""
+    """Records that a wrapped parameter may be written at any time without a change of its versions."""
     for group, index in members:
         group.expose(index)
 
 
 def kinds(plan: Plan) -> list[Kind]:
-    """How each layer comes to the device, in the order of :attr:`Plan.moving`; the residents come last."""
+    """Returns the kind of each layer, in the order of :attr:`Plan.moving`. The residents are last."""
     counts = {
         Kind.BLOCK: plan.layers,
         Kind.MASTERS: plan.masters,

@@ -1,4 +1,4 @@
-"""Calls of modules, by which the engine knows when a module that uses layers is called and when it returns."""
+"""Notifies the engine before and after each call of a module that uses layers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Visits = Sequence[StreamedLayer]
 
 
 class Listener(Protocol):
-    """Is told of calls of modules."""
+    """Receives the beginning and the end of module calls."""
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """Called before a module that uses these layers. Returns the layers that :meth:`leave` is to get."""
+        """Called before a module that uses these layers. Returns the argument ``visits`` for :meth:`leave`."""
 
     def leave(self, visits: Visits, output: Any) -> None:
-        """Called after the module has returned, or has raised (``output`` is then None)."""
+        """Called after the module has returned or raised. If it raised, ``output`` is None."""
 
 
 class Runner(Protocol):
@@ -33,14 +33,14 @@ class Runner(Protocol):
 
 
 class ModuleCalls:
-    """What the engine does around each call of one module: before its pre-hooks, and after its hooks.
+    """Calls the listener around each call of one module: before its pre-hooks and after its hooks.
 
     Args:
-        listener: is told of each call.
+        listener: is called.
         module: the module.
         visits: the layers that it uses.
         in_evaluation: the layers that it uses in evaluation; None if they are the same.
-        unit: the unit that the module is; None if it is none.
+        unit: the name of its unit; None if the module is not a unit.
         runner: runs the calls of a unit.
     """
 
@@ -63,19 +63,20 @@ class ModuleCalls:
         surround(module, self)
 
     def remove(self) -> None:
-        """Leaves the calls of the module alone from now on."""
+        """Stops listening."""
         release(self._module, self)
 
     @trace_only_inlined
     def __call__(self, call: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        visits, output = self._begin(args, kwargs), None
+        visits = self._begin(args, kwargs)
+        output = None
         try:
             if self._unit is None or self._runner is None:
                 output = call(module, *args, **kwargs)
             else:
                 output = self._runner.run(self._unit, call, module, args, kwargs)
             return output
-        finally:  # after Ctrl-C, too
+        finally:  # also after Ctrl-C
             self._end(visits, output)
 
     @never_compiled  # transfers cannot be part of a compiled graph
@@ -104,10 +105,10 @@ def listen(
     units: Mapping[str, nn.Module] | None = None,
     runner: Runner | None = None,
 ) -> list[ModuleCalls]:
-    """Has a listener told of the calls of modules, as long as the returned objects exist and are not removed.
+    """Calls a listener around the calls of modules, until the returned objects are removed.
 
     Args:
-        listener: is told.
+        listener: is called.
         visits: the modules, and the layers that each uses.
         units: by name, the modules whose calls ``runner`` runs.
         runner: runs them.
@@ -120,10 +121,11 @@ def listen(
 
 
 def _in_evaluation(module: nn.Module, visits: Mapping[nn.Module, tuple[StreamedLayer, ...]]) -> Visits | None:
-    """The layers that a module uses in evaluation, in which torch's encoders read weights without calling their modules.
+    """Returns the layers that a module uses in evaluation; None if they are the same as in training.
 
-    ``nn.TransformerEncoderLayer`` then computes with the weights of all modules in it, if they have no ``__torch_function__``.
-    ``nn.TransformerEncoder`` looks at the weights of its first layer to choose its path.
+    In evaluation torch's encoders read weights without calling their modules. ``nn.TransformerEncoderLayer`` reads the weights
+    of all its submodules if they have no ``__torch_function__``. ``nn.TransformerEncoder`` reads those of its first layer to
+    choose its path.
     """
     read: nn.Module
     if isinstance(module, nn.TransformerEncoder) and len(module.layers):

@@ -136,7 +136,7 @@ class Residency:
         return slot
 
     def _complete(self, layer: StreamedLayer) -> None:
-        """Uploads the missing rows of a layer into the slot that is in use."""
+        """Uploads the missing rows of a layer in use into its slot."""
         slot = self.used[layer]
         layer.refuse_updated()
         if layer.outdated:

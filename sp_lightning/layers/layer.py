@@ -1,7 +1,8 @@
-"""A streamed layer: what travels together, where it is on the host, and where its copy on the device is.
+"""A streamed layer: parameters that are uploaded together, with their host memory and their slot on the device.
 
-Beside it is what a layer consists of: the :class:`Slot` that it is in, and what is asked of its rows (:class:`AllRows`) and
-casts (:class:`NoCasts`). Nearly all layers have these two; in ``expert_rows``, ``embedding_rows`` and ``host_casts`` are others.
+A layer has a :class:`Slot` while it is on the device, and always rows and casts. Most layers have :class:`AllRows` and
+:class:`NoCasts`, which do nothing. ``host_casts`` has other casts, and a capability may give layers other rows
+(:class:`~sp_lightning.model.rows.RowFinder`).
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
 
 Rows = frozenset[int] | None
-"""The numbers of rows; None for all of them."""
+"""The numbers of rows; None for all rows."""
 NOTHING: frozenset[int] = frozenset()
 
 
 class AllRows:
-    """The rows of a layer that comes as a whole: all that is asked of rows, with nothing to do.
+    """The rows of a layer that is uploaded whole: the interface of rows, with defaults that do nothing.
+
+    Where a method would be called for each use of a layer, the engine tests :attr:`StreamedLayer.whole` first.
 
     Attributes:
-        stacks: the indices of the parameters of which only rows may be on the device.
-        ahead: the rows that are worth a fetch before a call asks for them.
+        ahead: the rows to prefetch.
         complete: whether the rows that the present use may read are in the layer's slot.
-        sparse_on_device: whether its gradient is sparse there in this backward, although ``param.grad`` is to be dense.
-        looked_up_bytes: bytes of the rows that look-ups have sent.
+        sparse_on_device: whether the gradient is sparse on the device in this backward, although ``param.grad`` is dense.
+        looked_up_bytes: bytes of rows uploaded for look-ups.
         host_waits: how often the host has waited for the numbers of rows.
-        hits, misses: how many rows of experts uses have asked for that were on the device, and that were not.
-        sent_bytes: bytes of the experts that were sent, those of whole layers included.
-        watches_calls: whether calls of the layer's module are announced with their arguments (:meth:`begin_call`).
+        hits, misses: how many needed rows were on the device, and how many were not.
+        sent_bytes: bytes of rows uploaded to slots, whole layers included.
+        watches_calls: whether :meth:`begin_call` and :meth:`end_call` are called.
     """
 
-    stacks: frozenset[int] = NOTHING
     ahead: Rows = None
     complete = True
     sparse_on_device = False
@@ -54,66 +55,66 @@ class AllRows:
     looked_up_bytes = host_waits = hits = misses = sent_bytes = 0
 
     def begin_step(self, *, training: bool) -> None:
-        """A step begins."""
+        """Called when a step begins."""
 
     def allocate(self, plan: Plan) -> int:
-        """Allocates device memory beside the slots of a plan, between two batches. Returns its bytes."""
+        """Allocates further device memory, between two batches, after the slots of the plan. Returns its bytes."""
         return 0
 
     def free(self) -> None:
-        """Frees that memory."""
+        """Frees the memory that :meth:`allocate` has allocated. Called with the slots of the plan."""
 
     def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-        """A call of the layer's module begins in this thread, before the layer is asked for."""
+        """Called before each call of the layer's module, in its thread, before the layer is uploaded for it."""
 
     def end_call(self) -> None:
-        """The latest call in this thread has returned or raised."""
+        """Called after the latest call in this thread has returned or raised."""
 
     def need(self, rows: Rows) -> None:
-        """The use of the layer that begins, or goes on, may read these rows."""
+        """Adds rows that the present or next use of the layer may read."""
 
     def begin_use(self) -> None:
-        """The layer comes into use; what it needs is known."""
+        """Called when a use of the layer begins. All calls of :meth:`need` for it came before."""
 
     def end_use(self) -> None:
-        """The layer is released."""
+        """Called when the use has ended."""
 
     def send(self, slot: Slot, source: Tensor) -> int | None:
-        """Copies the rows that are needed to a slot. Returns how many bytes left the host; None if all of the layer has to."""
+        """Uploads the needed rows to a slot. Returns the bytes copied from the host; None to upload the whole layer."""
         return None
 
     def arrived(self, slot: Tensor) -> None:
-        """Compute has waited for what was sent to a slot."""
+        """Called after the compute stream has waited for the upload to a slot."""
 
     def lost(self) -> None:
-        """A transfer to the layer's slot has failed."""
+        """Called after an upload to the layer's slot has failed."""
 
     def drop_cached(self) -> None:
-        """The host's weights were or may have been written: what the device keeps beside the slot is out of date."""
+        """Called when the host's weights were or may have been written. Copies outside the slot are out of date."""
 
     def may_compute_with_wrapped(self, use: Any, args: Sequence[Any], kwargs: Any) -> bool:
-        """Whether a wrapped weight may be used now although no use of the layer is announced."""
+        """Returns True if a wrapped weight may be used now, without a use of the layer."""
         return False
 
     def read_whole(self) -> None:
-        """Something computes with all of the weights, and its graph may reach any row."""
+        """Called when an operation uses whole weights, so any row may get a gradient."""
 
     def saved_rows(self, index: int | None, view: Tensor | None = None, offset: int = 0) -> Rows:
-        """The rows that a saved tensor needs in backward.
+        """Returns the rows that a tensor saved by autograd needs in backward.
 
         Args:
-            index: of the parameter in which it begins.
-            view: a view of the slot's memory; None if a weight was saved itself.
+            index: the index of the parameter in which the tensor begins.
+            view: a view of the slot's memory; None if the weight itself was saved.
             offset: bytes from the start of the slot to the view.
         """
         return None
 
     def completed(self, index: int, value: Tensor, slots: Collection[int]) -> Tensor:
-        """A weight's value on the device, with the host's rows where the slot, one of these addresses, has none."""
+        """Returns a weight's value on the device. If it is in one of these slots, missing rows are taken from the host."""
         return value
 
     def gradient_rows(self, index: int) -> Rows:
-        """The rows of a gradient that has arrived which may be other than zero. It counts as taken."""
+        """Returns the rows of a complete gradient that may be nonzero, and forgets them."""
         return None
 
     def unpin(self) -> None:
@@ -220,7 +221,7 @@ class Kind(enum.Enum):
     MASTERS = enum.auto()
     """The float32 weights of a block that travel as casts. They come only if something asks for them themselves."""
     TABLE = enum.auto()
-    """An embedding of which only rows travel. All of it comes only if something but a look-up asks for its weight."""
+    """An embedding of which rows are uploaded. All of it is uploaded only if an operation other than a look-up needs it."""
     RESIDENTS = enum.auto()
     """It stays on the device while a step runs, in memory of its own."""
 
@@ -248,9 +249,9 @@ class StreamedLayer:
         family: the layer and its masters, which are updated together.
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
-        rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
-        whole: whether all of it comes, and as it is: neither its rows nor its casts have anything to do. What is done for each
-            weight asks this first, which saves a call.
+        rows: which rows of the layer are uploaded: :class:`AllRows`, unless a finder of rows replaced them.
+        whole: whether the layer is uploaded whole and unchanged, so that its rows and casts have nothing to do. Frequent code
+            tests this first, which saves calls.
         update: its update in the background that the engine has not waited for yet. Masters have none of their own.
         landed: of an update on the device: the event after which the host has what it made.
         stepped: of such an update: the event after its kernels.
