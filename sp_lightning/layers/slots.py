@@ -1,12 +1,12 @@
-"""Slots: the device memory that layers pass through, and the transfers that fill it.
+"""Slots: device memory for layers, and the transfers that fill it.
 
 A slot's life::
 
     FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while it is still viewed, HELD ──▶ FREE
 
-A slot's memory is lent under a storage of its own. Once no tensor holds that storage, no new kernel can be issued that reads it,
-and an event recorded then covers the kernels that still run. Until then the slot is never overwritten: another slot is
-used, or an extra one is made.
+A slot's memory is lent as a separate storage. Once no tensor holds that storage, no new kernel can read it, and an event recorded
+then covers the kernels that are still running. Until then the slot is not overwritten: another slot is used, or an extra one
+is allocated.
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ Staged = tuple[Tensor, Any]
 
 
 class BlockSource:
-    """Brings layers' bytes to host memory that a transfer can read.
+    """Provides layers' bytes in host memory, for transfers to read.
 
-    "Ready" means updated *and* staged. A source that reads a disk, or that gathers the shares of several processes, is
-    ready once that is done. The engine calls these methods from the thread that runs the model, and holds its lock.
+    A layer is ready when it is updated *and* staged. A source that reads a disk, or gathers parts of several processes, is
+    ready when that is done. The engine calls these methods in the thread that runs the model, and holds its lock.
     """
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Whether :meth:`stage` would return without waiting."""
+        """Returns True if :meth:`stage` would return without waiting."""
         return True
 
     def wait(self, layer: StreamedLayer) -> None:
         """Waits until the layer is ready.
 
         Raises:
-            BaseException: what an update raised in the background.
+            BaseException: an update in the background raised it.
         """
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns the layer's bytes, up to date, and the event after which they may be read (None: at once).
+        """Returns the layer's current bytes, and the event after which they may be read (None: at once).
 
-        They stay as they are until the transfer that reads them is over (:attr:`StreamedLayer.transfer`, which is set once it
-        was issued); rows of a table are read before the next call.
+        The bytes do not change before the transfer that reads them is complete (:attr:`StreamedLayer.transfer`, set when the
+        transfer is issued). Rows of a table are read before the next call of this method.
         """
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Waits until no transfer reads the host's weights any more: whatever comes next may write them."""
+        """Waits until no transfer reads the host's weights, so that they may be written."""
 
     def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
-        """The host's weights of these layers may have been written unseen: their copies on the device are out of date."""
+        """Marks the device's copies of these layers as out of date. Their host weights may have been written unnoticed."""
 
 
 class Slots:
     """All slots of a plan.
 
     Args:
-        plan: says how many slots each ring has, and of what size.
+        plan: the number and size of the slots of each ring.
         layers: all layers that may be in a slot, in any order.
-        device: allocates the slots and copies into them.
-        uploads: copies layers into them; None: each is copied whole.
+        device: allocates slots and copies into them.
+        uploads: copies layers into slots; None: each layer is copied whole.
     """
 
     poisons = False
-    """Whether a slot is filled with NaN once no call uses it and no tensor views it; see :func:`poisoned`."""
+    """Whether a slot is filled with NaN when no call uses it and no tensor views it; see :func:`poisoned`."""
 
     def __init__(
         self, plan: Plan, layers: Sequence[StreamedLayer], device: Device, uploads: Uploads | None = None
@@ -88,7 +88,7 @@ class Slots:
             alike = tuple((span.offset, span.shape, span.stride, span.dtype) for span in layer.spans)
             layer.layout = layouts.setdefault(alike, len(layouts))
         self.device_bytes = 0
-        """Bytes of all slots that exist, extra ones included."""
+        """Bytes of all slots, extra ones included, and of the memory that rows have allocated."""
         self.all: list[Slot] = []
         self._latest: Any = None  # the event of the last transfer
         self.by_address: dict[int, Slot] = {}
@@ -98,19 +98,19 @@ class Slots:
         self.transfers = 0
         self.extra_slots = 0
         self.idle_since: Any = None
-        """The mark in the timeline since which compute has used no layer; None at the beginning of a batch."""
+        """The mark in the timeline since which compute uses no layer; None at the beginning of a batch."""
 
     def _make_planned(self) -> None:
-        """Allocates what the plan says."""
+        """Allocates the slots of the plan."""
         rings = enumerate(self._plan.rings)
         self.planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
-        """By ring, the slots that layers may be fetched into ahead of time. Extra ones, which go after a batch, are left out."""
+        """By ring, the slots for prefetches. Extra slots are not among them, because they are freed after a batch."""
         free = [list(slots) for slots in self.planned]
         for layer in self._layers:
             layer.own_slot = free[layer.planned.ring].pop() if layer.index in self._plan.stay else None
         settled = self._plan.settled
         self.settled = {layer for layer in self._layers if layer.index in settled}
-        """The layers of which none has to make room for another."""
+        """The layers that are never evicted for another layer."""
         self.all_settled = len(settled) == len(self._plan.layers)
         self.uploads.ring = self._plan.main_ring
         self.device_bytes += sum(layer.rows.allocate(self._plan) for layer in self._layers if not layer.whole)
@@ -131,14 +131,14 @@ class Slots:
         return slot.lease.views(layer.layout, layer.spans)
 
     def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
-        """Returns the slot to overwrite for a layer that is needed at once.
+        """Returns the slot to overwrite for a layer that is needed now.
 
-        This is a free slot, or else the one whose layer is used again last, or else an extra one.
+        It is a free slot; else the slot whose layer is used again last; else a new extra slot.
         """
         ring, own = layer.planned.ring, layer.own_slot
         if own is not None and own.overwritable:
             return own
-        # Each planned slot of the ring of a layer that stays is another such layer's, which may have nothing else.
+        # In the ring of layers that stay, each planned slot belongs to one of them, and may be its only copy.
         candidates = [s for s in self.all if s.ring == ring and s.overwritable and (own is None or s.extra)]
         if candidates:
             return max(
@@ -148,10 +148,10 @@ class Slots:
         return self._make(ring, extra=True)
 
     def fetch(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
-        """Overwrites slots with layers, in one transfer.
+        """Uploads layers into slots, in one transfer.
 
-        The caller has chosen slots that may be overwritten. The upload stream waits for the last kernels that used them,
-        and until each layer's bytes are staged. If an error comes in between, none of the layers is there.
+        The caller has chosen slots that may be overwritten. The upload stream waits for the last kernels that used them, and
+        until each layer's bytes are staged. After an error, none of the layers is on the device.
         """
         try:
             self._send(transfer)
@@ -161,7 +161,7 @@ class Slots:
                 if layer.slot is slot and not slot.lent:
                     layer.invalidate()
             raise
-        finally:  # some of it may have been issued before an error
+        finally:  # copies may have been issued before an error
             filled = self._latest = self._device.record(Stream.UPLOAD)
             for layer, slot, _ in transfer:
                 slot.filled = layer.transfer = layer.stepped if _is_there(layer, slot) else filled
@@ -176,8 +176,8 @@ class Slots:
                 self._wait_for_readers(slot)
             if slot.layer is not None and slot.layer.slot is slot:
                 slot.layer.slot = None
-            # A slot that was held after its release has no event of its own, because its last view may be dropped at any
-            # moment. An event that is recorded now comes after that.
+            # A slot that was held after its release has no event, because its last view may be dropped at any time. By now it
+            # is dropped, so an event recorded now covers its kernels.
             if not _is_there(layer, slot):
                 idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
                 self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
@@ -248,7 +248,7 @@ class Slots:
         self.uploads.end_round(after_error=after_error)
 
     def use(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
-        """Lends a fetched layer's memory to compute, which waits for the transfer."""
+        """Lends the slot of a fetched layer to compute. The compute stream waits for the upload."""
         slot = layer.slot
         assert slot is not None
         self.uploads.go_on(layer)
@@ -274,12 +274,12 @@ class Slots:
                 slot.layer.spent = ()
 
     def resume(self) -> None:
-        """Ends the interval between layers, if one is noted: compute has come to a layer, and may have to wait for it."""
+        """Ends the interval between two layers in the timeline: compute is about to use a layer, and may wait for it."""
         self._device.note("between", None, self.idle_since, Stream.COMPUTE)
         self.idle_since = None
 
     def release(self, slot: Slot) -> None:
-        """Ends the use of a slot. Device parameters have dropped the memory; others may still hold views of it."""
+        """Ends the use of a slot. Device parameters have dropped the memory; other tensors may still view it."""
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if self._device.timelines:
             layer = None if slot.layer is None else slot.layer.index
@@ -300,15 +300,15 @@ class Slots:
             slot.memory.fill_(0xFF)  # all ones are NaN in every float type
 
     def forget_dropped(self, slot: Slot) -> None:
-        """Notes that the views of a slot are dropped, if they are. What was written through them was taken back."""
+        """Updates whether tensors still view a slot. Writes through dropped views were copied back before."""
         slot.escaped = slot.lease.in_use
         if not slot.escaped:
             slot.digests = None
 
     def give_back_extra(self) -> None:
-        """Frees the extra slots that no tensor views. Compute, which may get their memory, waits for transfers into them.
+        """Frees the extra slots that no tensor views. Compute waits for uploads into them, because it may get their memory.
 
-        A layer was fetched into one because a tensor viewed it, and that may have been dropped before anything waited.
+        A layer may have been uploaded into an extra slot for a tensor that was dropped before compute waited for the upload.
         """
         for slot in [slot for slot in self.all if slot.extra]:
             if slot.overwritable:
@@ -323,9 +323,9 @@ class Slots:
                 self.by_address.pop(slot.memory.data_ptr(), None)
 
     def synchronize(self, why: Wait, layer: StreamedLayer | None = None) -> None:
-        """Lets the host wait until no transfer reads its weights any more, those of all layers or of one.
+        """Lets the host wait until no transfer reads the weights of a layer, or of any layer.
 
-        Transfers finish in the order in which they were issued, so it waits for the last one.
+        Transfers complete in the order in which they were issued, so it waits for the last one.
         """
         if layer is None:
             self.end_round()
@@ -334,15 +334,15 @@ class Slots:
         self._device.synchronize(self._latest if layer is None else layer.transfer, why)
 
     def resize(self, plan: Plan) -> None:
-        """Gives the same layers the slots of another plan, between two batches.
+        """Replaces the slots by those of another plan for the same layers, between two batches.
 
-        A slot that is still viewed stays as an extra one until it is not.
+        A slot that is still viewed stays as an extra slot until its views are dropped.
         """
         held = [(slot, slot.layer) for slot in self.all if not slot.overwritable]
         self._free()
         self._plan = plan
         for layer in self._layers:
-            layer.planned = plan.moving[layer.index]  # its parameters lie as before, but it may use another ring
+            layer.planned = plan.moving[layer.index]  # the layout is the same, but the ring may differ
         for slot, holds in held:
             slot.extra = True
             self._keep(slot)
@@ -351,7 +351,7 @@ class Slots:
         self._make_planned()
 
     def close(self) -> None:
-        """Frees all slots. Nothing comes to them any more."""
+        """Frees all slots for good."""
         self._free()
         self.uploads.close()
 
@@ -376,7 +376,7 @@ def _is_there(layer: StreamedLayer, slot: Slot) -> bool:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, a slot that no call uses and no tensor views is filled with NaN, so that a read shows. Each use fetches anew."""
+    """Fills slots that no call uses and no tensor views with NaN, so that a read of them shows. Each use uploads again."""
     before, Slots.poisons = Slots.poisons, True
     try:
         yield
