@@ -44,7 +44,7 @@ _LATEST = 1 / 4
 # With this many indices per expert, nearly all experts are used. The host does not wait for the indices then.
 _MANY = 16
 _ALONG_ROWS = (torch.select, Tensor.select, torch.index_select, Tensor.index_select)
-_HOOKED = "a forward pre-hook, on it or on all modules, may exchange the indices; put the hook on the block"
+_HOOKED = "a forward pre-hook, on it or on all modules, may replace the indices; put the hook on the block"
 _BY_GROUPS = frozenset({"transpose", "grouped_mm", "grouped_mm_fallback"})
 
 
@@ -142,13 +142,13 @@ class ExpertRows(AllRows):
         if transforms_active():
             return None
         if is_parametrized(module):
-            self._say("a parametrization computes with all of them (PEFT's adapters on stacks, target_parameters)")
+            self._say("a parametrization reads all of them (PEFT's adapters on stacks, target_parameters)")
             return None
         reading = how_it_reads(module)
         hooked = bool(forward_pre_hooks(module) or global_forward_pre_hooks)
         if reading is not StackReading.UNKNOWN and not hooked:
             return reading
-        self.fall_back(_HOOKED if hooked else "nobody knows how its forward reads them")
+        self.fall_back(_HOOKED if hooked else "it is not known how its forward reads them")
         return None
 
     def _read_indices(self, arguments: Sequence[Any]) -> Rows:
@@ -293,7 +293,7 @@ class ExpertRows(AllRows):
             return False
         if self.present is None or self._reads_rows(call, func, args, kwargs):
             return True
-        self.fall_back(f"it computes with all of them ({getattr(func, '__name__', func)})")
+        self.fall_back(f"an operation reads all of them ({getattr(func, '__name__', func)})")
         return False
 
     def _reads_rows(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -315,7 +315,7 @@ class ExpertRows(AllRows):
 
     def _say(self, why: str) -> None:
         layers = re.sub(r"\d+", "*", self.layer.name)  # one line for all layers of this kind
-        say_once(self._log, f"Superpipeline: all experts of {layers!r} come with each call, because {why}.")
+        say_once(self._log, f"Superpipeline: all experts of {layers!r} are uploaded for each call, because {why}.")
 
     def saved_rows(self, index: int | None, view: Tensor | None = None, offset: int = 0) -> Rows:
         """Returns the row of a saved view. If the view has several rows, returns those that its call reads."""

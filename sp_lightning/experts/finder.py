@@ -35,8 +35,8 @@ class ExpertsAndEmbeddings(RowFinder):
 
     def notes(self, units: Sequence[Unit], layers: Sequence[Layer], tables: Sequence[Layer]) -> list[str]:
         notes = [
-            f"of {table.name!r} ({in_gib(table.nbytes)}) only the rows that are looked up travel; "
-            f"layers=[{table.name!r}] would move it whole."
+            f"of {table.name!r} ({in_gib(table.nbytes)}) only the rows in a batch are uploaded; "
+            f"layers=[{table.name!r}] uploads it whole."
             for table in tables
         ]
         stacked = [layer for layer in layers if layer.rows]
@@ -44,9 +44,9 @@ class ExpertsAndEmbeddings(RowFinder):
             first = stacked[0]
             one = sum(tensor_bytes(p) for _, p in first.parameters if is_stack(p, first.rows)) // first.rows
             notes.append(
-                f"experts are stacked in {len(stacked)} modules, of which only those travel that something is routed to: "
+                f"experts are stacked in {len(stacked)} modules, and only experts that tokens are routed to are uploaded: "
                 f"{first.name!r} … with {first.rows} of {in_gib(one)} each. "
-                f"layers= with the blocks around them would move them whole."
+                f"layers= with the blocks around them uploads them whole."
             )
         apart = {unit.name for unit in units if unit.rows}
         inside = (
@@ -58,7 +58,7 @@ class ExpertsAndEmbeddings(RowFinder):
         )
         whole = [name for name in inside if name not in apart]
         if whole:
-            notes.append(f"experts are stacked in {len(whole)} modules that move whole: {whole[0]!r} …")
+            notes.append(f"experts are stacked in {len(whole)} modules that are uploaded whole: {whole[0]!r} …")
         return notes
 
     def routed_share(self, module: nn.Module, args: Sequence[Any]) -> float:

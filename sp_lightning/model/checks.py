@@ -190,12 +190,15 @@ def _why_whole(module: nn.Module, name: str) -> str:
 def _notes_on_units(units: Sequence[Unit]) -> list[str]:
     modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
     compiled = [name for name, module in modules if is_compiled(module) and has_blocks(module)]
-    notes = [f"{name!r} is compiled as a whole and moves as one. Compile its layers instead." for name in compiled]
+    notes = [
+        f"{name!r} is compiled as a whole and is uploaded as one layer. Compile its layers instead."
+        for name in compiled
+    ]
     experts = sum(unit.expert and not unit.rows for unit in units)
     if experts:
-        notes.append(f"{experts} experts are layers of their own: each comes only when something is routed to it.")
+        notes.append(f"{experts} experts are layers of their own: each is uploaded only if tokens are routed to it.")
     kinds = {type(p).__name__ for unit in units for _, p in unit.parameters if is_traceable_wrapper_subclass(p)}
-    return notes + [f"parameters of class {kind} travel as their packed bytes." for kind in sorted(kinds)]
+    return notes + [f"parameters of class {kind} are uploaded as packed bytes." for kind in sorted(kinds)]
 
 
 def _note_on_share(module: nn.Module, streaming: Iterable[Layer]) -> list[str]:

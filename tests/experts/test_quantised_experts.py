@@ -153,5 +153,5 @@ def test_writes_are_taken_back() -> None:
 def test_what_does_not_lie_by_rows_moves_with_its_block() -> None:
     found = find_layers(quantised(granularity=PerTensor()))
     assert not any(layer.rows for layer in found.layers)
-    assert "experts are stacked in 2 modules that move whole" in str(make_plan(found, k=1, k_prime=1))
+    assert "experts are stacked in 2 modules that are uploaded whole" in str(make_plan(found, k=1, k_prime=1))
     assert [layer.rows for layer in find_layers(quantised()).layers if "experts" in layer.name] == [EXPERTS] * 2

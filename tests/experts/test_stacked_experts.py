@@ -99,7 +99,7 @@ def test_the_plan_says_what_it_found() -> None:
     stacks = [layer for layer in plan.layers if layer.rows]
     assert [layer.name for layer in stacks] == [f"model.layers.{number}.mlp.experts" for number in range(2)]
     assert all(layer.rows == EXPERTS and layer.row_bytes * EXPERTS == layer.nbytes for layer in stacks)
-    assert "experts are stacked in 2 modules, of which only those travel that something is routed to" in str(plan)
+    assert "experts are stacked in 2 modules, and only experts that tokens are routed to are uploaded" in str(plan)
 
 
 def test_the_user_decides() -> None:
@@ -107,7 +107,7 @@ def test_the_user_decides() -> None:
     assert not any(layer.rows for layer in find_layers(net, layers="layers.*").layers)
     kept = find_layers(net, keep_on_gpu=["layers.0.experts.inner"])
     assert [layer.rows for layer in kept.layers if "experts" in layer.name] == [0, EXPERTS, EXPERTS]
-    assert "experts are stacked in 3 modules that move whole" in str(
+    assert "experts are stacked in 3 modules that are uploaded whole" in str(
         make_plan(find_layers(net, layers="layers.*"), k=1, k_prime=1)
     )
 
@@ -253,8 +253,8 @@ class AllKept(Router):
     ("block", "why"),
     [
         (OutOfRange, f"it is given the index -1, which is not one of its {EXPERTS} experts"),
-        (Unseen, "nobody knows how its forward reads them"),
-        (stacked.Dense, "it computes with all of them (einsum)"),
+        (Unseen, "it is not known how its forward reads them"),
+        (stacked.Dense, "an operation reads all of them (einsum)"),
         (AllKept, ""),
     ],
 )
@@ -272,7 +272,7 @@ def test_what_is_not_certain_comes_whole_and_is_said(
     with poisoned():
         ours = results(strategy)
     assert_equal(ours, results("auto"), "predictions")
-    said = [record.message for record in caplog.records if "come with each call" in record.message]
+    said = [record.message for record in caplog.records if "are uploaded for each call" in record.message]
     assert len(said) == bool(why), "once for all layers"
     assert all(why in line for line in said)
     assert strategy.stats().fetched_bytes >= 3 * sum(layer.nbytes for layer in strategy.plan.layers)
@@ -313,7 +313,7 @@ def test_a_hook_that_may_route_otherwise_is_named(where: str, caplog: Any, monke
     with poisoned():
         ours = predictions(make, strategy)
     assert_equal(ours, predictions(make), "predictions")
-    said = [record.message for record in caplog.records if "come with each call" in record.message]
+    said = [record.message for record in caplog.records if "are uploaded for each call" in record.message]
     assert len(said) == (where == "mlp.experts"), "not where the message says that the hook should be"
     assert all("a forward pre-hook" in line and "put the hook on the block" in line for line in said)
     assert bool(said) == (strategy.stats().expert_bytes >= 3 * strategy.plan.stack_bytes)

@@ -151,7 +151,7 @@ def test_stacked_experts_do_not_count_among_the_layers_that_a_table_is_as_large_
 
 def test_the_plan_says_so() -> None:
     plan = make_plan(find_layers(Text()), k=1, k_prime=1)
-    assert "of 'table' (19.0 KiB) only the rows that are looked up travel" in str(plan)
+    assert "of 'table' (18.8 KiB) only the rows in a batch are uploaded" in str(plan)
     assert plan.slot_bytes == 2 * plan.layers[0].nbytes
     assert plan.host_bytes > 2 * ROWS * 64
 

@@ -42,11 +42,11 @@ CASES: dict[str, Make] = {
 
 
 def travels_packed(plan: Plan) -> bool:
-    """All blocks are layers that travel as their packed bytes, which are fewer than those of their values."""
+    """All blocks are layers that are uploaded as packed bytes, which are fewer than those of their values."""
     blocks = [layer for layer in plan.layers if ".layers." in layer.name]
     smaller = [layer.nbytes < layer.gradient_bytes + sum(s.nbytes for s in layer.spans) * 2 for layer in blocks]
     packed = {span.dtype for span in blocks[0].spans} >= {torch.int8}
-    return len(blocks) == 4 and all(smaller) and packed and "travel as their packed bytes" in str(plan)
+    return len(blocks) == 4 and all(smaller) and packed and "are uploaded as packed bytes" in str(plan)
 
 
 class Opaque(Tensor):
