@@ -15,6 +15,7 @@ The core files that still import a capability are listed in ``tests/repository/t
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +27,17 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from sp_lightning.device.device import Device
+    from sp_lightning.engine.activations import ActivationPlan
     from sp_lightning.engine.placement import Placement
     from sp_lightning.engine.state_store import StateStore
     from sp_lightning.engine.streamer import MakeStepper, Streamer
     from sp_lightning.engine.tuner import BaseTuner
     from sp_lightning.model.found import Found
     from sp_lightning.model.rows import RowFinder
-    from sp_lightning.plan.choices import OptimizerOn, Share
+    from sp_lightning.plan.choices import ActivationChoice, OptimizerOn, Share
     from sp_lightning.plan.ledger import Ledger
     from sp_lightning.plan.plan import Plan
     from sp_lightning.plan.window import Window
@@ -124,6 +127,34 @@ def row_finder() -> RowFinder:
     from sp_lightning.model.rows import RowFinder
 
     return RowFinder()
+
+
+# ---------------------------------------------------------------------- activations
+
+
+def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, may_choose: bool) -> ActivationPlan:
+    """``activations=``: what becomes of what autograd saves in forward.
+
+    Missing folder: error, except with ``"keep"``. ``"auto"`` continues with ``"keep"``, and logs that if device memory ends.
+
+    Args:
+        choice: the option.
+        module: the root.
+        found: its layers and units.
+        may_choose: whether ``"auto"`` may choose modes: the run trains, and device memory is limited.
+    """
+    from sp_lightning.engine.activations import ActivationPlan
+
+    if choice == "keep" or (choice == "auto" and not may_choose):
+        return ActivationPlan()
+    if choice == "auto" and not is_installed("activations"):
+        return ActivationPlan(
+            why_kept='Superpipeline: activations="auto" keeps all activations on the device, because sp_lightning/activations '
+            "is not installed."
+        )
+    with needed_for("activations=" + json.dumps(choice)):
+        from sp_lightning.activations.calls import plan_activations
+    return plan_activations(choice, module, found)
 
 
 # ---------------------------------------------------------------------- disk

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.activations.fingerprints import WeightAt
-from sp_lightning.activations.headroom import Headroom, Kept
-from sp_lightning.activations.offload import Offload, SavedReference, UnitCall
-from sp_lightning.activations.policy import EXEMPT, Call, Mode
-from sp_lightning.activations.recompute import OutsideWatch, Recompute, Rerun, first_runs, is_checkpointed
-from sp_lightning.device.device import Device
-from sp_lightning.device.host_memory import HostRing
-from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.activations.headroom import Headroom
+from sp_lightning.activations.host_ring import HostRing
+from sp_lightning.activations.offload import Offload, UnitCall
+from sp_lightning.activations.policy import EXEMPT, Call, resolve, summary, with_experts
+from sp_lightning.activations.recompute import Recompute, first_runs, is_checkpointed
+from sp_lightning.engine.activations import ActivationPlan, Activations, ActivationSetup, KeepAll, Saved
+from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.model.found import Found
+from sp_lightning.observe.messages import say_once
+from sp_lightning.plan.choices import ActivationChoice, Modes
 from sp_lightning.torch_compat.modes import never_compiled
 from sp_lightning.torch_compat.private import (
     COMPILED_CALL,
@@ -32,74 +34,108 @@ from sp_lightning.torch_compat.private import (
     tree_leaves,
 )
 
-Stored = SavedReference | Kept
-"""What a graph holds in place of a saved tensor that is offloaded, or may be later."""
 
-
-class Activations:
-    """The modes of a module's units, carried out.
+def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) -> ActivationPlan:
+    """Decides what becomes of activations: the interface of this capability, called at set-up.
 
     Args:
+        choice: ``activations=``.
         module: the root.
-        units: the units by name.
+        found: its layers and units.
+
+    Raises:
+        ValueError: a pattern in ``choice`` decides nothing.
+    """
+    modes = resolve(choice, module, found.units)
+    chooses, changed = choice == "auto", any(mode != "keep" for mode in modes.values())
+
+    def make(setup: ActivationSetup) -> Activations:
+        log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
+        if changed:
+            log.debug("Superpipeline: activations: %s.", summary(modes))
+            if setup.found.grouping_advice:
+                say_once(log, f"Superpipeline: {setup.found.grouping_advice}")
+        return UnitModes(setup, modes)
+
+    return ActivationPlan(make if changed or chooses else KeepAll, "recompute" in modes.values(), chooses)
+
+
+class UnitModes:
+    """Carries out the mode of each unit: the engine's :class:`~sp_lightning.engine.activations.Activations`.
+
+    Args:
+        setup: the parts of the engine.
         modes: the mode of each unit.
-        rows: the row of each unit in the timeline.
-        device: the device that activations are on.
-        ring: the host memory for what is offloaded.
-        stays: the addresses of storages that never leave the device, but for those of buffers. The set may grow later.
-        rerun: a context for a unit's second run, called with its name and its positional arguments.
-        outside: says what was done to weights outside of a unit.
-        weight_at: says which weights lie on the device.
-        log: where warnings go; None for Lightning's log.
 
     Attributes:
         modes: the mode of each unit now; :meth:`choose` changes it.
-        idle: whether every unit keeps what it saves, so that nothing is to be done.
+        idle: True if every unit keeps its activations.
         calls: the unit calls of the last step's forward. If it ran several, those of the one that saved the most bytes.
+        ring: the host memory for offloaded activations.
         offload: stores saved tensors on the host.
         recompute: runs forwards again in backward.
         headroom: offloads kept activations before device memory ends; None in batches that are known to fit.
+        with_experts: the units that cannot be computed again because experts in them are layers, with the reason.
         unrepeatable: the units that are never computed again in place of an offload for which the host has no room.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Mapping[str, nn.Module],
-        modes: Mapping[str, Mode],
-        rows: Mapping[str, int],
-        device: Device,
-        ring: HostRing,
-        stays: Set[int],
-        rerun: Rerun,
-        outside: OutsideWatch,
-        weight_at: WeightAt,
-        log: logging.Logger | None = None,
-    ) -> None:
-        self._module = module
-        self.ring = ring
-        self.offload = Offload(device, ring, stays, log)
-        self.recompute = Recompute(rerun, outside, weight_at, units, device, pin=ring.pin)
+    def __init__(self, setup: ActivationSetup, modes: Modes) -> None:
+        self._module = setup.module
+        self._units = setup.found.units
+        self._set_of_units = frozenset(self._units.values())
+        self._rows = setup.rows
+        self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
+        self.offload = Offload(setup.device, self.ring, setup.stays, setup.log)
+        self.recompute = Recompute(setup)
         self.headroom: Headroom | None = None
+        self.with_experts = with_experts(setup.found)
         self.unrepeatable: Set[str] = frozenset()
         self.choose(modes)
         self.calls: tuple[Call, ...] = ()
-        self._rows = rows
-        self._units = units
-        self._set_of_units = frozenset(units.values())
         self._installed = False
-        self._forward: list[UnitCall] = []  # the calls of the forward under way
+        self._forward: list[UnitCall] = []  # the calls of the running forward
         self._in_backward = False  # whether that forward's backward has begun
-        self._counts: list[int] = []  # the calls of each forward of this step
-        self._expected = [len(units)]  # the calls of each forward of the last step
+        self._counts: list[int] = []  # the number of calls of each forward of this step
+        self._expected = [len(self._units)]  # the same of the last step
 
-    def choose(self, modes: Mapping[str, Mode]) -> None:
-        """Takes other modes, for the calls from now on. To be called between two steps."""
+    def choose(self, modes: Modes) -> None:
+        """Sets the modes, for all later calls. Called between two steps."""
         self.modes = dict(modes)
         self.idle = all(mode == "keep" for mode in modes.values())
+        self._offloads = "offload" in modes.values()
+
+    def watch_memory(self, left: Callable[[Callable[[], int]], int], reserve: int) -> None:
+        """Offloads the oldest activations from now on whenever device memory would end; see :class:`Headroom`."""
+        self.headroom = Headroom(self.offload, left, reserve)
+
+    # ------------------------------------------------------------------ for the engine
+
+    @property
+    def packs(self) -> bool:
+        """True if a saved tensor may be offloaded."""
+        return self._offloads or self.headroom is not None
+
+    @property
+    def store(self) -> Callable[[Tensor], Saved | None] | None:
+        """Offloads a saved tensor, or may do so later; None if all units keep theirs in any case."""
+        return None if self.idle and self.headroom is None else self._store
+
+    @property
+    def make_room(self) -> Callable[[Sequence[StreamedLayer], Any], None] | None:
+        """Offloads activations if device memory may be too small for the next call; None if it is known to suffice."""
+        return None if self.headroom is None else self._make_room
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that were copied to the host, and back."""
+        return self.offload.stored_bytes, self.offload.returned_bytes
+
+    def limit_host_memory(self, nbytes: int | None) -> None:
+        """Sets how many bytes of host memory activations may take; None for no limit."""
+        self.ring.limit = nbytes
 
     def begin(self) -> None:
-        """A training step begins."""
+        """Called when a training step begins."""
         if self.headroom is not None:
             self.headroom.begin()
         if not self.idle or self.headroom is not None:
@@ -111,52 +147,45 @@ class Activations:
             self.install()
 
     def install(self) -> None:
-        """Calls units' forwards in their modes from now on."""
+        """Runs units' forwards in their modes from now on."""
         self._installed = not self.idle
 
     def remove(self) -> None:
-        """Calls units' forwards as they are from now on."""
+        """Runs units' forwards as they are from now on."""
         self._installed = False
 
     def flush(self) -> None:
-        """A step or its backward is over: afterwards nothing is on its way."""
+        """Called when a step or a backward has ended: no copy is in flight afterwards."""
         if not self.idle:
             self._end_forward()
             self.recompute.backward_ended()
         if not self.idle or self.headroom is not None:
             self.offload.flush()
 
-    # ------------------------------------------------------------------ what autograd saves
+    def check(self, *, everything: bool = False) -> None:
+        """Raises an error if a forward that ran again has computed other values; see :meth:`Differences.check`."""
+        self.recompute.differences.check(everything=everything)
 
-    @property
-    def stores(self) -> bool:
-        """True if a saved tensor may be offloaded."""
-        return self.headroom is not None or "offload" in self.modes.values()
+    def first_run(self) -> object | None:
+        """Returns an object that lives as long as the running forward of this thread may run again; None if it will not."""
+        runs = first_runs()
+        return runs[-1] if runs else None
 
-    def make_room(self, layers: Iterable[PlannedLayer], row: int, inputs: Any) -> None:
-        """Offloads activations if device memory may be too small for the next call.
+    def close(self) -> None:
+        """Frees memory at the end of the run."""
+        self.offload.close()
 
-        Args:
-            layers: the layers that the call uses, at least one.
-            row: the first layer's row in the timeline.
-            inputs: the arguments of the call.
-        """
+    # ------------------------------------------------------------------ saved tensors
+
+    def _make_room(self, layers: Sequence[StreamedLayer], inputs: Any) -> None:
         if self.headroom is not None and torch.is_grad_enabled():
-            used = list(layers)
-            shapes = (span.shape for each in used for span in (*each.spans, *each.casts))
-            self.headroom.before(used[0].name, row, shapes, inputs)
+            shapes = (span.shape for layer in layers for span in (*layer.planned.spans, *layer.planned.casts))
+            self.headroom.before(layers[0].planned.name, layers[0].index, shapes, inputs)
 
-    def store(self, tensor: Tensor) -> Stored | None:
-        """Returns what a graph holds in place of a saved tensor that is offloaded, or may be later; None for other tensors."""
+    def _store(self, tensor: Tensor) -> Saved | None:
         if self.offload.active and (stored := self.offload.store(tensor)) is not None:
             return stored
         return None if self.headroom is None else self.headroom.keep(tensor)
-
-    def load(self, stored: Stored) -> tuple[Tensor, int, int]:
-        """Returns a stored tensor on the device, its version when it was saved, and its version now."""
-        if isinstance(stored, Kept):
-            return stored.load()
-        return self.offload.load(stored), stored.version, stored.storage.version
 
     # ------------------------------------------------------------------ one call
 

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import PAGE, flat_bytes
+from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.model.wrapped import OffloadedWrapper, parts
 from sp_lightning.torch_compat.modes import never_compiled, unseen
 from sp_lightning.torch_compat.private import (
@@ -34,9 +35,8 @@ from sp_lightning.torch_compat.private import (
     tree_leaves,
 )
 
-WeightAt = Callable[[int, int], tuple[Any, ...] | None]
-"""Takes the address of a storage and bytes from its start. Returns which weight lies there now, as the index of its layer and its
-own, and how many bytes of it come before; None if none does."""
+LayerAt = Callable[[int], StreamedLayer | None]
+"""Returns the layer whose weights lie in the device's storage at an address."""
 
 # A tensor of at most so many bytes is kept whole.
 _SMALL = 2**14
@@ -65,14 +65,14 @@ class SavedRun:
     """What autograd saves in one run of a forward, as fingerprints, in the order in which it does.
 
     Args:
-        weight_at: says which weights lie on the device.
+        layer_at: finds weights on the device.
 
     Attributes:
         found: the fingerprints.
     """
 
-    def __init__(self, weight_at: WeightAt) -> None:
-        self._weight_at = weight_at
+    def __init__(self, layer_at: LayerAt) -> None:
+        self._layer_at = layer_at
         self.found: list[Fingerprint] = []
         # Several operators may save one tensor, as those that compute queries, keys and values do.
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Fingerprint]] = {}
@@ -129,8 +129,8 @@ class SavedRun:
             kinds, sums = [(each.kind, each.place) for each in inner], [each.sums for each in inner]
             return Fingerprint((type(tensor), *kind, *kinds), tuple(chain(*sums)))
         kind, storage = (*kind, tensor.stride()), tensor.untyped_storage()
-        if (place := self._weight_at(storage.data_ptr(), _begin(tensor))) is not None:
-            return Fingerprint(kind, place=place)
+        if (layer := self._layer_at(storage.data_ptr())) is not None:
+            return Fingerprint(kind, place=_place(layer, _begin(tensor)))
         if may_be_unwritten(tensor):
             return Fingerprint(kind)
         if tensor.nbytes <= _SMALL:
@@ -144,6 +144,15 @@ class SavedRun:
 def _begin(tensor: Tensor) -> int:
     """Bytes from the start of a tensor's storage to its first element."""
     return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _place(layer: StreamedLayer, offset: int) -> tuple[int, int | None, int]:
+    """Returns the indexes of a layer and of its weight at an offset, and the bytes before it in the weight.
+
+    A cast has no index. Its bytes are counted from the start of the layer.
+    """
+    which = layer.parameters.at(offset)
+    return layer.index, which, offset if which is None else offset - layer.spans[which].offset
 
 
 def _plain_parts(tensor: Any) -> Sequence[Any] | None:

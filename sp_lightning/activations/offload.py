@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sp_lightning.activations.host_ring import HostRing
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.host_memory import HostRing, PinnedMemory
+from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import strided
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
@@ -46,7 +47,7 @@ class OffloadedStorage:
         counter: a tensor that shares the version counter of the saved one, and no memory with it.
         source: the whole storage on the device, ``uint8``; None as soon as compute may use the memory for something else.
         buffer: where it goes on the host.
-        ring: takes the buffer back when no graph needs this object any more.
+        offload: copies it back, and takes the buffer back when no graph needs this object any more.
         row: the row of the timeline in which its copies are noted.
         identity: a weak reference to the storage: while it lives, no other storage gets the same number.
         nbytes: bytes of the storage.
@@ -58,7 +59,7 @@ class OffloadedStorage:
     counter: Tensor
     source: Tensor | None
     buffer: PinnedMemory
-    ring: HostRing
+    offload: Offload
     row: int
     identity: StorageWeakRef
     nbytes: int
@@ -93,7 +94,7 @@ class OffloadedStorage:
 
     def __del__(self) -> None:
         # The graph has let go of it. That may happen in any thread.
-        self.ring.give_back(self.buffer)
+        self.offload.ring.give_back(self.buffer)
 
 
 class SavedReference(NamedTuple):
@@ -112,6 +113,10 @@ class SavedReference(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+
+    def load(self) -> tuple[Tensor, int, int]:
+        """Returns the tensor on the device, its version when it was saved, and its version now."""
+        return self.storage.offload.load(self), self.version, self.storage.version
 
 
 @dataclass(eq=False)
@@ -267,7 +272,7 @@ class Offload:
         counter = saved.detach()
         counter.data = saved.new_empty(0)
         identity, device = StorageWeakRef(source.untyped_storage()), self._device
-        storage = OffloadedStorage(counter, source, buffer, self.ring, call.row, identity, source.nbytes)
+        storage = OffloadedStorage(counter, source, buffer, self, call.row, identity, source.nbytes)
         earlier = self._latest.get(storage.identity.cdata)
         if earlier is not None:
             # The storage was written since it was sent, and what it held before is not read.

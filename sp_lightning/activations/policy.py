@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from torch import nn
 
+from sp_lightning.model.found import Found
 from sp_lightning.model.patterns import matching
-from sp_lightning.plan.choices import Mode
-
-Activations = Mode | Literal["auto"] | Mapping[str, Mode]
-"""What ``activations=`` takes."""
-
-Modes = Mapping[str, Mode]
-"""The mode of each unit."""
+from sp_lightning.plan.choices import ActivationChoice, Mode, Modes
 
 FREEING: tuple[Mode, ...] = ("recompute", "offload")
 """The modes that free memory on the device."""
@@ -45,7 +40,7 @@ class Call:
     inputs: int
 
 
-def resolve(choice: Activations, module: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, Mode]:
+def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, Mode]:
     """The mode of each unit.
 
     Args:
@@ -84,7 +79,15 @@ def resolve(choice: Activations, module: nn.Module, units: Mapping[str, nn.Modul
     return {unit: modes.get(unit, "keep") for unit in units}
 
 
-def summary(modes: Mapping[str, Mode]) -> str:
+def with_experts(found: Found) -> dict[str, str]:
+    """Returns the units that cannot be recomputed because experts inside them are layers of their own, with the reason."""
+    moving = {index for index in found.experts if not found.layers[index].rows}
+    experts = {module for module, used in found.visits.items() if moving.intersection(used)} if moving else set()
+    inside = [unit for unit, module in found.units.items() if experts.intersection(module.modules()) - {module}]
+    return dict.fromkeys(inside, "has experts that move by themselves")
+
+
+def summary(modes: Modes) -> str:
     """Which units have which mode, in a few words."""
     groups = {mode: [unit for unit, each in modes.items() if each == mode] for mode in get_args(Mode)}
     return "; ".join(f"{mode} {len(units)} ({_some(units)})" for mode, units in groups.items() if units)
@@ -94,7 +97,7 @@ def _some(units: Sequence[str]) -> str:
     return ", ".join(units) if len(units) <= 4 else f"{units[0]}, {units[1]}, … {units[-1]}"
 
 
-def peak_bytes(calls: Sequence[Call], modes: Mapping[str, Mode]) -> int:
+def peak_bytes(calls: Sequence[Call], modes: Modes) -> int:
     """The most bytes of saved tensors on the device at once, in one forward and its backward.
 
     Workspaces, gradients and what is saved outside of units are not counted, because they are the same whatever the

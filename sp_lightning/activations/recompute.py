@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from sp_lightning.activations.fingerprints import Differences, SavedRun, WeightAt, differences
+from sp_lightning.activations.fingerprints import Differences, LayerAt, SavedRun, differences
 from sp_lightning.activations.once_only import explained, known_cause
 from sp_lightning.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.device.accelerator import generator_states, set_generator_states
-from sp_lightning.device.device import Device
+from sp_lightning.engine.activations import ActivationSetup
 from sp_lightning.torch_compat.modes import no_transforms
+from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.torch_compat.private import (
     TORCHSCRIPT,
     checkpoint_hook,
@@ -43,13 +44,6 @@ from sp_lightning.torch_compat.private import (
     tree_leaves,
     tree_unflatten,
 )
-
-Rerun = Callable[[str, Any], AbstractContextManager[None]]
-"""A context for the second run of a unit's forward, in backward. It takes the unit's name and its positional arguments."""
-
-OutsideWatch = Callable[[str], Callable[[], str | None]]
-"""Takes a unit's name. What it returns says what was done to weights outside of the unit since; None if nothing was."""
-
 
 _MODIFIED = "modified by an inplace operation"
 """Of torch's error about a saved tensor, as this package raises it, too."""
@@ -70,35 +64,20 @@ class Recompute:
     is looked at, and each forward runs again right before its backward, for nothing but a look at what it saves.
 
     Args:
-        rerun: a context for the second run of a unit's forward.
-        outside: says what was done to weights outside of a unit.
-        weight_at: says which weights lie on the device.
-        units: the units by name.
-        device: the device that computes.
-        pin: whether the host's memory is page-locked.
+        setup: the parts of the engine.
 
     Attributes:
         in_trial: whether forwards are looked at now.
         differences: what the comparisons of two runs have found.
     """
 
-    def __init__(
-        self,
-        rerun: Rerun,
-        outside: OutsideWatch,
-        weight_at: WeightAt,
-        units: Mapping[str, nn.Module],
-        device: Device,
-        *,
-        pin: bool,
-    ) -> None:
-        self._rerun = rerun
-        self._outside = outside
-        self._weight_at = weight_at
-        self._units = units
-        self.differences = Differences(device, pin=pin)
+    def __init__(self, setup: ActivationSetup) -> None:
+        self._setup = setup
+        self._layer_at = setup.layer_at
+        self._units = setup.found.units
+        self.differences = Differences(setup.device, pin=setup.pin)
         # It tells torch's checkpoint whose random state to restore if no argument does.
-        self._anchor = device.empty(0)
+        self._anchor = setup.device.empty(0)
         # By unit, the tensors that it writes where no version shows it.
         self._volatile: defaultdict[str, set[str]] = defaultdict(set)
         self.in_trial = False
@@ -125,7 +104,7 @@ class Recompute:
         def run(anchor: Tensor, *once: Any) -> Any:
             nonlocal first, given
             if first is None:
-                first = FirstRun(unit, module, once, self._volatile[unit], self._weight_at, self._units)
+                first = FirstRun(unit, module, once, self._volatile[unit], self._layer_at, self._units)
                 (args, kwargs), given = given, None
                 with first.running(), first.saved.noting(first.unpacked):
                     output = forward(*args, **kwargs)
@@ -135,7 +114,12 @@ class Recompute:
             # first run.
             args, kwargs = tree_unflatten([once[position] for position in positions], structure)
             # Backward may compute several gradients at once, by torch.vmap.
-            with no_transforms(), self._rerun(unit, args), first.restored(self._outside(unit)), self._compared(first):
+            with (
+                no_transforms(),
+                self._rerun(unit, args),
+                first.restored(self._watch_outside(unit)),
+                self._compared(first),
+            ):
                 return first.before.context.copy().run(forward, *args, **kwargs)
 
         return checkpoint(run, self._anchor, *once.values(), use_reentrant=False)
@@ -143,12 +127,39 @@ class Recompute:
     @contextmanager
     def _compared(self, first: FirstRun) -> Iterator[None]:
         """While this is active, a forward runs again. What it saves is compared with what it saved before."""
-        second = SavedRun(self._weight_at)
+        second = SavedRun(self._layer_at)
         try:
             with second.noting(_unpacked):
                 yield
         finally:  # torch ends the second run by an exception
             self.differences.add(differences(first.saved, second), first.differs)
+
+    @contextmanager
+    def _rerun(self, unit: str, inputs: Any) -> Iterator[None]:
+        """A context for the second run of a unit's forward. The root module logs nothing: the first run has logged."""
+        quiet = in_place_of(self._setup.module, {"log": _log_nothing})  # log_dict calls it, too
+        with self._setup.rerun(self._setup.layers_of[unit], inputs), quiet:
+            yield
+
+    def _watch_outside(self, unit: str) -> Callable[[], str | None]:
+        """Looks at the weights outside of a unit. Returns a function that says what was done to them since; None if nothing."""
+        own = set(self._setup.layers_of[unit])
+        # A layer that the running backward has updated is left out: nothing may use it before the next step, and its update
+        # changes its weights at any time.
+        others = [layer for layer in self._setup.layers if layer.owner not in own and not layer.owner.updated_early]
+        before = [(layer, layer.parameters.host_writes()) for layer in others]
+        given = self._setup.given_by_nested()
+
+        def done() -> str | None:
+            for layer, old in before:
+                if not layer.owner.updated_early and (now := layer.parameters.host_writes()) != old:
+                    each = zip(layer.planned.spans, zip(*old, strict=True), zip(*now, strict=True), strict=True)
+                    name = next(span.name for span, was, now_is in each if was != now_is)
+                    return f"writes {name!r}, a weight outside of it"
+            trained = given()
+            return None if trained is None else f"runs a backward that gives {trained!r} a gradient"
+
+        return done
 
     # ------------------------------------------------------------------ the trial
 
@@ -175,7 +186,7 @@ class Recompute:
             return forward(*args, **kwargs), None
         try:
             first = FirstRun(
-                unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._weight_at, self._units
+                unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._layer_at, self._units
             )
             again = None  # a checkpoint of the user's around the unit runs it again by itself
             if not is_checkpointed():
@@ -183,7 +194,7 @@ class Recompute:
         except Exception as error:  # an object of the user's may raise anything when it is looked at
             self._unfit[unit] = str(error)
             return forward(*args, **kwargs), None
-        done = self._outside(unit)
+        done = self._watch_outside(unit)
         with first.running(), first.saved.noting(_unpacked):
             output = forward(*args, **kwargs)
         first.saved.note(output)
@@ -206,10 +217,14 @@ class Recompute:
             return
 
         def again() -> SavedRun:
-            run = SavedRun(self._weight_at)
+            run = SavedRun(self._layer_at)
             with around.again():
                 args, kwargs = given.take()
-                with self._rerun(first.unit, args), first.restored(self._outside(first.unit)), run.noting(_unpacked):
+                with (
+                    self._rerun(first.unit, args),
+                    first.restored(self._watch_outside(first.unit)),
+                    run.noting(_unpacked),
+                ):
                     output = first.before.context.copy().run(forward, *args, **kwargs)
             run.note(output)
             return run
@@ -239,6 +254,10 @@ class Recompute:
                 first.check()
             except Unrepeatable as error:
                 self._unfit[first.unit] = str(error)
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of ``LightningModule.log``."""
 
 
 def is_checkpointed() -> bool:
@@ -321,7 +340,7 @@ class FirstRun:
         module: it and the modules inside it are looked at.
         given: the forward's arguments. Objects among them that are no tensors are looked at, and what they hold.
         volatile: the names of tensors that the unit was seen to write where no version shows it; more are added.
-        weight_at: says which weights lie on the device.
+        layer_at: finds weights on the device.
         units: the units by name, for errors.
 
     Attributes:
@@ -336,14 +355,14 @@ class FirstRun:
         module: nn.Module,
         given: Sequence[Any],
         volatile: set[str],
-        weight_at: WeightAt,
+        layer_at: LayerAt,
         units: Mapping[str, nn.Module],
     ) -> None:
         self.unit = unit
         self._module = module
         self._units = units
         self.before = Snapshot(module, given)
-        self.saved = SavedRun(weight_at)
+        self.saved = SavedRun(layer_at)
         self._volatile = volatile
         self._again = 0  # how often it was run again
         self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed

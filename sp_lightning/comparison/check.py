@@ -15,7 +15,6 @@ from typing import Any, get_args
 
 import torch
 
-from sp_lightning.activations.policy import Mode
 from sp_lightning.comparison.explain import avoided_by, first_module, sentences
 from sp_lightning.comparison.record import Compared, Difference, compare, unrepeatable
 from sp_lightning.comparison.report import Report, RunFigures
@@ -23,6 +22,7 @@ from sp_lightning.comparison.runs import STOPPED, RunResult, RunVariant, root_de
 from sp_lightning.comparison.subject import Factory, NotRunError, Subject
 from sp_lightning.device.accelerator import plain_steps_on
 from sp_lightning.kernels.like_gpu import LikeGpu
+from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.host_memory import available_bytes
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 

@@ -11,14 +11,13 @@ A wrong guess of the prefetch, which fetches layers before a call asks for them,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.activations.recompute import first_runs
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, LateError
 from sp_lightning.engine.backward import Backward
@@ -43,9 +42,7 @@ class Access(Part):
 
     Args:
         saved_tensors: the hooks for what autograd saves.
-        units: the layers of each unit by its name.
         fast_paths: the modules that compute on another path if a weight is noticed before its use.
-        around_rerun: a context for a forward that runs again, of which only autograd is to know.
 
     Attributes:
         calls: the calls of modules that are running.
@@ -57,9 +54,7 @@ class Access(Part):
         step: Step,
         backward: Backward,
         saved_tensors: SavedTensors,
-        units: Mapping[str, Visits],
         fast_paths: Sequence[nn.Module],
-        around_rerun: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(**vars(below))
         self._step = step
@@ -69,9 +64,7 @@ class Access(Part):
         self._casts = any(layer.masters is not None for layer in moving)
         self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
         self._saved_tensors = saved_tensors
-        self._units = units
         self._fast_paths = fast_paths
-        self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
         self.gradients_complete = backward.complete
         self.calls = RunningCalls()
@@ -92,8 +85,8 @@ class Access(Part):
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
-        if visits:
-            self.activations.make_room((layer.planned for layer in visits), visits[0].index, inputs)
+        if visits and (make_room := self.activations.make_room) is not None:
+            make_room(visits, inputs)
         with held(self.lock):
             helps = self.threads.began or not self.threads.own
             if helps:
@@ -112,7 +105,7 @@ class Access(Part):
                 if helps:
                     self.threads.end()
                 raise
-            packs_any = self._moves or self.activations.stores
+            packs_any = self._moves or self.activations.packs
             self.calls.begin(self._saved_tensors.hooks if packs_any else None, helps=helps)
             for layer in entered:
                 layer.parameters.watch()
@@ -170,15 +163,14 @@ class Access(Part):
                 self.residency.fetch_ahead()
 
     @contextmanager
-    def rerun(self, unit: str, inputs: Any) -> Iterator[None]:
-        """A context in which a unit's forward runs again, in backward. No hook of the module tells of that."""
+    def rerun(self, visits: Visits, inputs: Any) -> Iterator[None]:
+        """A context for a forward that runs again in backward, for which no module is called. It uses the layers ``visits``."""
         self._backward.join()
-        visits = self.enter(self._units[unit], inputs)
+        entered = self.enter(visits, inputs)
         try:
-            with self._around_rerun():
-                yield
+            yield
         finally:
-            self.leave(visits, None)
+            self.leave(entered, None)
 
     def _watch(self, visits: Visits, output: Any) -> None:
         pre_backward = self._backward.awaited(self._pre_backward, tuple(visits))
@@ -341,19 +333,21 @@ class Access(Part):
         """
         with held(self.lock):
             self._refuse_tying(layer, index, value)
-            runs = first_runs()
-            self.lent.replace(layer, index, value, runs[-1] if runs else None)
+            self.lent.replace(layer, index, value, self.activations.first_run())
 
     def _refuse_tying(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
-        address = value.untyped_storage().data_ptr()
-        slot = self.residency.slots.by_address.get(address)
-        other = slot.layer if slot is not None else None
-        if slot is None and address == self.residents.address:
-            other = self.residents.layer
+        other = self.layer_at(value.untyped_storage().data_ptr())
         if other is not None:
             at = other.parameters.at(int(value.storage_offset()) * value.element_size())
             if at is not None and (other, at) != (layer, index):
                 raise RuntimeError(tied(layer.planned.spans[index].name, other.planned.spans[at].name))
+
+    def layer_at(self, address: int) -> StreamedLayer | None:
+        """Returns the layer whose weights lie in the device's storage at an address."""
+        slot = self.residency.slots.by_address.get(address)
+        if slot is not None:
+            return slot.layer
+        return self.residents.layer if address == self.residents.address else None
 
     # ------------------------------------------------------------------ threads, hooks, refusals
 

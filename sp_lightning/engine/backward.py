@@ -262,7 +262,7 @@ class Backward(Part):
             with self._arrivals:
                 self.gradients.end(last=not self.tasks)
             if well:  # otherwise there is an error already
-                self.activations.recompute.differences.check(everything=True)
+                self.activations.check(everything=True)
             self.gradients.land(everything=True)
         except BaseException:
             with self._arrivals:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -25,11 +25,8 @@ class Listener(Protocol):
         """Called after the module has returned or raised. If it raised, ``output`` is None."""
 
 
-class Runner(Protocol):
-    """Runs the calls of units."""
-
-    def run(self, unit: str, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Returns ``call(module, *args, **kwargs)``."""
+Run = Callable[[str, Any, nn.Module, Any, Any], Any]
+"""Runs the call of a unit; see :attr:`~sp_lightning.engine.activations.Activations.run`."""
 
 
 class ModuleCalls:
@@ -40,8 +37,8 @@ class ModuleCalls:
         module: the module.
         visits: the layers that it uses.
         in_evaluation: the layers that it uses in evaluation; None if they are the same.
-        unit: the name of its unit; None if the module is not a unit.
-        runner: runs the calls of a unit.
+        unit: the name of the module as a unit; None if it is not a unit.
+        run: runs the calls of units; None if units are called as all other modules are.
     """
 
     def __init__(
@@ -51,14 +48,14 @@ class ModuleCalls:
         visits: Visits,
         in_evaluation: Visits | None = None,
         unit: str | None = None,
-        runner: Runner | None = None,
+        run: Run | None = None,
     ) -> None:
         self._listener = listener
         self._module = module
         self._visits = visits
         self._in_evaluation = in_evaluation
         self._unit = unit
-        self._runner = runner
+        self._run = run
         self._rows = next((layer.rows for layer in visits if layer.rows.watches_calls), None)
         surround(module, self)
 
@@ -71,10 +68,10 @@ class ModuleCalls:
         visits = self._begin(args, kwargs)
         output = None
         try:
-            if self._unit is None or self._runner is None:
+            if self._unit is None or self._run is None:
                 output = call(module, *args, **kwargs)
             else:
-                output = self._runner.run(self._unit, call, module, args, kwargs)
+                output = self._run(self._unit, call, module, args, kwargs)
             return output
         finally:  # also after Ctrl-C
             self._end(visits, output)
@@ -103,19 +100,19 @@ def listen(
     listener: Listener,
     visits: Mapping[nn.Module, tuple[StreamedLayer, ...]],
     units: Mapping[str, nn.Module] | None = None,
-    runner: Runner | None = None,
+    run: Run | None = None,
 ) -> list[ModuleCalls]:
     """Calls a listener around the calls of modules, until the returned objects are removed.
 
     Args:
         listener: is called.
         visits: the modules, and the layers that each uses.
-        units: by name, the modules whose calls ``runner`` runs.
-        runner: runs them.
+        units: by name, the modules whose calls ``run`` runs.
+        run: runs them; None if they are called as all others are.
     """
     unit_of = {module: name for name, module in (units or {}).items()}
     return [
-        ModuleCalls(listener, module, used, _in_evaluation(module, visits), unit_of.get(module), runner)
+        ModuleCalls(listener, module, used, _in_evaluation(module, visits), unit_of.get(module), run)
         for module, used in visits.items()
     ]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.activations.calls import Stored
 from sp_lightning.device.lease import SavedView, SavedViews
+from sp_lightning.engine.activations import Saved
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part
 from sp_lightning.layers.casts import SavedValues
@@ -141,9 +141,9 @@ class SavedTensors(Part):
     def hooks(self) -> AbstractContextManager[None]:
         """A context that packs what autograd saves. Tensors that are no weights go to the hooks that were active before."""
         outer = top_saved_tensors_hooks()
-        slots, activations = self.residency.slots.by_address, self.activations
+        slots, store = self.residency.slots.by_address, self.activations.store
 
-        def pack(tensor: Tensor) -> _Packed | Stored | _Kept | _Outer:
+        def pack(tensor: Tensor) -> _Packed | Saved | _Kept | _Outer:
             kind = type(tensor)
             if kind is not Tensor and issubclass(kind, DeviceParameter):
                 return self._pack_weight(tensor)
@@ -156,8 +156,8 @@ class SavedTensors(Part):
                 return self._pack(slot.layer, tensor)
             if outer is not None:
                 return _Outer(outer[0](tensor), outer[1])
-            if address and (stored := activations.store(tensor)) is not None:
-                return stored
+            if store is not None and address and (saved := store(tensor)) is not None:
+                return saved
             return tensor if tensor.is_leaf and not _is_of_frozen_weight(tensor) else tensor.detach(), tensor._version
 
         _our_packs.add(pack)
@@ -209,11 +209,10 @@ class SavedTensors(Part):
                 with held(self.lock):
                     self.lent.compare_exchanged()
                 tensor = values.recall(self.device, place)
-        elif isinstance(packed, Stored):
-            tensor, expected, version = self.activations.load(packed)
-        else:
-            assert isinstance(packed, _Outer)
+        elif type(packed) is _Outer:
             return packed.unpack(packed.packed)
+        else:  # of Saved
+            tensor, expected, version = packed.load()
         if version != expected:
             raise RuntimeError(_modified(tensor, expected, version))
         return tensor

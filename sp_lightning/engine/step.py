@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sp_lightning.activations.calls import Activations
 from sp_lightning.device.device import Device
 from sp_lightning.device.own_threads import OwnThreads
+from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.residency import Residency
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Kind, StreamedLayer

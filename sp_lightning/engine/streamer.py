@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from torch import Tensor, nn
 
-from sp_lightning.activations.calls import Activations
-from sp_lightning.activations.policy import Mode
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device, Wait
-from sp_lightning.device.host_memory import HostRing
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.access import Access
+from sp_lightning.engine.activations import ActivationSetup, KeepAll, MakeActivations
 from sp_lightning.engine.assembly import make_layers, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.module_calls import ModuleCalls, listen
@@ -56,12 +54,10 @@ class Streamer:
         device: the device.
         pin: whether host memory is page-locked.
         placement: makes the parts that depend on the number of devices.
-        modes: the mode of each unit's activations; None keeps all.
-        host_room: the most bytes of host memory that activations may take; None for no limit.
+        make_activations: makes what decides where activations are; by default, all are kept on the device.
         averages: modules whose buffers are on the device from their first use in a step until its end.
         threads: the threads that belong to the run; None: the present one.
         debug_writes: whether to look for writes of weights that torch does not show.
-        around_rerun: a context for a forward that runs again in backward, of which only autograd is to know.
         make_stepper: makes what steps layers on the GPU, if the plan says that some do; None if it never does.
         log: the logger for the engine's warnings; None for Lightning's.
 
@@ -78,12 +74,10 @@ class Streamer:
         *,
         pin: bool,
         placement: Placement = ONE_DEVICE,
-        modes: Mapping[str, Mode] | None = None,
-        host_room: int | None = None,
+        make_activations: MakeActivations = KeepAll,
         averages: Sequence[nn.Module] = (),
         threads: OwnThreads | None = None,
         debug_writes: bool = False,
-        around_rerun: Callable[[], AbstractContextManager[None]] = nullcontext,
         make_stepper: MakeStepper | None = None,
         log: logging.Logger | None = None,
     ) -> None:
@@ -97,9 +91,11 @@ class Streamer:
         self.threads = threads or OwnThreads()
         self._closed = False
         self._build_weights(pin, debug_writes, placement, log)
-        self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
+        visits = {module: tuple(self._layers[index] for index in used) for module, used in found.visits.items()}
+        self.activations = make_activations(self._activation_setup(visits, log))
+        self._gradients.checked = self.activations.check
         self._build_step(averages, placement)
-        visits = self._build_access(around_rerun)
+        self._build_access()
         try:
             self._open_doors(visits)
         except BaseException:
@@ -137,33 +133,25 @@ class Streamer:
         assert self._make_stepper is not None
         self.updates.stepper = self._make_stepper(self.device, plan, self.updates, self._pin)
 
-    def _build_activations(self, modes: Mapping[str, Mode] | None, ring: HostRing, log: logging.Logger | None) -> None:
-        rows = {layer.name: layer.index for layer in self._layers if layer.kind is Kind.BLOCK}
-        self.activations = Activations(
+    def _activation_setup(
+        self, visits: dict[nn.Module, tuple[StreamedLayer, ...]], log: logging.Logger | None
+    ) -> ActivationSetup:
+        """Collects the parts that modes of activations use. Those above a step are made later."""
+        units, rows = self.found.units, {layer.name: layer.index for layer in self._layers if layer.kind is Kind.BLOCK}
+        return ActivationSetup(
             self._module,
-            self.found.units,
-            modes or dict.fromkeys(self.found.units, "keep"),
-            {name: rows.get(name, self._resident_layer.index) for name in self.found.units},
-            self.device,
-            ring,
-            self._stays,
-            lambda unit, inputs: self._access.rerun(unit, inputs),
-            lambda unit: _done_elsewhere(unit, self.found, self._layers, self._backward),
-            self._weight_at,
-            log,
+            self.found,
+            self._layers,
+            layers_of={name: visits.get(module, ()) for name, module in units.items()},
+            rows={name: rows.get(name, self._resident_layer.index) for name in units},
+            device=self.device,
+            pin=self._pin,
+            stays=self._stays,
+            rerun=lambda layers, inputs: self._access.rerun(layers, inputs),
+            layer_at=lambda address: self._access.layer_at(address),
+            given_by_nested=lambda: self._backward.given_by_nested(),
+            log=log,
         )
-        self._gradients.checked = self.activations.recompute.differences.check
-
-    def _weight_at(self, address: int, offset: int) -> tuple[int, int | None, int] | None:
-        """Which weight lies in the device's storage at an address; see :data:`WeightAt`. A cast has no index."""
-        slot = self._slots.by_address.get(address)
-        layer = None if slot is None else slot.layer
-        if slot is None and address == self._residents.address:
-            layer = self._resident_layer
-        if layer is None:
-            return None
-        which = layer.parameters.at(offset)
-        return layer.index, which, offset if which is None else offset - layer.spans[which].offset
 
     def _build_step(self, averages: Sequence[nn.Module], placement: Placement) -> None:
         """Builds what modules hold, the step and its backward."""
@@ -199,25 +187,19 @@ class Streamer:
         self.turns = placement.turns(self._lock, layers, self._source, self._step)
         self.updating = Updating(below, self._step, self._backward, self.turns)
 
-    def _build_access(
-        self, around_rerun: Callable[[], AbstractContextManager[None]]
-    ) -> dict[nn.Module, tuple[StreamedLayer, ...]]:
-        """Builds what is asked for layers. Returns the layers that each module uses."""
-        found, layers = self.found, self._layers
-        visits = {module: tuple(layers[index] for index in used) for module, used in found.visits.items()}
-        units = {name: visits.get(module, ()) for name, module in found.units.items()}
+    def _build_access(self) -> None:
+        """Builds what is asked for layers."""
         saved_tensors = SavedTensors(self._below, self._backward)
         fast_paths = [each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)]
-        self._access = Access(self._below, self._step, self._backward, saved_tensors, units, fast_paths, around_rerun)
+        self._access = Access(self._below, self._step, self._backward, saved_tensors, fast_paths)
         self._calls: list[ModuleCalls] = []
-        return visits
 
     def _open_doors(self, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> None:
         """Lets modules, autograd and device parameters reach the engine from now on."""
         for layer in self._layers:
             layer.parameters.connect(layer, self._access)
         watch(self._backward)
-        self._calls = listen(self._access, visits | self._embeddings, self.found.units, self.activations)
+        self._calls = listen(self._access, visits | self._embeddings, self.found.units, self.activations.run)
 
     # ------------------------------------------------------------------ a step
 
@@ -356,7 +338,8 @@ class Streamer:
     def stats(self) -> Stats:
         """The present counters."""
         self._peak.note()
-        stalled, offload = self.device.stall_seconds, self.activations.offload
+        stalled = self.device.stall_seconds
+        stored_bytes, returned_bytes = self.activations.moved_bytes
         rows = [layer.rows for layer in self._moving]
         brought, taken = self.updates.stepper.moved_bytes
         return Stats(
@@ -372,8 +355,8 @@ class Streamer:
             taken_bytes=taken,
             peak_device_bytes=self._peak.most,
             peak_allocated_bytes=self.device.most_bytes(),
-            stored_bytes=offload.stored_bytes,
-            returned_bytes=offload.returned_bytes,
+            stored_bytes=stored_bytes,
+            returned_bytes=returned_bytes,
             stall_seconds=stalled(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),
             drain_stall_seconds=stalled(Wait.REUSE_AFTER_DRAIN),
             update_stall_seconds=stalled(Wait.FETCH_AFTER_UPDATE, Wait.READ_AFTER_UPDATE),
@@ -400,7 +383,7 @@ class Streamer:
                 self._swap.to_host,
                 self._close_doors,
                 self._slots.close,
-                self.activations.offload.close,
+                self.activations.close,
                 self._residents.close,
                 self.updates.stepper.close,
                 self._swap.close,
@@ -420,26 +403,3 @@ class Streamer:
 
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch's that compute on a path of their own in evaluation, unless a weight has a ``__torch_function__``."""
-
-
-def _done_elsewhere(
-    unit: str, found: Found, layers: Sequence[StreamedLayer], backward: Backward
-) -> Callable[[], str | None]:
-    """Looks at the weights that do not travel with a unit. What it returns says what was done to them since."""
-    own = {layers[index] for index in found.visits[found.units[unit]]}
-    # A layer that the running backward has updated is left out: nothing may use it before the next step, and its update
-    # changes its weights at any time.
-    others = [layer for layer in layers if layer.owner not in own and not layer.owner.updated_early]
-    before = [(layer, layer.parameters.host_writes()) for layer in others]
-    given = backward.given_by_nested()
-
-    def done() -> str | None:
-        for layer, old in before:
-            if not layer.owner.updated_early and (now := layer.parameters.host_writes()) != old:
-                each = zip(layer.planned.spans, zip(*old, strict=True), zip(*now, strict=True), strict=True)
-                name = next(span.name for span, was, now_is in each if was != now_is)
-                return f"writes {name!r}, a weight outside of it"
-        trained = given()
-        return None if trained is None else f"runs a backward that gives {trained!r} a gradient"
-
-    return done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from sp_lightning.activations.policy import Modes
+from sp_lightning.plan.choices import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 Count = int | Literal["auto"]
 Share = int | float | Literal["auto"]
 Mode = Literal["keep", "recompute", "offload"]
+Modes = Mapping[str, Mode]
+ActivationChoice = Mode | Literal["auto"] | Modes
 Overlap = Literal["auto", "off", "forward", "backward"]
 OptimizerOn = Literal["cpu", "gpu", "auto"]
 Transfer = Literal["auto", "full", "sharded"]

@@ -17,9 +17,8 @@ from typing import Any, ParamSpec, cast, get_args
 
 from torch import nn
 
-from sp_lightning.activations.policy import Activations
 from sp_lightning.model.patterns import LayerChoice
-from sp_lightning.plan.choices import HABITS, Count, Fused, Mode, Share
+from sp_lightning.plan.choices import HABITS, ActivationChoice, Count, Fused, Mode, Share
 from sp_lightning.plan.units import parse_bytes
 
 P = ParamSpec("P")
@@ -145,7 +144,7 @@ def _instead(option: str, value: Any) -> str:
     return ""
 
 
-def checked_activations(choice: Any) -> Activations:
+def checked_activations(choice: Any) -> ActivationChoice:
     """One mode for all units, or modes by patterns."""
     modes = get_args(Mode)
     if isinstance(choice, str):
@@ -154,7 +153,7 @@ def checked_activations(choice: Any) -> Activations:
                 f"activations must be one of {quoted(('auto', *modes))}, or a mapping, found {choice!r}."
                 f"{_instead('activations', choice)}"
             )
-        return cast(Activations, choice)
+        return cast(ActivationChoice, choice)
     wanted = f'{quoted(("auto", *modes))}, or a mapping: activations={{"encoder.*": "offload"}}'
     if not isinstance(choice, Mapping):
         raise TypeError(f"activations must be one of {wanted}, found {choice!r}.{_instead('activations', choice)}")

@@ -11,10 +11,10 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from sp_lightning.activations.policy import Mode
 from sp_lightning.device.device import Device
 from sp_lightning.observe.messages import BEING_UPDATED, not_whole
 from sp_lightning.observe.stats import Stats
+from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.update_policy import UpdatePolicy

@@ -19,10 +19,9 @@ from lightning.pytorch.plugins.precision import (
 from torch import nn
 
 from sp_lightning import registry
-from sp_lightning.activations.policy import Activations
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.plan import options as checks
-from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Share, Transfer
+from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share, Transfer
 from sp_lightning.torch_compat.private import accumulation_hooks
 from sp_lightning.trainer.compat import is_a
 from sp_lightning.updates.scaler import HostGradScaler
@@ -40,7 +39,7 @@ class Options:
     ``gpu_memory`` and ``host_memory`` are numbers of bytes here, or shares of the free memory.
     """
 
-    activations: Activations = field(metadata=_by(checks.checked_activations))
+    activations: ActivationChoice = field(metadata=_by(checks.checked_activations))
     k: Count = field(metadata=_by(checks.checked_count, "k"))
     k_prime: Count = field(metadata=_by(checks.checked_count, "k_prime"))
     gpu_memory: int | float | None = field(metadata=_by(checks.checked_budget, "gpu_memory"))

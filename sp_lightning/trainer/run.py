@@ -18,12 +18,12 @@ from torch import nn
 
 from sp_lightning import registry
 from sp_lightning._version import TESTED_TORCH
-from sp_lightning.activations.policy import Mode, resolve, summary
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.own_threads import OwnThreads
+from sp_lightning.engine.activations import ActivationPlan
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.engine.tuner import BaseTuner
@@ -40,6 +40,7 @@ from sp_lightning.observe.messages import (
     say_once,
 )
 from sp_lightning.observe.stats import Stats
+from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.host_memory import anonymous_bytes, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.window import Window
@@ -48,7 +49,6 @@ from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.transfer import takes_slices
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.sharing.shared_base import current
-from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.trainer.compat import last_checkpoint, look_at_loaders, note_device
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
@@ -145,6 +145,7 @@ class Run:
         self._threads = OwnThreads()
         self._parted: list[OverlappingPair] = []
         self._host_room: int | None = None
+        self._activations = ActivationPlan()
         self._buffers_due = trains
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
@@ -265,7 +266,7 @@ class Run:
         device = device_for(self._device)
         if not device.synchronous:
             refuse_cuda_graphs(self.module)
-        found, plan, modes = self._lay_out(device)
+        found, plan = self._lay_out(device)
         layers = plan.trained  # which are there already, and are absorbed one after another
         copies = max(each.nbytes for each in (*layers, *plan.masters))
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
@@ -280,22 +281,21 @@ class Run:
             device,
             pin=self._options.pin_memory,
             placement=self.placement,
-            modes=modes,
-            host_room=self._host_room,
+            make_activations=self._activations.make,
             averages=averages,
             threads=self._threads,
             debug_writes=self._options.debug_writes,
             make_stepper=self._make_stepper,
-            around_rerun=partial(in_place_of, self.module, {"log": _log_nothing}),
             log=self._log,
         )
+        self.streamer.activations.limit_host_memory(self._host_room)
         self._parted += found.parted
         self.tuner = make_tuner(
             self._window,
             self.streamer,
             device,
             self._log,
-            chooses_modes=self._options.activations == "auto" and self.trains and self._window.room is not None,
+            chooses_modes=self._activations.chooses,
             alone=self._trial is None,
         )
 
@@ -311,22 +311,19 @@ class Run:
             return ONE_DEVICE
         return registry.placement_on_disk(found, plan, self._options, self._device, accumulate=accumulate)
 
-    def _lay_out(self, device: Device) -> tuple[Found, Plan, dict[str, Mode]]:
-        """Finds the layers, makes the plan, and says what becomes of activations at first."""
+    def _lay_out(self, device: Device) -> tuple[Found, Plan]:
+        """Finds the layers, makes the plan, and decides what becomes of activations."""
         layers = self._options.layers
         find: Any = partial(find_layers, self.module, keep_on_gpu=self._options.keep_on_gpu, autocast=self._autocast)
         find = find if self._trial is None else self._trial.finds(self.module, find)
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
-        modes = resolve(self._options.activations, self.module, found.units)
-        if found.experts and "recompute" in modes.values():
+        limited = self.trains and self._window.room is not None
+        self._activations = registry.activations(self._options.activations, self.module, found, may_choose=limited)
+        if found.experts and self._activations.reruns:
             found = find(layers=layers, whole_blocks=True)
             plan = self._window.begin(found, device)
-        if any(mode != "keep" for mode in modes.values()):
-            self._log.debug("Superpipeline: activations: %s.", summary(modes))
-            if found.grouping_advice:
-                say_once(self._log, f"Superpipeline: {found.grouping_advice}")
-        return found, plan, modes
+        return found, plan
 
     def reserve_host_memory(self, needed: dict[str, int]) -> None:
         """Leaves room for what training needs on the host; activations may take the rest.
@@ -341,7 +338,7 @@ class Run:
         check_host(needed, less_host_memory(self._options.optimizer_overlap), cap, elsewhere)
         spare = spare_bytes(needed, cap, elsewhere)
         self._host_room = None if spare is None else spare // self._count  # each rank offloads activations of its own
-        self.engine.activations.ring.limit = self._host_room
+        self.engine.activations.limit_host_memory(self._host_room)
 
     def _host_cap(self) -> tuple[int | float | None, int]:
         """``host_memory`` of a run without a disk, and what the node's other processes have taken of it. Collective if given."""
@@ -371,6 +368,8 @@ class Run:
             self.steps.arrange()
         now = self.results.activations
         freed = {} if now == modes else now
+        if self._activations.why_kept:
+            say_once(self._log, self._activations.why_kept)
         balanced = self._options.activations == "auto"
         error.add_note(after_out_of_memory(plan, self.engine.plan, freed, balanced=balanced))
 
@@ -448,10 +447,6 @@ def _refuse_in_step(module: pl.LightningModule) -> None:
             f"{name!r} of {type(module).__name__} is a weight of another run, which is in the middle of a step. Begin this run "
             "between two steps (on_train_batch_start, on_train_batch_end), or with a copy: copy.deepcopy(module)."
         )
-
-
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for ``LightningModule.log`` in a forward that is run again: it has logged already. ``log_dict`` calls it, too."""
 
 
 def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module], device: torch.device) -> None:

@@ -16,11 +16,10 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from sp_lightning.activations.policy import Activations
 from sp_lightning.device.closing import close_all
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
-from sp_lightning.plan.choices import Count, Fused, OptimizerOn, Overlap, Share, Transfer
+from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share, Transfer
 from sp_lightning.plan.options import by_name
 from sp_lightning.ranks.checkpoint_folder import common_tensors, write
 from sp_lightning.sharing.shared_base import current, refuse_from_elsewhere, take
@@ -143,7 +142,7 @@ class StreamingStrategy(LoopStrategy):
         k: Count = "auto",
         k_prime: Count = "auto",
         gpu_memory: int | float | str | None = None,
-        activations: Activations = "auto",
+        activations: ActivationChoice = "auto",
         layers: LayerChoice = None,
         keep_on_gpu: str | Sequence[str] = (),
         pin_memory: bool = True,
