@@ -22,7 +22,7 @@ from tests.support.imported import imports_are_over
 from tests.support.seconds import move_down
 
 if TYPE_CHECKING:
-    from sp_lightning.activations.calls import Activations
+    from sp_lightning.activations.calls import UnitModes
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -101,9 +101,9 @@ def nothing_fits() -> Iterator[None]:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Activations]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[UnitModes]:
     """The activations of every run, to look at after it."""
-    found: list[Activations] = []
+    found: list[UnitModes] = []
     close = Streamer.close
 
     def closed(self: Streamer) -> None:

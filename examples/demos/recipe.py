@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.demos.console import ConsoleLogger, steps_per_second
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.activations.policy import Activations
+from sp_lightning.plan.choices import ActivationChoice
 
 HOLDS_TRAINING = "weights, gradients and the optimizer's state (AdamW's moments)"
 PLAIN_STEPS = 5
@@ -117,7 +117,7 @@ def make_trainer(
     **more: Any,
 ) -> tuple[pl.Trainer, SuperpipelineStrategy]:
     """A trainer as ever, but for ``strategy=``; ``bar`` allows a progress bar, ``more`` are further options of the strategy."""
-    activations: Activations = getattr(options, "activations", "auto")
+    activations: ActivationChoice = getattr(options, "activations", "auto")
     window: dict[str, Any] = {name: getattr(options, name) for name in ("k", "k_prime") if getattr(options, name)}
     strategy = SuperpipelineStrategy(**window, activations=activations, **more)
     bar = bar and sys.stdout.isatty()  # ConsoleLogger's lines can be read in a file, too

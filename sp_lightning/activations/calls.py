@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sp_lightning.activations.headroom import Headroom
 from sp_lightning.activations.host_ring import HostRing
 from sp_lightning.activations.offload import Offload, UnitCall
-from sp_lightning.activations.policy import EXEMPT, Call, resolve, summary, with_experts
+from sp_lightning.activations.policy import EXEMPT, Call, resolve, summary, with_inner_experts
 from sp_lightning.activations.recompute import Recompute, first_runs, is_checkpointed
 from sp_lightning.engine.activations import ActivationPlan, Activations, ActivationSetup, KeepAll, Saved
 from sp_lightning.layers.layer import StreamedLayer
@@ -75,7 +75,7 @@ class UnitModes:
         offload: stores saved tensors on the host.
         recompute: runs forwards again in backward.
         headroom: offloads kept activations before device memory ends; None in batches that are known to fit.
-        with_experts: the units that cannot be computed again because experts in them are layers, with the reason.
+        with_inner_experts: the units that cannot be computed again because experts in them are layers, with the reason.
         unrepeatable: the units that are never computed again in place of an offload for which the host has no room.
     """
 
@@ -88,7 +88,7 @@ class UnitModes:
         self.offload = Offload(setup.device, self.ring, setup.stays, setup.log)
         self.recompute = Recompute(setup)
         self.headroom: Headroom | None = None
-        self.with_experts = with_experts(setup.found)
+        self.with_inner_experts = with_inner_experts(setup.found)
         self.unrepeatable: Set[str] = frozenset()
         self.choose(modes)
         self.calls: tuple[Call, ...] = ()
@@ -107,6 +107,11 @@ class UnitModes:
     def watch_memory(self, left: Callable[[Callable[[], int]], int], reserve: int) -> None:
         """Offloads the oldest activations from now on whenever device memory would end; see :class:`Headroom`."""
         self.headroom = Headroom(self.offload, left, reserve)
+
+    @property
+    def summary(self) -> str:
+        """Which units have which mode, for logs."""
+        return summary(self.modes)
 
     # ------------------------------------------------------------------ for the engine
 

@@ -79,7 +79,7 @@ def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.
     return {unit: modes.get(unit, "keep") for unit in units}
 
 
-def with_experts(found: Found) -> dict[str, str]:
+def with_inner_experts(found: Found) -> dict[str, str]:
     """Returns the units that cannot be recomputed because experts inside them are layers of their own, with the reason."""
     moving = {index for index in found.experts if not found.layers[index].rows}
     experts = {module for module, used in found.visits.items() if moving.intersection(used)} if moving else set()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sp_lightning.activations.policy import Modes
+from sp_lightning.plan.choices import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.planner.arguments import AskedOverlap, Place, Question, changed, contradictions
 from sp_lightning.planner.estimate import Estimate

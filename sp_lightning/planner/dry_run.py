@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.activations.offload import count_once, is_small
-from sp_lightning.activations.policy import EXEMPT, Call, Mode, Modes, peak_bytes
+from sp_lightning.activations.policy import EXEMPT, Call, peak_bytes
 from sp_lightning.model.found import Found
+from sp_lightning.plan.choices import Mode, Modes
 from sp_lightning.plan.units import in_gib
 from sp_lightning.registry import row_finder
 from sp_lightning.torch_compat.private import (

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.chunked_loss import chunk_loss
-from sp_lightning.activations.policy import FREEING, Call, Mode, Modes, peak_bytes
+from sp_lightning.activations.policy import FREEING, Call, peak_bytes
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
+from sp_lightning.plan.choices import Mode, Modes
 from sp_lightning.plan.host_memory import all_but_an_eighth
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.planner.adapters import add_adapters
@@ -32,7 +33,8 @@ from sp_lightning.planner.known_values import answered
 from sp_lightning.planner.model_source import Arguments, ModelSource, has_forward, load_model
 from sp_lightning.torch_compat.modes import default_dtype
 from sp_lightning.torch_compat.private import tree_leaves
-from sp_lightning.tuning.choices import SAME, Balance
+from sp_lightning.tuning.balance import Balance
+from sp_lightning.tuning.choices import SAME
 from sp_lightning.tuning.machine import host_seconds
 from sp_lightning.tuning.simulator import Walk
 from sp_lightning.tuning.visits import Prediction, Rates

@@ -11,29 +11,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from sp_lightning.activations.headroom import Headroom
-from sp_lightning.activations.policy import FREEING, Call, Mode, Modes, least_bytes, peak_bytes, scaled, summary
 from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.engine.tuner import BaseTuner
-from sp_lightning.model.found import Found
 from sp_lightning.observe.messages import say_once
-from sp_lightning.plan.choices import Overlap
+from sp_lightning.plan.choices import Mode, Modes, Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.plan.window import Window
 from sp_lightning.torch_compat.private import tree_leaves
-from sp_lightning.tuning.choices import Balance, choose_window, without_second_forwards
+from sp_lightning.tuning.choices import choose_window
 from sp_lightning.tuning.simulator import Walk
-from sp_lightning.tuning.visits import Prediction, measured
+from sp_lightning.tuning.visits import Prediction, Rates, Visit, measured
+
+if TYPE_CHECKING:
+    from sp_lightning.activations.calls import UnitModes
+    from sp_lightning.tuning.balance import ActivationMemory, Balance
 
 # The index of the batch that is timed. The first one compiles kernels and fills caches and workspaces.
 _TIMED = 1
@@ -70,14 +71,15 @@ class Tuner(BaseTuner):
         self._log = log
         self._device = device
         self._window_too = window_too
-        self._modes_too = modes_too
+        self._activations = cast("UnitModes", streamer.activations) if modes_too else None
         self._alone = alone
         self._batches = 0
-        self._timed: Balance | None = None  # what is known of the timed batch
-        self._balanced = False  # whether modes are chosen, because not all activations fit
-        self._calls: tuple[Call, ...] = ()  # the unit calls of the batch in which all were offloaded
-        self._first = 0  # the size of that batch, in elements of its tensors
-        self._unfit = _with_inner_experts(streamer.found)  # units that cannot be recomputed, with the reason
+        self._timed: tuple[Sequence[Visit], Rates] | None = None  # the visits of the timed batch, as if all were kept
+        self._balanced = False  # True if modes are chosen, because not all activations fit
+        self._memory: ActivationMemory | None = None  # of the batch in which all were offloaded
+        self._balance: Balance | None = None  # of the timed batch, if modes are chosen
+        # Units that cannot be recomputed, with the reason.
+        self._unfit = {} if self._activations is None else self._activations.with_inner_experts
         self._timeline: Timeline | None = None
         self._overlap: Literal["off", "forward", "backward"] = "off"
         self._size = 0  # the size of the largest batch whose memory was measured
@@ -118,16 +120,19 @@ class Tuner(BaseTuner):
             self.window.lower_budget(free + (self._device.peak_bytes() or 0))
         self._size = max(self._size, self._next)
         self._next = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-        headroom = self.streamer.activations.headroom
-        if self._anew or (headroom is not None and headroom.evicted_bytes):
-            self._begin_balancing()
-        elif headroom is not None and headroom.used:
-            self.streamer.activations.headroom = None
+        if self._activations is not None:
+            headroom = self._activations.headroom
+            if self._anew or (headroom is not None and headroom.evicted_bytes):
+                self._begin_balancing(self._activations)
+            elif headroom is not None and headroom.used:
+                self._activations.headroom = None
         factor = max(1.0, self._next / self._size) if self._size else 1.0
         if self._timed is not None:
             self._fit(factor)
         elif (
-            self._timeline is None and self._batches >= _TIMED and (self._calls if self._balanced else self._window_too)
+            self._timeline is None
+            and self._batches >= _TIMED
+            and (self._memory if self._balanced else self._window_too)
         ):
             self._time()
         more = math.ceil(self.window.rest * (factor - 1))
@@ -137,11 +142,9 @@ class Tuner(BaseTuner):
 
     def expect_more(self) -> None:
         """Prepares for a batch that may take more memory than those before: it offloads what does not fit, or is measured."""
-        activations = self.streamer.activations
         self._anew = self._balanced
-        if self._modes_too and not self._balanced and activations.headroom is None:
-            reserve = self.streamer.plan.gradient_bytes
-            activations.headroom = Headroom(activations.offload, self._left, reserve)
+        if self._activations is not None and not self._balanced and self._activations.headroom is None:
+            self._activations.watch_memory(self._left, self.streamer.plan.gradient_bytes)
 
     def _left(self, kept: Callable[[], int]) -> int:
         """Bytes that are left of the budget and of the device's memory.
@@ -158,9 +161,9 @@ class Tuner(BaseTuner):
             return min(room - (window.free - free), free)
         return min(room - self.streamer.weight_bytes - kept(), free)
 
-    def _begin_balancing(self) -> None:
+    def _begin_balancing(self, activations: UnitModes) -> None:
         """Not all activations fit: the next batch measures their minimum memory, and finds units that cannot be recomputed."""
-        window, streamer, activations = self.window, self.streamer, self.streamer.activations
+        window, streamer = self.window, self.streamer
         if not self._balanced:
             self._log.info(
                 "Superpipeline: the activations of a batch do not fit into device memory. The next two batches measure them; "
@@ -169,9 +172,10 @@ class Tuner(BaseTuner):
             if streamer.found.grouping_advice:
                 say_once(self._log, f"Superpipeline: {streamer.found.grouping_advice}")
         self.stop_timing()
-        self._timeline, self._timed, self._again, self._anew = None, None, False, False
+        self._timeline = self._timed = self._memory = self._balance = activations.headroom = None
+        self._again = self._anew = False
         self._balanced = True
-        self._calls, self._first, activations.calls, activations.headroom = (), 0, (), None
+        activations.calls = ()
         window.fill()
         if (smallest := window.smallest()).slot_bytes < streamer.plan.slot_bytes:
             self._resize(smallest)
@@ -191,19 +195,20 @@ class Tuner(BaseTuner):
         """
         self._observe()
         self.window.let_fewer_stay(self.streamer.plan)
-        activations, plan, smallest = self.streamer.activations, self.streamer.plan, self.window.smallest()
-        before, smaller = activations.modes, smallest.slot_bytes < plan.slot_bytes
+        smallest = self.window.smallest()
+        smaller = smallest.slot_bytes < self.streamer.plan.slot_bytes
+        modes = self.streamer.activations.modes
         if smaller:
             self._resize(smallest)
         if self._balanced:
-            if self._calls:
-                self._carry_out(min(map(self._all, FREEING), key=lambda modes: peak_bytes(self._sized(), modes)))
+            if self._memory is not None:
+                self._carry_out(self._all(self._memory.least_mode(self._largest)))
             self.window.lower_budget()  # what was chosen did not fit, although the measurements said that it would
         elif smaller:
             self.expect_more()
-        elif self._modes_too:
-            self._begin_balancing()
-        if self._timed is not None and (smaller or activations.modes != before):
+        elif self._activations is not None:
+            self._begin_balancing(self._activations)
+        if self._timed is not None and (smaller or self.streamer.activations.modes != modes):
             self._again = True
 
     # ------------------------------------------------------------------ what is measured
@@ -226,37 +231,46 @@ class Tuner(BaseTuner):
         visits, rates = measured(
             timeline.take(), len(layers), synchronous=self._device.synchronous, stay=self.streamer.plan.stay
         )
-        if self._balanced and "recompute" in self.streamer.activations.modes.values():
-            visits = without_second_forwards(visits)
-        index_of = {layer.name: index for index, layer in enumerate(layers)}
-        self._timed = Balance(self._calls, index_of, visits, rates)
+        if self._memory is not None:
+            from sp_lightning.tuning.balance import Balance, without_second_forwards
+
+            if "recompute" in self.streamer.activations.modes.values():
+                visits = without_second_forwards(visits)
+            index_of = {layer.name: index for index, layer in enumerate(layers)}
+            self._balance = Balance(self._memory.measured, index_of, visits, rates)
+        self._timed = visits, rates
         self._timeline = None
         self._again = True
 
     def _observe(self) -> None:
         """Notes how many bytes everything but weights took in the last batch."""
-        window, activations, peak = self.window, self.streamer.activations, self._device.peak_bytes()
-        if self._balanced and not self._calls and activations.calls:
-            self._calls, self._first = activations.calls, self._next
-            self._unfit = activations.recompute.end_trial()
-            activations.unrepeatable = self._unfit.keys()
-        headroom = activations.headroom
-        if headroom is not None and headroom.evicted_bytes:
-            return  # that peak is of no modes
+        window, activations, peak = self.window, self._activations, self._device.peak_bytes()
+        kept = 0
+        if activations is not None:
+            if self._balanced and self._memory is None and activations.calls:
+                from sp_lightning.tuning.balance import ActivationMemory
+
+                self._memory = ActivationMemory(activations.calls, self._next)
+                self._unfit = activations.recompute.end_trial()
+                activations.unrepeatable = self._unfit.keys()
+            if activations.headroom is not None:
+                if activations.headroom.evicted_bytes:
+                    return  # that peak is of no modes
+                kept = activations.headroom.most_kept
         if peak is None:
-            kept = 0 if headroom is None else headroom.most_kept
-            window.rest = max(window.rest, least_bytes(self._sized()) if self._balanced else kept)
-        elif (rest := peak - self.streamer.weight_bytes - self._more(activations.modes)) > window.rest:
+            window.rest = max(window.rest, kept if self._memory is None else self._memory.least(self._largest))
+        elif (rest := peak - self.streamer.weight_bytes - self._more(self.streamer.activations.modes)) > window.rest:
             window.rest, window.rest_gradients = rest, self.streamer.plan.gradient_bytes
 
-    def _sized(self) -> tuple[Call, ...]:
-        """The unit calls of the first batch, scaled to the largest one so far; none if no modes are chosen here."""
-        return scaled(self._calls, max(self._size, self._next) / self._first if self._first else 1)
+    @property
+    def _largest(self) -> int:
+        """The size of the largest batch so far, in elements of its tensors."""
+        return max(self._size, self._next)
 
     def _more(self, modes: Modes) -> int:
-        """Bytes that activations take with these modes beyond the least that they take with any."""
-        calls = self._sized()
-        return peak_bytes(calls, modes) - least_bytes(calls)
+        """Bytes that activations take with these modes beyond the least that they take with any; 0 if none are chosen."""
+        size = self._largest
+        return 0 if self._memory is None else self._memory.peak(modes, size) - self._memory.least(size)
 
     # ------------------------------------------------------------------ what is chosen
 
@@ -289,7 +303,8 @@ class Tuner(BaseTuner):
             said += f"; {len(plan.stay)} of {len(plan.layers)} layers stay on the device with their optimizer state"
         if self._balanced:
             self._carry_out(self._modes_for(plan))
-            said += f"; activations: {summary(activations.modes)}"
+            assert self._activations is not None
+            said += f"; activations: {self._activations.summary}"
         if said == self._said:
             return
         self._said = said
@@ -300,11 +315,11 @@ class Tuner(BaseTuner):
             said, why, human_bytes(needs), human_bytes(window.room),
             "" if window.rest else ", weights and gradients only: activations are not counted here",
         )  # fmt: skip
-        if self._balanced and needs > window.room:
+        if self._memory is not None and needs > window.room:
             self._log.warning(
                 "Superpipeline: even what takes least does not fit: %s of %s. %s is what activations take of it. Use a "
                 "smaller batch, or a larger gpu_memory.",
-                human_bytes(needs), human_bytes(window.room), human_bytes(peak_bytes(self._sized(), activations.modes)),
+                human_bytes(needs), human_bytes(window.room), human_bytes(self._memory.peak(activations.modes, self._largest)),
             )  # fmt: skip
 
     def _all(self, mode: Mode) -> dict[str, Mode]:
@@ -312,7 +327,8 @@ class Tuner(BaseTuner):
 
     def _carry_out(self, modes: Modes) -> None:
         """Gives every unit its mode from the next batch on. A unit that cannot be recomputed is offloaded instead."""
-        activations = self.streamer.activations
+        activations = self._activations
+        assert activations is not None
         chosen = self._all("offload") | {  # units that were never called are not among the choices
             unit: mode for unit, mode in modes.items() if unit not in self._unfit or mode != "recompute"
         }
@@ -336,22 +352,16 @@ class Tuner(BaseTuner):
 
     def _modes_for(self, plan: Plan) -> Modes:
         """The fastest choice of modes for a plan, within the memory that the plan leaves."""
-        if not self._balanced or self._timed is None or self.window.room is None:
+        if self._balance is None or self._memory is None or self.window.room is None:
             return self.streamer.activations.modes
-        calls = self._sized()
-        room = self.window.room - self.window.needs(plan) + least_bytes(calls)
-        candidates = replace(self._timed, calls=calls).candidates(room)
+        room = self.window.room - self.window.needs(plan) + self._memory.least(self._largest)
+        candidates = replace(self._balance, calls=self._memory.calls(self._largest)).candidates(room)
         return min(candidates, key=lambda modes: self._predicted(plan, modes).seconds)
 
     def _predicted(self, plan: Plan, modes: Modes) -> Prediction:
         assert self._timed is not None
-        walk = Walk(plan, self._timed.visited(modes), self._timed.rates, overlap=self._overlap)
+        visits, rates = self._timed
+        if self._balance is not None:
+            visits = self._balance.visited(modes)
+        walk = Walk(plan, visits, rates, overlap=self._overlap)
         return walk.predict(batches=2)
-
-
-def _with_inner_experts(found: Found) -> dict[str, str]:
-    """Returns the units that cannot be recomputed because experts inside them are layers of their own, with the reason."""
-    moving = {index for index in found.experts if not found.layers[index].rows}
-    experts = {module for module, used in found.visits.items() if moving.intersection(used)} if moving else set()
-    inside = [unit for unit, module in found.units.items() if experts.intersection(module.modules()) - {module}]
-    return dict.fromkeys(inside, "has experts that move by themselves")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.activations import offload
-from sp_lightning.activations.calls import Activations
+from sp_lightning.activations.calls import UnitModes
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.policy import Call, peak_bytes
 from sp_lightning.activations.recompute import Recompute
@@ -44,7 +44,7 @@ def train_saving(counts: Sequence[int], mode: Any) -> tuple[Outcome, SimDevice]:
     ids=str,
 )
 def test_peak_memory_is_that_of_the_formula(
-    counts: list[int], seen: list[Activations], monkeypatch: pytest.MonkeyPatch
+    counts: list[int], seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In units of what is saved, exactly; weights and everything else take less than half of one here."""
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
@@ -62,7 +62,7 @@ def test_peak_memory_is_that_of_the_formula(
         assert predicted <= device.peak < predicted + Saves.SIZE / 2, choice
 
 
-def test_the_savings_are_what_the_method_promises(seen: list[Activations]) -> None:
+def test_the_savings_are_what_the_method_promises(seen: list[UnitModes]) -> None:
     """More than 60 % below keeping, in both ways."""
     peaks = {mode: train_saving([1] * 8, mode)[1].peak for mode in ("keep", *MODES)}
     assert max(peaks[mode] for mode in MODES) < 0.4 * peaks["keep"]
@@ -135,7 +135,7 @@ class Views(nn.Module):
 
 
 def test_views_and_duplicates_of_one_storage_travel_once(
-    seen: list[Activations], monkeypatch: pytest.MonkeyPatch
+    seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = fit(twice(Views), vectors(1), superpipeline(activations="offload"))
     assert_same(ours, fit(twice(Views), vectors(1)))
@@ -146,7 +146,7 @@ def test_views_and_duplicates_of_one_storage_travel_once(
     assert seen[0].offload.returned_bytes == seen[0].offload.stored_bytes
 
 
-def test_small_tensors_buffers_and_residents_stay(seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_buffers_and_residents_stay(seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch) -> None:
     class Buffered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -164,7 +164,7 @@ def test_small_tensors_buffers_and_residents_stay(seen: list[Activations], monke
     assert seen[1].offload.stored_bytes == 0
 
 
-def test_the_last_units_of_a_forward_are_exempt(seen: list[Activations]) -> None:
+def test_the_last_units_of_a_forward_are_exempt(seen: list[UnitModes]) -> None:
     fit(lambda: Module(Stack()), vectors(), superpipeline(activations="offload"))
     calls = seen[0].calls
     assert [call.unit for call in calls][-2:] == ["net.blocks.4", "net.head"]
@@ -200,7 +200,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("room", [0, 3 * Saves.SIZE])
 def test_a_host_without_room_recomputes(
-    room: int, said: list[str], seen: list[Activations], monkeypatch: pytest.MonkeyPatch
+    room: int, said: list[str], seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first batch, whose sizes nobody knows, keeps what does not fit; later ones compute it again."""
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
@@ -221,7 +221,7 @@ def test_a_host_without_room_recomputes(
     assert len([each for each in said if "the host has no room for the activations of 'net.blocks." in each]) == 1
 
 
-def test_the_ring_is_used_again_and_given_back(seen: list[Activations]) -> None:
+def test_the_ring_is_used_again_and_given_back(seen: list[UnitModes]) -> None:
     """Batch after batch in the same memory, whatever their sizes."""
     batches = [torch.randn(size, 16) for size in (4, 4, 3, 4, 2, 4, 4)]
     fit(lambda: Module(Stack()), batches, superpipeline(activations="offload"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.activations.calls import Activations
+from sp_lightning.activations.calls import UnitModes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 # ---------------------------------------------------------------------- options
 
 
-def test_patterns_decide_by_the_first_match(seen: list[Activations]) -> None:
+def test_patterns_decide_by_the_first_match(seen: list[UnitModes]) -> None:
     choice: dict[str, Any] = {"net.blocks.1": "keep", "net.blocks": "recompute", "net.he*": "offload"}
     fit(lambda: Module(Stack()), vectors(), superpipeline(activations=choice))
     modes = {name.removeprefix("net."): mode for name, mode in seen[0].modes.items()}

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.activations.fingerprints import SavedRun, differences, may_be_unwritten
+from sp_lightning.activations.host_ring import HostRing
 from sp_lightning.activations.recompute import Unrepeatable
-from sp_lightning.device.host_memory import HostRing
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import simulated
@@ -268,7 +268,7 @@ def test_a_step_may_go_on_after_the_error(device: str) -> None:
 
 
 def fingerprinted(tensor: Tensor) -> SavedRun:
-    run = SavedRun(lambda address, offset: None)
+    run = SavedRun(lambda address: None)
     run.found.append(run._fingerprint(tensor))
     return run
 
@@ -345,7 +345,7 @@ def test_shapes_dtypes_and_strides_show() -> None:
 
 
 def test_what_is_saved_twice_is_summed_once() -> None:
-    run, x = SavedRun(lambda address, offset: None), torch.randn(64, 128)
+    run, x = SavedRun(lambda address: None), torch.randn(64, 128)
     one, other = run._fingerprint(x), run._fingerprint(x.detach())
     assert one is other
     x.add_(1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from sp_lightning.activations.calls import Activations
+from sp_lightning.activations.calls import UnitModes
 from sp_lightning.engine.module_calls import ModuleCalls, listen
 from sp_lightning.torch_compat import around_calls
 from tests.support.engine import streamer_of
@@ -292,7 +292,7 @@ def test_a_forward_that_a_pre_hook_has_kept_is_the_module_s_own() -> None:
     gradients = []
     for module in (ours.module, plain.module):
         x = torch.ones(1, 16, requires_grad=True)
-        with mock.patch.object(Activations, "call", side_effect=AssertionError):
+        with mock.patch.object(UnitModes, "call", side_effect=AssertionError):
             module.eval().kept(x).sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)

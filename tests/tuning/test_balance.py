@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning.activations import offload
-from sp_lightning.activations.calls import Activations
+from sp_lightning.activations.calls import UnitModes
 from sp_lightning.activations.policy import Call, least_bytes, peak_bytes
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.rings import Ring
-from sp_lightning.tuning.choices import Balance, without_second_forwards
+from sp_lightning.tuning.balance import Balance, without_second_forwards
 from sp_lightning.tuning.simulator import Walk
 from sp_lightning.tuning.visits import Rates, Visit
 from tests.support.models import CASES, Module, Stack, vectors
@@ -130,7 +130,7 @@ def train(
 @pytest.mark.parametrize(
     "name", some(["llama-dropout", "conditional", "reused", "gan", "lstm"], "llama-dropout", why="four more of them")
 )
-def test_real_models_within_a_budget(name: str, seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_models_within_a_budget(name: str, seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-way between what offloading everything takes and what keeping everything does."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
     case, peaks = CASES[name], {}
@@ -147,7 +147,7 @@ def test_real_models_within_a_budget(name: str, seen: list[Activations], monkeyp
 
 
 @pytest.mark.parametrize("units", [3, 4, 6, 9])
-def test_the_budget_is_filled_and_kept(units: int, seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_filled_and_kept(units: int, seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch) -> None:
     """In units of what each of eight saves: as many are kept as there is room for, to the byte of the formula."""
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
     room = units * Saves.SIZE + 24_000  # weights, gradients, and what is small
@@ -163,19 +163,19 @@ def test_the_budget_is_filled_and_kept(units: int, seen: list[Activations], monk
 
 
 @pytest.mark.rest("the first tier has the budget that is kept")
-def test_a_larger_batch_offloads_what_does_not_fit(seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_batch_offloads_what_does_not_fit(seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch) -> None:
     """It offloads what does not fit, as a first batch does. The batch after it measures all activations."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 2**10)
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(size, 16, generator=generator) for size in (32, 32, 32, 96, 96, 32)]
     chosen: list[set[str]] = []
-    begin = Activations.begin
+    begin = UnitModes.begin
 
-    def noted(self: Activations) -> None:
+    def noted(self: UnitModes) -> None:
         chosen.append(set(self.modes.values()))
         begin(self)
 
-    monkeypatch.setattr(Activations, "begin", noted)
+    monkeypatch.setattr(UnitModes, "begin", noted)
     ours, device = train(110_000, batches, lambda: Module(Stack()))
     assert_same(ours, fit(lambda: Module(Stack()), batches))
     assert device.peak <= 110_000
@@ -202,14 +202,14 @@ def test_an_error_teaches_that_there_is_less_room() -> None:
     assert seen
 
 
-def test_without_a_limit_all_is_kept(seen: list[Activations]) -> None:
+def test_without_a_limit_all_is_kept(seen: list[UnitModes]) -> None:
     """As on the CPU."""
     ours = fit(lambda: Module(Stack()), vectors(), superpipeline(activations="auto"))
     assert_same(ours, fit(lambda: Module(Stack()), vectors()))
     assert set(seen[0].modes.values()) == {"keep"}
 
 
-def test_a_budget_counts_activations_on_the_cpu_too(seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_counts_activations_on_the_cpu_too(seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
     strategy = superpipeline(k=2, k_prime=1, activations="auto", gpu_memory=4 * Saves.SIZE + 24_000)
     ours = fit(lambda: saving([1] * 8), rows() * 2, strategy)
