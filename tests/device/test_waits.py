@@ -35,16 +35,16 @@ where a device waits for more than the simulation: the two that are not are list
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 from torch import Tensor
 
-from sp_lightning.activations.offload import Offload
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.layers.gradients import Gradients
+from sp_lightning.registry import is_installed
 from sp_lightning.store.block import HostBlock
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
@@ -65,7 +65,7 @@ from tests.support.wait_scenarios import IMPLIED, OF_RANKS, OF_TRIALS, SCENARIOS
     ids=lambda wait: wait.name,
 )
 def test_every_wait_is_needed(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
+    _move_small_activations(monkeypatch)
     assert wait in SCENARIOS, f"{wait} needs a scenario that fails without it"
     scenario = SCENARIOS[wait]
     with simulated() as made:
@@ -125,11 +125,20 @@ def as_a_device_does() -> Iterator[None]:
         mock.patch.object(HostBlock, "write", written),
         mock.patch.object(EmbeddingRows, "_look_up", looked_up),
         mock.patch.object(Gradients, "retire", freeing(Gradients.retire)),
-        mock.patch.object(Offload, "retire", freeing(Offload.retire)),
-        mock.patch.object(Offload, "_drop", freeing(Offload._drop)),
         mock.patch.object(Watch, "__torch_dispatch__", dispatched),
+        ExitStack() as stack,
     ):
+        if is_installed("activations"):
+            from sp_lightning.activations.offload import Offload
+
+            stack.enter_context(mock.patch.object(Offload, "retire", freeing(Offload.retire)))
+            stack.enter_context(mock.patch.object(Offload, "_drop", freeing(Offload._drop)))
         yield
+
+
+def _move_small_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_installed("activations"):
+        monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
 
 
 @pytest.mark.long("the matrix above has every wait; this one asks whether it is needed")
@@ -139,7 +148,7 @@ def as_a_device_does() -> Iterator[None]:
 @pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
 def test_no_other_wait_implies_it(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for those that are listed with what does."""
-    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
+    _move_small_activations(monkeypatch)
     with simulated() as made, as_a_device_does():
         ours = SCENARIOS[wait](superpipeline(k=1))
     with left_out(), nullcontext() if wait in IMPLIED else pytest.raises((Race, Mixed)):

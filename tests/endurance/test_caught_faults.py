@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.activations import offload, recompute
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.step import Step
@@ -108,7 +108,8 @@ class Row:
 
     Attributes:
         pair: the two halves.
-        owner, name, number: the function that raises, and in which of its calls since user code began.
+        owner, name, number: the function that raises, and in which of its calls since user code began. The owner is an object,
+            or the name of a module that need not be installed.
         does: what user code does meanwhile.
         when: "in" a step, "between" two.
         options: of the strategy.
@@ -124,6 +125,11 @@ class Row:
     when: tuple[str, ...] = ("in", "between")
     options: dict[str, Any] = field(default_factory=dict)
     manual: bool = False
+
+    @property
+    def place(self) -> Any:
+        """The owner."""
+        return import_module(self.owner) if isinstance(self.owner, str) else self.owner
 
 
 IN, BETWEEN, BOTH = ("in",), ("between",), ("in", "between")
@@ -146,10 +152,18 @@ ROWS = [
     Row("reading: to_host / install, to_device", nn.Module, "state_dict", 1, saves, BOTH, RECOMPUTE),
     Row("reading: to_host / install, to_device", nn.Module, "state_dict", 1, saves, BOTH, OFFLOAD),
     Row("reading: to_host / install, to_device", AtomicCheckpointIO, "save_checkpoint", 1, saves, BOTH, RECOMPUTE),
-    Row("activations: enter / leave", offload, "count_once", 1, calls, IN, OFFLOAD),
+    Row("activations: enter / leave", "sp_lightning.activations.offload", "count_once", 1, calls, IN, OFFLOAD),
     Row("activations: enter / leave", torch, "tanh", 2, calls, BOTH, OFFLOAD),
     Row("activations: first run / its end", torch, "tanh", 2, calls, BOTH, RECOMPUTE),
-    Row("activations: second run / its end", recompute, "put", 1, goes_backward, IN, RECOMPUTE),
+    Row(
+        "activations: second run / its end",
+        "sp_lightning.activations.recompute",
+        "put",
+        1,
+        goes_backward,
+        IN,
+        RECOMPUTE,
+    ),
     Row("activations: second run / its end", torch, "tanh", 7, goes_backward, IN, RECOMPUTE),
     Row("optimizer: before a step / after", ByData, "write", 4, steps, IN, RECOMPUTE, manual=True),
     Row("optimizer: before a step / after", ByData, "write", 4, steps_again, IN, RECOMPUTE, manual=True),
@@ -160,7 +174,7 @@ CASES = [(row, when, error) for row, error in product(ROWS, ERRORS) for when in 
 
 
 NAMES = [
-    f"{row.pair}, {getattr(row.owner, '__name__', '')}.{row.name} in {row.does.__name__} {when}, {error.__name__}"
+    f"{row.pair}, {getattr(row.owner, '__name__', row.owner)}.{row.name} in {row.does.__name__} {when}, {error.__name__}"
     for row, when, error in CASES
 ]
 
@@ -171,7 +185,8 @@ NAMES = [
 def state_of(module: Catches) -> dict[str, Any]:
     """What a caught fault must leave as it was."""
     streamer = streamer_of(module.trainer.strategy)
-    running = streamer._access.calls
+    running, activations = streamer._access.calls, streamer.activations
+    offload = getattr(activations, "offload", None)
     return {
         "a step runs": streamer._step.running,
         "depth": (running.depth, running._here.depth),
@@ -179,9 +194,9 @@ def state_of(module: Catches) -> dict[str, Any]:
         "slots in use": sum(slot.lent for slot in streamer._slots.all) - len(streamer._residency.used),
         "hooks on the thread": top_saved_tensors_hooks(),
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
-        "activations": (streamer.activations._installed, sum("forward" in vars(m) for m in module.modules())),
-        "the unit under way": streamer.activations.offload.call,
-        "first runs": list(recompute.first_runs()),
+        "activations": (getattr(activations, "_installed", None), sum("forward" in vars(m) for m in module.modules())),
+        "the unit under way": None if offload is None else offload.call,
+        "first runs": activations.first_run(),
         "optimizer": [set(vars(each)) - {"_opt_called"} for each in module.trainer.optimizers],
         "groups": [len(each.param_groups) for each in module.trainer.optimizers],
         "torch": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
@@ -232,14 +247,14 @@ class Catches(Module):
         if not ours and not self.row.manual:
             return
         before = state_of(self) if ours else {}
-        original, numbers = getattr(self.row.owner, self.row.name), count(1)
+        original, numbers = getattr(self.row.place, self.row.name), count(1)
 
         def fails(*args: Any, **options: Any) -> Any:
             if next(numbers) == self.row.number:
                 raise self.error("injected")
             return original(*args, **options)
 
-        with mock.patch.object(self.row.owner, self.row.name, fails), pytest.raises(self.error, match="injected"):
+        with mock.patch.object(self.row.place, self.row.name, fails), pytest.raises(self.error, match="injected"):
             self.row.does(self)
         if self.row.manual:
             calls(self)  # torch tells nobody that an optimizer's step has raised, so that is seen now

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from sp_lightning.activations.calls import UnitModes
 from sp_lightning.engine.module_calls import ModuleCalls, listen
 from sp_lightning.torch_compat import around_calls
 from tests.support.engine import streamer_of
@@ -286,6 +285,8 @@ class KeepsForward(Module):
 
 def test_a_forward_that_a_pre_hook_has_kept_is_the_module_s_own() -> None:
     """It ran in the mode of a run that was over."""
+    from sp_lightning.activations.calls import UnitModes
+
     ours = fit(lambda: KeepsForward(Stack()), vectors(2), superpipeline(k=1, activations="recompute"))
     plain = fit(lambda: KeepsForward(Stack()), vectors(2))
     assert_same(ours, plain)

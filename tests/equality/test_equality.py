@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
-from sp_lightning.activations.offload import Offload
 from sp_lightning.layers import gradients
 from sp_lightning.updates.pieces import InPieces
 from tests.equality.cases import CASES
@@ -164,6 +163,8 @@ def test_the_variants_of_one_pass_have_narrow_gradients_and_pieces(
 
 def test_the_comparison_of_offloaded_activations_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes back is what backward reads: one wrong number is seen."""
+    from sp_lightning.activations.offload import Offload
+
     load, variant = Offload.load, VARIANTS["offloaded"]
 
     def wrong(self: Offload, stored: Any) -> Tensor:

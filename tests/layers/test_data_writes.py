@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations.recompute import Unrepeatable
 from tests.support.data_writes import BLOCKS, WRITES, Linears, Writes, multiply, rebind, rebind_twice
 from tests.support.models import Module, Stack, vectors
 from tests.support.poison import poisoned
@@ -35,6 +34,8 @@ IN_PRECISIONS = [(write, "32-true") for write in WRITES] + [
 @pytest.mark.parametrize(("write", "precision"), IN_PRECISIONS)
 @pytest.mark.parametrize("block", first(BLOCKS, "linear", why="other kinds of layers"))
 def test_backward_sees_what_plain_autograd_sees(block: str, write: Callable[[Any], None], precision: Any) -> None:
+    from sp_lightning.activations.recompute import Unrepeatable
+
     def make() -> Module:
         return Writes(BLOCKS[block], write)
 
@@ -89,6 +90,7 @@ def test_auto_offloads_what_is_written_in_between() -> None:
 @pytest.mark.parametrize("write", WRITES)
 def test_what_is_written_of_the_last_layer_alone_is_refused_under_recompute(write: Callable[[Any], None]) -> None:
     """The layer is still in use when its second run begins: nobody has looked at it since."""
+    from sp_lightning.activations.recompute import Unrepeatable
 
     class WritesLast(Module):
         def loss(self, batch: Any) -> Tensor:
@@ -197,6 +199,8 @@ class WritesByOldReference(Module):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("block", ["linear", "convolution"])
 def test_through_references_that_were_taken_before(block: str, precision: Any) -> None:
+    from sp_lightning.activations.recompute import Unrepeatable
+
     def make() -> Module:
         return WritesByOldReference(BLOCKS[block])
 

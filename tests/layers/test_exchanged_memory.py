@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations.recompute import Unrepeatable
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from tests.support.data_writes import BLOCKS, Convolutions, Linears, Writes, multiply
 from tests.support.models import Module, vectors
@@ -327,6 +326,8 @@ def test_the_poison_of_tests_changes_no_numbers_itself(resident: list[str]) -> N
 
 @pytest.mark.parametrize("what", ["weight", "tied", "module", "pruned", "bias"])
 def test_what_is_exchanged_before_its_second_run_is_refused(what: str) -> None:
+    from sp_lightning.activations.recompute import Unrepeatable
+
     class Exchanges(Module):
         def loss(self, batch: Any) -> Tensor:
             loss = super().loss(batch)
@@ -639,6 +640,7 @@ class WritesWhatItHad(Linears):
 @pytest.mark.parametrize("how", ["left", "put back"])
 def test_memory_that_a_weight_had_is_not_written_before_backward(how: str, k: int) -> None:
     """On plain Lightning backward computes with what was written. Here it did with the values of before, without a word."""
+    from sp_lightning.activations.recompute import Unrepeatable
 
     def make() -> Module:
         return Module(nn.Sequential(*(WritesWhatItHad(how) for _ in range(4))))

@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations import offload
 from tests.support.engine import streamer_of
 from tests.support.machine import as_torch_can
 from tests.support.models import Module
@@ -26,6 +25,8 @@ WIDTH = 8
 
 @pytest.fixture(autouse=True)
 def everything_is_worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sp_lightning.activations import offload
+
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from sp_lightning.activations import offload
-from sp_lightning.tuning.tuner import Tuner
-
 
 @contextmanager
 def crowded() -> Iterator[None]:
     """In this context the first batch offloads all activations, and the next batches measure them and choose modes."""
+    from sp_lightning.activations import offload
+    from sp_lightning.tuning.tuner import Tuner
+
     with mock.patch.object(Tuner, "_left", return_value=-1), mock.patch.object(offload, "WORTH_MOVING", 1):
         yield

@@ -6,12 +6,12 @@ only a fetch may read them then. Random NaN bit patterns are all ones, which is 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from sp_lightning.activations.offload import Offload, OffloadedStorage
 from sp_lightning.device.layout import part
 from sp_lightning.layers import slots, writes
 from sp_lightning.layers.layer import StreamedLayer
@@ -118,14 +118,16 @@ def _shown_while_landing(
 @contextmanager
 def poisoned_ring() -> Iterator[None]:
     """Host memory is NaN as soon as no graph needs what is in it, and device memory when nothing is to be read there."""
+    from sp_lightning.activations.offload import Offload, OffloadedStorage
+
     end, drop = OffloadedStorage.__del__, Offload._drop
 
-    def ended(self: OffloadedStorage) -> None:
+    def ended(self: Any) -> None:
         with no_dispatch_modes():  # nothing that the engine does
             poison(self.buffer.bytes)
         end(self)
 
-    def dropped(self: Offload, storages: Sequence[OffloadedStorage]) -> None:
+    def dropped(self: Any, storages: Sequence[Any]) -> None:
         mine = [storage.returned for storage in storages if storage.returned is not None]
         drop(self, storages)
         for memory in mine:
