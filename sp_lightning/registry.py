@@ -26,6 +26,8 @@ from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from sp_lightning.plan.ledger import Ledger
     from sp_lightning.plan.plan import Plan
     from sp_lightning.plan.window import Window
+    from sp_lightning.trainer.checkpoint_io import CheckpointFormat
     from sp_lightning.trainer.optimizer_steps import SteppedRun
     from sp_lightning.trainer.options import Options
     from sp_lightning.trainer.step_place import StepPlace
@@ -260,3 +263,38 @@ def make_tuner(
     from sp_lightning.engine.tuner import BaseTuner
 
     return BaseTuner(window, streamer)
+
+
+# ---------------------------------------------------------------------- ranks: error
+
+
+def part_of_several_devices(devices: int, nodes: int) -> Any:
+    """Returns the class that is the strategy's part for several devices."""
+    with needed_for(f"devices={devices}" if nodes == 1 else f"num_nodes={nodes}"):
+        from sp_lightning.ranks.strategy import RankStrategy
+    return RankStrategy
+
+
+def checkpoint_format(*, folder: bool) -> CheckpointFormat:
+    """Returns how checkpoints are written: as one file, or as a folder (``save_distributed_checkpoint=True``)."""
+    if not folder:
+        from sp_lightning.trainer.checkpoint_io import CheckpointFormat
+
+        return CheckpointFormat()
+    with needed_for("save_distributed_checkpoint=True"):
+        from sp_lightning.ranks.folder_format import FolderFormat
+    return FolderFormat()
+
+
+def read_checkpoint_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Returns the checkpoint in a folder that several processes have written."""
+    with needed_for(f'ckpt_path="{folder}", a folder,'):
+        from sp_lightning.ranks.folder_reader import read
+    return read(folder, weights_only)
+
+
+def check_transfer(transfer: str) -> None:
+    """Raises an error if devices of a node are to share uploads (``transfer=``), and the folder is missing."""
+    if transfer != "full":
+        with needed_for(f'transfer="{transfer}"'):
+            import sp_lightning.ranks.transfer  # noqa: F401

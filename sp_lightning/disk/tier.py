@@ -183,13 +183,11 @@ def open_store(
         MemoryError: host memory does not suffice even with a disk.
         OSError: the disk has no room.
     """
-    ranks, elsewhere = run.ranks, 0
-    if ranks is not None:
-        free_garbage()
-        elsewhere = sum(ranks.gather_numbers(anonymous_bytes(), "what processes have taken of host memory")[1:])
+    free_garbage()
+    elsewhere = sum(run.group.gather(anonymous_bytes(), "what processes have taken of host memory")[1:])
     store: StateStore = IN_MEMORY
     nbytes = 0
-    if ranks is None or ranks.primary:
+    if run.group.primary:
         assert options.disk is not None
         store = tier = DiskTier(options.disk, options.host_memory, log)
         run.placement.leave()  # the memory that is counted next has none of them; those of a window come
@@ -200,7 +198,7 @@ def open_store(
             optimizers, streamer.updating.layer_of, still, others, elsewhere, below.weight_bytes + below.gradient_bytes
         )
         nbytes = tier.placement.memory_bytes
-    return store, nbytes if ranks is None else ranks.gather_numbers(nbytes, "where optimizers' state is")[0]
+    return store, run.group.gather(nbytes, "where optimizers' state is")[0]
 
 
 def _state_bytes(

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, compared before work begins, and how many processes there are and where."""
+"""Checks before work begins: what several devices do not support, what must be the same on all ranks, and their number."""
 
 from __future__ import annotations
 
@@ -13,12 +13,51 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from sp_lightning.layers.writes import digest
 from sp_lightning.ranks.checkpoint_folder import own_state
 from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.torch_compat.private import accumulation_hooks
 from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.options import Options
+from sp_lightning.updates.scaler import HostGradScaler
+
+_ONE = "Pass Trainer(devices=1)"
+
+
+def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -> None:
+    """Refuses what would differ from one device, or hang.
+
+    Raises:
+        ValueError: the module, an option or the precision is of such a kind.
+    """
+    if options.debug_writes:
+        raise ValueError(f"debug_writes=True looks at the weights of one process. {_ONE} while you look.")
+    if options.gpu_layers not in (0, "auto"):
+        raise ValueError(f"gpu_layers={options.gpu_layers} keeps layers on one device. {_ONE}, or leave it out.")
+    if options.optimizer_on == "gpu":
+        raise ValueError(f'optimizer_on="gpu" steps layers of one device. {_ONE}, or leave it out.')
+    if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
+        raise ValueError(
+            f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "
+            f"{_ONE}, or torch.amp.GradScaler."
+        )
+    # The bits of ddp could be had: with gloo each row is divided by the number of ranks, a rank's rows are added up, and then
+    # those of the ranks in their order. But how many rows there are is not known before, so such a gradient has no place in the
+    # memory that all ranks have, and the others would not see what the primary's unscaling and clipping make of it.
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(
+                f"{name!r} has sparse gradients, which several devices do not sum. Make it with sparse=False, or pass "
+                "Trainer(devices=1)."
+            )
+    for name, parameter in module.named_parameters():
+        if accumulation_hooks(parameter):
+            raise ValueError(
+                f"{name!r} has a hook that runs after its gradient was accumulated (register_post_accumulate_grad_hook); with "
+                f"several devices gradients are summed after that. {_ONE}, or use the hook on_before_optimizer_step."
+            )
 
 
 def compare_models(ranks: Ranks, module: pl.LightningModule, options: Options) -> None:
@@ -118,29 +157,6 @@ def _said(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------- processes: as many as the trainer says, each in its place
-
-
-def refuse_processes_alone(strategy: Any) -> None:
-    """Refuses one device where torchrun, say, has started several processes: each would train by itself.
-
-    Raises:
-        ValueError: it has.
-    """
-    environment = strategy.cluster_environment
-    if environment is None or not environment.creates_processes_externally:
-        return
-    if strategy.num_nodes * len(strategy.parallel_devices) > 1:
-        return
-    try:
-        number = environment.world_size()
-    except Exception:  # SLURM's needs SLURM_NTASKS, say. Plain Lightning does not ask it on one device
-        return
-    if number > 1:
-        raise ValueError(
-            f"{number} processes were started (found by {type(environment).__name__}), and each has Trainer(devices=1): each "
-            f"would train alone. Expected one process, or all devices. Pass Trainer(devices={number}) on one node; on several "
-            "nodes, num_nodes= and the devices of each node."
-        )
 
 
 def refuse_other_places(strategy: Any) -> None:

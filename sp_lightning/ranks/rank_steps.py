@@ -15,13 +15,15 @@ from torch.optim import Optimizer
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.ranks.turns import RankTurns
 from sp_lightning.torch_compat.patched import in_place_of, own_step
+from sp_lightning.trainer.group import WholeSteps
+from sp_lightning.trainer.update_facts import CLIPPING
 from sp_lightning.trainer.user_hooks import calls_closure_first
 from sp_lightning.updates.scaler import Found, HostGradScaler
 
 Closure = Callable[[], Any]
 
 
-class RankSteps:
+class RankSteps(WholeSteps):
     """Has optimizers' steps, and what else writes gradients before them, happen once for all ranks.
 
     An optimizer's ``step`` is replaced on the object, so schedulers, hooks and Lightning see the optimizer as it is. On the
@@ -156,8 +158,15 @@ class RankSteps:
         """Whether this rank's optimizers step."""
         return self._turns.ranks.primary
 
-    def on_primary(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """What does something to the gradients of all ranks once: the action, on the primary."""
+    def clipping(
+        self, methods: dict[str, Callable[..., None]], plugin: Any, *, in_updates: bool
+    ) -> dict[str, Callable[..., None]]:
+        """Returns methods that clip the gradients of all ranks once, on the primary."""
+        if in_updates:
+            return methods if self.primary else dict.fromkeys(methods, lambda *_, **__: None)
+        return {name: self._on_primary_alone(methods.get(name, getattr(plugin, name))) for name in CLIPPING}
+
+    def _on_primary_alone(self, action: Callable[..., Any]) -> Callable[..., Any]:
         within = getattr(action, "func", None) == self.once  # an optimizer steps inside another one's closure
         return action if within else partial(self.once, action)
 

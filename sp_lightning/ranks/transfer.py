@@ -9,9 +9,9 @@ from time import perf_counter
 import torch
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.choices import Transfer
 from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.trainer.group import warn_of_one_device
 
 NBYTES = 1 << 26
 """As many bytes are copied as a layer of a large model has, within a factor of ten."""
@@ -20,19 +20,15 @@ _MUCH = 0.8
 """Slices have to take at most this share of the time: they make ranks wait for each other."""
 
 
-def takes_slices(transfer: Transfer, device: Device, ranks: Ranks | None, log: logging.Logger, *, trains: bool) -> bool:
+def takes_slices(transfer: Transfer, device: Device, ranks: Ranks, log: logging.Logger, *, trains: bool) -> bool:
     """Whether the devices of a node upload layers together. Collective; all ranks have the same answer.
 
     With ``"auto"`` some memory is uploaded both ways, by all ranks at once, as in a run. Where the model computes on the host
     there is nothing to upload, and the answer is no. So it is in training, because gathers beside sums of gradients are what
     neither NCCL nor torch promises (see :mod:`~sp_lightning.ranks.sliced_uploads`): a user asks for them by name.
     """
-    if ranks is None or ranks.size == 1:
-        if transfer == "sharded":
-            say_once(
-                log,
-                'Superpipeline: transfer="sharded" changes nothing: no other device on this node could bring slices.',
-            )
+    if ranks.size == 1:
+        warn_of_one_device(transfer, log)
         return False
     if transfer != "auto":
         return transfer == "sharded"

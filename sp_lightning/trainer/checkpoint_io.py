@@ -11,6 +11,7 @@ import pickle
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from sp_lightning import registry
 from sp_lightning.model.wrapped import parts, rebuild
-from sp_lightning.ranks.folder_reader import read
+from sp_lightning.registry import read_checkpoint_folder
 from sp_lightning.torch_compat.private import loads_in_its_own_way, tree_map_only
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 from sp_lightning.trainer.part_files import cause_of, create_part, not_written, read_whole, sync_folder
@@ -60,7 +61,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: the file could not be written; a previous file of this name is as it was.
         """
-        file = _local(path)
+        file = local_path(path)
         if file is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
@@ -89,7 +90,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Reads a checkpoint. Its weights stay in the file until they are copied to where they belong.
 
         Args:
-            path: the name of a file, or of a folder that all ranks have written, or a URL.
+            path: the name of a file, or of a folder that several processes have written, or a URL.
             map_location: as in ``torch.load``; a folder's tensors come to the host.
             weights_only: None means True, for files of other machines, too; False runs whatever code the file holds.
 
@@ -98,10 +99,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             pickle.UnpicklingError: the file holds other objects than tensors and plain values.
             ValueError: the file ends too early, or is no checkpoint.
         """
-        file = _local(path)
+        file = local_path(path)
         try:
             if file is not None and file.is_dir():
-                mapped, checkpoint = True, read(file, weights_only)
+                mapped, checkpoint = True, read_checkpoint_folder(file, weights_only)
             elif file is None or not file.is_file():
                 weights_only = True if file is None and weights_only is None else weights_only
                 return super().load_checkpoint(path, map_location, weights_only)
@@ -124,6 +125,32 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 if key not in _STAY_IN_THE_FILE and not (self.state_stays and key == "optimizer_states")
             )
         return checkpoint
+
+
+class CheckpointFormat:
+    """How checkpoints are written: as one file, by the strategy's ``checkpoint_io``.
+
+    Attributes:
+        compares_state: whether all processes compare the optimizers' state before they write.
+    """
+
+    compares_state = False
+
+    def check(self, io: Any) -> None:
+        """Checks that the format works with the strategy's ``checkpoint_io``. The error is a ``ValueError``."""
+
+    def save(
+        self, strategy: Any, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, by_io: Callable[..., None]
+    ) -> None:
+        """Writes a checkpoint.
+
+        Args:
+            strategy: the strategy that saves.
+            checkpoint: what to write.
+            path, storage_options: as in ``Strategy.save_checkpoint``.
+            by_io: writes the file with the strategy's ``checkpoint_io``.
+        """
+        by_io(checkpoint, path, storage_options)
 
 
 def _in_memory(value: Tensor) -> Tensor:
@@ -180,27 +207,7 @@ def _users_see_what_is_loaded(module: pl.LightningModule) -> bool:
     )
 
 
-def folder_for(path: Any, storage_options: Any | None) -> Path:
-    """Where all ranks write a checkpoint.
-
-    Raises:
-        ValueError: it is not on a file system of this machine.
-        TypeError: there are options for storage elsewhere.
-    """
-    if storage_options is not None:
-        raise TypeError(
-            f"storage_options= is not supported with save_distributed_checkpoint=True, found {storage_options!r}. Leave it out."
-        )
-    folder = _local(path)
-    if folder is None:
-        raise ValueError(
-            f"With save_distributed_checkpoint=True ranks write to a file system that all nodes see, and {str(path)!r} is "
-            "elsewhere. Name a folder, or leave the option out."
-        )
-    return folder
-
-
-def _local(path: Any) -> Path | None:
+def local_path(path: Any) -> Path | None:
     """Returns the path of a file on this machine; None for a file elsewhere."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None

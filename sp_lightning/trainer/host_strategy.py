@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from sp_lightning.ranks.agreement import choose_interface, refuse_other_places, refuse_processes_alone
-from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.registry import part_of_several_devices
 from sp_lightning.sharing.shared_base import refuse_several_devices
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from sp_lightning.trainer.compat import (
-    given_checkpoint_io,
-    is_interactive,
-    meet_before_batches,
-    set_inherited,
-    wraps_another,
-)
+from sp_lightning.trainer.compat import given_checkpoint_io, set_inherited, wraps_another
+from sp_lightning.trainer.group import ALONE, Group
 from sp_lightning.trainer.options import prepare_precision
 
 if TYPE_CHECKING:
@@ -54,7 +47,7 @@ class HostStrategy(_Base):
     ) -> None:
         self._device_given = device is not None
         self._of_trainer: dict[str, Any] = {}
-        self._made_ranks: Ranks | None = None
+        self._connected = ALONE
         self._devices = [torch.device("cpu" if device is None else device)]
         self._nodes = 1
         super().__init__(self._devices[0], accelerator, checkpoint_io, precision_plugin)
@@ -85,18 +78,34 @@ class HostStrategy(_Base):
 
     # ------------------------------------------------------------------ one device or several
 
+    # An object's class is made of the public class, or a user's that derives from it, and of Lightning's for its devices.
+    # Lightning sets the devices after it has made the strategy, so the class changes once if there are several.
+
     _one_device: Any
-    """Lightning's strategy of one device, which this one derives from unless it is given several."""
+    """Lightning's strategy for one device."""
 
     _several_devices: Any
-    """Lightning's strategy of several devices, which this one derives from once it is given some."""
+    """Lightning's strategy for several devices. ``ranks`` has a part that precedes it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(_derived(cls, cls._one_device))
+        return object.__new__(_on_devices(cls, cls._one_device))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A class that was made here has no name under which pickle would find it."""
+        """Pickles the base classes: pickle would not find the class itself by its name."""
         return _unpickled, type(self).__bases__, self.__getstate__()
+
+    def _change_class(self) -> None:
+        """Changes the class to that for the present devices, if it is another one."""
+        users = type(self).__bases__[0]
+        of_devices: tuple[Any, ...] = (self._one_device,)
+        if self._several:
+            of_devices = part_of_several_devices(len(self._devices), self._nodes), self._several_devices
+        if type(self).__bases__ == (users, *of_devices):
+            return
+        devices = self._devices
+        self.__class__ = _on_devices(users, *of_devices)
+        of_devices[0].__init__(self, devices[0], super().accelerator, given_checkpoint_io(self), self.precision_plugin)
+        self._devices = devices  # Lightning's class has set other ones
 
     cluster_environment: Any = None
     """How the processes of several devices find each other. Lightning hands its choice to strategies that have this."""
@@ -112,7 +121,7 @@ class HostStrategy(_Base):
         if self._several:
             refuse_several_devices()
         if self._devices:
-            self._derive_from(self._several_devices if self._several else self._one_device)
+            self._change_class()
 
     @property
     def _several(self) -> bool:
@@ -129,94 +138,14 @@ class HostStrategy(_Base):
         self._nodes = number
         self.parallel_devices = self._devices
 
-    def _derive_from(self, base: Any) -> None:
-        """Lightning says how many devices there are when the strategy is made already, so it changes its class then."""
-        if issubclass(type(self), base):
-            return
-        devices, environment = self._devices, self.cluster_environment
-        self.__class__ = _derived(type(self).__bases__[0], base)
-        common = {"checkpoint_io": given_checkpoint_io(self), "precision_plugin": self.precision_plugin}
-        if base is self._one_device:
-            base.__init__(self, devices[0], super().accelerator, **common)
-        else:
-            base.__init__(
-                self,
-                super().accelerator,
-                cluster_environment=environment,
-                start_method="fork" if is_interactive() else "popen",
-                **common,
-            )
-        self._devices = devices
-
     @property
-    def _all_ranks(self) -> Ranks | None:
-        """The processes that train together, once they are connected; None for one device."""
-        if self._several and (self._ranks is None or self._ranks.failure):  # a run may follow one that failed
-            if self._ranks is not None:
-                self._ranks.close()
-            refuse_other_places(self)
-            again = self._made_ranks is not None
-            self._made_ranks = made = Ranks(self.root_device, len(self._devices))
-            if not made.first and not again:  # what rank 0 says is true of all; warnings may be of one alone
-                self.log = self.log.getChild(f"rank{self.global_rank}")
-                self.log.setLevel(logging.WARNING)
-        return self._ranks if self._several else None
-
-    @property
-    def _ranks(self) -> Ranks | None:
-        """The processes that are connected, unless another strategy has trained since."""
-        return None if self._made_ranks is None or self._made_ranks.closed else self._made_ranks
-
-    def _note_failure(self, error: BaseException) -> None:
-        """Announces an error of this process to the others, so that they stop waiting for it."""
-        if self._ranks is not None:
-            self._ranks.fail(error)
-
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Waits for the other processes. After an error it does not: they may never come."""
-        if self._ranks is None:
-            super().barrier(name, *args, **kwargs)
-        elif not self._ranks.failure:
-            self._ranks.meet_everybody(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self._together("Lightning's broadcast"):
-            return super().broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self._together("Lightning's sum over ranks", group):
-            return super().reduce(tensor, group, *args, **kwargs)
-
-    def all_gather(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self._together("Lightning's gathering of a tensor", group):
-            return super().all_gather(tensor, group, *args, **kwargs)
-
-    def _together(self, what: str, group: Any = None) -> AbstractContextManager[None]:
-        """Around what all processes do together: it begins once all of them have come to it."""
-        ranks = self._ranks
-        if ranks is None or ranks.failure or group not in (None, dist.group.WORLD):
-            return nullcontext()
-        return ranks.together(what, ranks.meet_everybody)
+    def _group(self) -> Group:
+        """The processes that train together, once they are connected."""
+        return ALONE if self._connected.closed else self._connected
 
     def setup_environment(self) -> None:
-        """The processes are connected before anything of the user's can fail in one of them."""
-        refuse_processes_alone(self)
-        if self._nodes > 1:
-            choose_interface(self.cluster_environment.main_address)
+        _refuse_processes_alone(self)
         super().setup_environment()
-        ranks = self._all_ranks
-        if ranks is not None and self.lightning_module is not None:
-            ranks.run_begins()
-            meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
-
-    def teardown(self) -> None:
-        try:
-            if self._ranks is not None:
-                self._ranks.run_ends()
-                if self.lightning_module is not None:
-                    meet_before_batches(self.lightning_module.trainer, None)
-        finally:
-            super().teardown()
 
     @property
     def root_device(self) -> torch.device:
@@ -262,10 +191,33 @@ class HostStrategy(_Base):
 
 
 @cache
-def _derived(users: type, base: type) -> Any:
-    """The class of a strategy: the public one, or a user's that derives from it, and Lightning's for its devices."""
-    return type(users.__name__, (users, base), {"__module__": users.__module__, "__doc__": users.__doc__})
+def _on_devices(users: type, *of_devices: type) -> Any:
+    """Returns the class of a strategy: the public one, or a user's that derives from it, with Lightning's for its devices."""
+    return type(users.__name__, (users, *of_devices), {"__module__": users.__module__, "__doc__": users.__doc__})
 
 
-def _unpickled(users: type, base: type) -> Any:
-    return object.__new__(_derived(users, base))
+def _unpickled(users: type, *of_devices: type) -> Any:
+    return object.__new__(_on_devices(users, *of_devices))
+
+
+def _refuse_processes_alone(strategy: Any) -> None:
+    """Refuses one device where torchrun, say, has started several processes: each would train by itself.
+
+    Raises:
+        ValueError: it has.
+    """
+    environment = strategy.cluster_environment
+    if environment is None or not environment.creates_processes_externally:
+        return
+    if strategy.num_nodes * len(strategy.parallel_devices) > 1:
+        return
+    try:
+        number = environment.world_size()
+    except Exception:  # SLURM's needs SLURM_NTASKS, say. Plain Lightning does not ask it on one device
+        return
+    if number > 1:
+        raise ValueError(
+            f"{number} processes were started (found by {type(environment).__name__}), and each has Trainer(devices=1): each "
+            f"would train alone. Expected one process, or all devices. Pass Trainer(devices={number}) on one node; on several "
+            "nodes, num_nodes= and the devices of each node."
+        )

@@ -18,10 +18,9 @@ from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.update_policy import UpdatePolicy
-from sp_lightning.ranks.agreement import compare_batches, compare_models, compare_optimizers, compare_weights
 from sp_lightning.trainer.compat import last_checkpoint, skips_backward
 from sp_lightning.trainer.host_strategy import HostStrategy
-from sp_lightning.trainer.options import Options, autocast_dtype, refuse_on_ranks
+from sp_lightning.trainer.options import Options, autocast_dtype
 from sp_lightning.trainer.run import Results, Run
 from sp_lightning.trainer.signals import DeferredSignals
 
@@ -172,12 +171,10 @@ class LoopStrategy(ReadableStrategy):
         assert module is not None
         self._close()
         autocast = autocast_dtype(self.precision_plugin)
-        if self._all_ranks is not None:
-            refuse_on_ranks(module, options, self.precision_plugin)
-            compare_models(self._all_ranks, module, options)
+        self._group.check_model(module, options, self.precision_plugin)
         trains = module.trainer.state.fn == TrainerFn.FITTING
-        self._run = Run(module, options, self.root_device, autocast, self._all_ranks, self.log, trains)
-        self._run.send_buffers()
+        self._run = Run(module, options, self.root_device, autocast, self._group, self.log, trains)
+        self._group.send_buffers(module)
         self._loop_begun = False
 
     def _fitting_begins(self) -> None:
@@ -188,8 +185,7 @@ class LoopStrategy(ReadableStrategy):
             RuntimeError: the host has no room for gradients and optimizer state.
         """
         assert self._run is not None
-        if self._all_ranks is not None:
-            compare_optimizers(self._all_ranks, self.optimizers)
+        self._group.check_optimizers(self.optimizers)
         state = self._run.steps.begin()
         self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
 
@@ -197,7 +193,7 @@ class LoopStrategy(ReadableStrategy):
         self._signals.install(self._is_torn)
         if isinstance(exception, KeyboardInterrupt):  # of several ranks, another one may have had Ctrl-C first
             self._signals.drop(signal.SIGINT)
-        self._note_failure(exception)
+        self._group.fail(exception)  # so that no other process waits for this one
         if self._run is not None:
             self._run.abort()
         super().on_exception(exception)
@@ -205,8 +201,8 @@ class LoopStrategy(ReadableStrategy):
     # ------------------------------------------------------------------ loops
 
     def on_train_start(self) -> None:
-        if self._all_ranks is not None and self._run is not None:
-            compare_batches(self._all_ranks, self._run.module.trainer)
+        if self._run is not None:
+            self._group.check_batches(self._run.module.trainer)
         self._loop_begins("train")
 
     def on_train_end(self) -> None:
@@ -235,8 +231,7 @@ class LoopStrategy(ReadableStrategy):
             self._loop_begun = True
             self._compare_nodes("before the first batch")
         self._run.hooks.loop_starts()
-        if self._run.ranks is not None:
-            self._run.ranks.board.place = f"the beginning of the loop {phase!r}"
+        self._group.note_place(f"the beginning of the loop {phase!r}")
         if phase == "train":
             self._run.steps.arrange()
         if phase == "validate":
@@ -253,9 +248,9 @@ class LoopStrategy(ReadableStrategy):
             ValueError: they differ.
         """
         run = self._run
-        if run is not None and run.ranks is not None and run.ranks.nodes > 1:
+        if run is not None and run.group.nodes > 1:
             with run.host_parameters():
-                compare_weights(run.ranks, run.module, when, self.optimizers if state else ())
+                run.group.check_weights(run.module, when, self.optimizers if state else ())
 
     # ------------------------------------------------------------------ batches
 
@@ -263,8 +258,7 @@ class LoopStrategy(ReadableStrategy):
         """Callbacks and module have had their hooks: but for an optimizer's step around it, the training step is next."""
         super().on_train_batch_start(batch, batch_idx)
         if self._run is not None:
-            if self._run.ranks is not None:
-                self._run.ranks.board.place = f"batch {batch_idx} of epoch {self._run.module.current_epoch}"
+            self._group.note_place(f"batch {batch_idx} of epoch {self._run.module.current_epoch}")
             self._batch_starts(self._run, "train", batch)
             if not self._run.hooks.may_write_before_training_step():
                 self._run.engine.prefetch_for("train", training=True)

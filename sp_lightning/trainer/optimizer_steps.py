@@ -32,10 +32,9 @@ from sp_lightning.plan.update_policy import (
     decide,
     may_stay_narrow,
 )
-from sp_lightning.ranks.rank_steps import RankSteps
-from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.registry import step_place
 from sp_lightning.torch_compat.patched import in_place_of
+from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.update_facts import (
@@ -57,7 +56,7 @@ class SteppedRun(Protocol):
 
     module: pl.LightningModule
     trains: bool
-    ranks: Ranks | None
+    group: Group
     placement: Placement
     hooks: UserHooks
     streamer: Streamer | None
@@ -109,7 +108,7 @@ class OptimizerSteps:
         self._log = log
         self._layerwise: dict[Optimizer, LayerwiseStep] = {}
         self._trainer: Any = run.module.trainer
-        self._ranks = None if run.ranks is None else RankSteps(lambda: run.engine)
+        self._whole = run.group.steps(lambda: run.engine)
         self.state: StateStore = IN_MEMORY
         self._facts = UpdateFacts()
         self.policy: UpdatePolicy | None = None
@@ -134,8 +133,7 @@ class OptimizerSteps:
     def close(self) -> None:
         """Leaves the optimizers as their users configured them. The run is closed already."""
         self._step_hooks.close()
-        if self._ranks is not None:
-            self._ranks.detach()
+        self._whole.detach()
         self._layerwise.clear()
         self._executed = None
         self.state = IN_MEMORY  # files are gone with the run
@@ -199,7 +197,7 @@ class OptimizerSteps:
             place="gpu" if run.steps_on_device else "cpu",
             stay=bool(run.engine.plan.stay),
             on_cpu=run.engine.device.computes_on_host,
-            ranks=self._ranks is not None,
+            ranks=not run.group.alone,
             shares_base=run.shares_base,
             tried=self._tried,
             needed=self._needed,
@@ -234,8 +232,8 @@ class OptimizerSteps:
         if self._executed != (engine, facts, policy):
             self._make_steps(policy, optimizers)
             self._executed = engine, facts, policy
-        if self._ranks is not None:  # again each time: a checkpoint may have given an optimizer other state
-            self._ranks.attach([each for each in optimizers if each not in self._layerwise], scaler_of(self._trainer))
+        # Again each time: a checkpoint may have given an optimizer other state.
+        self._whole.attach([each for each in optimizers if each not in self._layerwise], scaler_of(self._trainer))
         placed = self._options.disk is None or self.state is not IN_MEMORY  # only the primary's state is on the disk
         if placed and policy.mode != self._logged:
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), policy.mode)
@@ -310,7 +308,7 @@ class OptimizerSteps:
         if self._run.engine.device.computes_on_host or not self._real_optimizers or self.policy is None:
             return ""
         self._run.finish_updates()  # until then optimizers have a class that waits
-        other = self._place.better(self._real_optimizers, self._facts) if self._ranks is None else ""
+        other = self._place.better(self._real_optimizers, self._facts) if self._run.group.alone else ""
         earlier = self._earlier() if self.overlap == "forward" else ""
         return " ".join(filter(None, [other, earlier or self._would_stay()]))
 
@@ -521,14 +519,9 @@ class OptimizerSteps:
         return self._counted is not None and self._counted == self._trainer.global_step
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
-        """What stands for a precision plugin's methods in one step, by their names: layers' updates clip, or the primary does."""
+        """Returns the methods that replace a precision plugin's in one step, by name."""
         methods = {} if layerwise is None else self._clips_layerwise(layerwise, plugin)
-        ranks = self._ranks
-        if ranks is None:
-            return methods
-        if layerwise is not None and self.overlap != "off":
-            return methods if ranks.primary else dict.fromkeys(methods, lambda *_, **__: None)  # the primary clips
-        return {name: ranks.on_primary(methods.get(name, getattr(plugin, name))) for name in CLIPPING}
+        return self._whole.clipping(methods, plugin, in_updates=layerwise is not None and self.overlap != "off")
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
         """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""

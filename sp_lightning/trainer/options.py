@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
@@ -16,13 +15,12 @@ from lightning.pytorch.plugins.precision import (
     Precision,
     TransformerEnginePrecision,
 )
-from torch import nn
 
 from sp_lightning import registry
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.plan import options as checks
 from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share, Transfer
-from sp_lightning.torch_compat.private import accumulation_hooks
+from sp_lightning.registry import check_transfer
 from sp_lightning.trainer.compat import is_a
 from sp_lightning.updates.scaler import HostGradScaler
 
@@ -76,6 +74,7 @@ class Options:
         options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
         if options.disk is not None:
             registry.require_disk(f"disk={str(options.disk)!r}")
+        check_transfer(options.transfer)
         if options.debug_writes and options.optimizer_overlap == "backward":
             raise ValueError(
                 'debug_writes=True compares weights before and after a backward; optimizer_overlap="backward" updates them in '
@@ -122,42 +121,3 @@ def prepare_precision(plugin: Precision | None) -> None:
 def autocast_dtype(plugin: Precision) -> torch.dtype | None:
     """Returns the dtype that autocast casts to; None without autocast."""
     return _AUTOCAST.get(plugin.precision) if is_a(plugin, MixedPrecision) else None
-
-
-# ---------------------------------------------------------------------- several devices
-
-_ONE = "Pass Trainer(devices=1)"
-
-
-def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -> None:
-    """Refuses what would differ from one device, or hang.
-
-    Raises:
-        ValueError: the module, an option or the precision is of such a kind.
-    """
-    if options.debug_writes:
-        raise ValueError(f"debug_writes=True looks at the weights of one process. {_ONE} while you look.")
-    if options.gpu_layers not in (0, "auto"):
-        raise ValueError(f"gpu_layers={options.gpu_layers} keeps layers on one device. {_ONE}, or leave it out.")
-    if options.optimizer_on == "gpu":
-        raise ValueError(f'optimizer_on="gpu" steps layers of one device. {_ONE}, or leave it out.')
-    if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
-        raise ValueError(
-            f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "
-            f"{_ONE}, or torch.amp.GradScaler."
-        )
-    # The bits of ddp could be had: with gloo each row is divided by the number of ranks, a rank's rows are added up, and then
-    # those of the ranks in their order. But how many rows there are is not known before, so such a gradient has no place in the
-    # memory that all ranks have, and the others would not see what the primary's unscaling and clipping make of it.
-    for name, child in module.named_modules():
-        if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(
-                f"{name!r} has sparse gradients, which several devices do not sum. Make it with sparse=False, or pass "
-                "Trainer(devices=1)."
-            )
-    for name, parameter in module.named_parameters():
-        if accumulation_hooks(parameter):
-            raise ValueError(
-                f"{name!r} has a hook that runs after its gradient was accumulated (register_post_accumulate_grad_hook); with "
-                f"several devices gradients are summed after that. {_ONE}, or use the hook on_before_optimizer_step."
-            )

@@ -44,12 +44,10 @@ from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.host_memory import anonymous_bytes, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.window import Window
-from sp_lightning.ranks.placement import RankPlacement
-from sp_lightning.ranks.ranks import Ranks
-from sp_lightning.ranks.transfer import takes_slices
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.sharing.shared_base import current
 from sp_lightning.trainer.compat import last_checkpoint, look_at_loaders, note_device
+from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.user_hooks import UserHooks
@@ -91,7 +89,7 @@ class Run:
         options: the user's.
         device: where the layers compute.
         autocast: the dtype that autocast casts to; None without.
-        ranks: those who train the module together; None for one device alone.
+        group: the processes that train the module together.
         log: where a user's messages go.
         trains: whether optimizers will step the module's parameters.
 
@@ -100,7 +98,7 @@ class Run:
         RuntimeError: the host or the device has too little memory.
 
     Attributes:
-        module, ranks, trains: as given.
+        module, group, trains: as given.
         streamer: the engine; None once the run is over.
         hooks: what user code may do in it.
         steps: the steps of its optimizers.
@@ -114,7 +112,7 @@ class Run:
         options: Options,
         device: torch.device,
         autocast: torch.dtype | None,
-        ranks: Ranks | None,
+        group: Group,
         log: logging.Logger,
         trains: bool,
     ) -> None:
@@ -124,9 +122,8 @@ class Run:
         self._options = options
         self._device = device
         self._autocast = autocast
-        self.ranks = ranks
+        self.group = group
         self._log = log
-        self._count, nodes = (1, 1) if ranks is None else (ranks.size, ranks.nodes)
         self._trial = current()
         k, budget = (options.k, options.k_prime), options.gpu_memory
         if self._trial is not None:
@@ -140,7 +137,7 @@ class Run:
         self._make_stepper = layer_stepper(options.optimizer_on, options.gpu_layers)
         optimizer_on, stay = ("cpu", 0) if self._make_stepper is None else (options.optimizer_on, options.gpu_layers)
         self._window = Window(
-            *k, budget, ranks=self._count, nodes=nodes, training=trains, optimizer_on=optimizer_on, stay=stay
+            *k, budget, ranks=group.size, nodes=group.nodes, training=trains, optimizer_on=optimizer_on, stay=stay
         )
         self._threads = OwnThreads()
         self._parted: list[OverlappingPair] = []
@@ -230,8 +227,7 @@ class Run:
         changed = self.engine.changed()
         if changed:
             self._log.debug("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
-            if self.ranks is not None:
-                self.ranks.meet("an exchange of parameters or modules, or of their dtypes")
+            self.group.meet("an exchange of parameters or modules, or of their dtypes")
             self.finish_updates()
             self._end_engine()
             self._build()
@@ -302,9 +298,9 @@ class Run:
     def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
         """Makes the engine's parts that depend on where weights are."""
         accumulate = self.module.trainer.accumulate_grad_batches * self.trains
-        sliced = takes_slices(self._options.transfer, device, self.ranks, self._log, trains=self.trains)
-        if self.ranks is not None:
-            return RankPlacement(self.ranks, sliced=sliced)
+        of_group = self.group.placement(self._options.transfer, device, self._log, trains=self.trains)
+        if of_group is not None:
+            return of_group
         if self._trial is not None:
             return self._trial
         if self._options.disk is None:
@@ -337,17 +333,18 @@ class Run:
         cap, elsewhere = self._host_cap()
         check_host(needed, less_host_memory(self._options.optimizer_overlap), cap, elsewhere)
         spare = spare_bytes(needed, cap, elsewhere)
-        self._host_room = None if spare is None else spare // self._count  # each rank offloads activations of its own
+        # Each process offloads its own activations.
+        self._host_room = None if spare is None else spare // self.group.size
         self.engine.activations.limit_host_memory(self._host_room)
 
     def _host_cap(self) -> tuple[int | float | None, int]:
         """``host_memory`` of a run without a disk, and what the node's other processes have taken of it. Collective if given."""
-        cap, ranks = self._options.host_cap, self.ranks
-        if ranks is None or cap is None:
-            return cap, 0
+        cap = self._options.host_cap
+        if cap is None:
+            return None, 0
         free_garbage()
         own = anonymous_bytes()
-        return cap, sum(ranks.gather_numbers(own, "what processes have taken of host memory")) - own
+        return cap, sum(self.group.gather(own, "what processes have taken of host memory")) - own
 
     # ------------------------------------------------------------------ between batches, after errors, at the end of training
 
@@ -390,17 +387,12 @@ class Run:
         self.engine.allow_writes()
         return self.engine.turns.loading(self.module)
 
-    def send_buffers(self) -> None:
-        """With several devices, overwrites the buffers of all ranks by those of rank 0. Collective."""
-        if self.ranks is not None:
-            self.ranks.broadcast([buffer for buffer in self.module.buffers() if buffer.numel()])
-
     def step_begins(self) -> None:
         """A step of a loop begins: buffers are sent when DistributedDataParallel would send them, after a step of training."""
         if self._trial is not None:
             self._trial.step()
         if self._buffers_due:
-            self.send_buffers()
+            self.group.send_buffers(self.module)
         # In manual optimization Lightning's ddp has them sent once: its forward ends without a backward that sums.
         self._buffers_due = self.trains and torch.is_grad_enabled() and self.module.automatic_optimization
 
@@ -414,8 +406,8 @@ class Run:
         try:
             yield
         except BaseException as error:
-            if self.ranks is not None and not isinstance(error, torch.OutOfMemoryError):  # all ranks may catch that
-                self.ranks.fail(error)
+            if not isinstance(error, torch.OutOfMemoryError):  # user code may catch that in all processes
+                self.group.fail(error)
             self.abort()
             if (said := in_our_words(error)) is not None:
                 raise RuntimeError(said) from error

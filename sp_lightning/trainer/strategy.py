@@ -21,10 +21,10 @@ from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share, Transfer
 from sp_lightning.plan.options import by_name
-from sp_lightning.ranks.checkpoint_folder import common_tensors, write
+from sp_lightning.registry import checkpoint_format
 from sp_lightning.sharing.shared_base import current, refuse_from_elsewhere, take
 from sp_lightning.trainer.callback import SuperpipelineCallback
-from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for, load
+from sp_lightning.trainer.checkpoint_io import load
 from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
     FROZEN,
@@ -172,6 +172,7 @@ class StreamingStrategy(LoopStrategy):
             disk=disk, host_memory=host_memory, callback=callback, debug_writes=debug_writes,
         )  # fmt: skip
         self._given = GivenValues(options.load_weights_from, stay=options.disk is not None, cap=options.host_cap)
+        self._format = checkpoint_format(folder=options.save_distributed_checkpoint)
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
@@ -221,11 +222,7 @@ class StreamingStrategy(LoopStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
-        if self._options.save_distributed_checkpoint and type(self.checkpoint_io) is not AtomicCheckpointIO:
-            raise ValueError(
-                "With save_distributed_checkpoint=True all ranks write checkpoints by torch.distributed.checkpoint, and not by a "
-                f"{type(self.checkpoint_io).__name__}. Leave one of them out."
-            )
+        self._format.check(self.checkpoint_io)
         self._given.complete(self.lightning_module, training=trains)
         layer_sync = getattr(self, "_layer_sync", None)  # of several devices, with Trainer(sync_batchnorm=True)
         if trains and layer_sync is not None:
@@ -279,39 +276,18 @@ class StreamingStrategy(LoopStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._left_out and "state_dict" in checkpoint:
             checkpoint[FROZEN] = self._left_out
-        together = self._options.save_distributed_checkpoint
-        self._compare_nodes("for a checkpoint", state=together)  # before anything is written
-        if together:
-            self._save_together(checkpoint, folder_for(filepath, storage_options))
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _save_together(self, checkpoint: dict[str, Any], folder: Path) -> None:
-        """All ranks write. After a run no rank compares what they have, and rank 0 writes alone, as it does after an error."""
-        assert self.lightning_module is not None
-        with nullcontext() if self._run is None else self._run.host_parameters():
-            alone = self._run is None or self._ranks is None
-            own = {} if alone else common_tensors(self.lightning_module, self.optimizers)
-            if self._ranks is None or not self._ranks.failure:
-                try:
-                    self.barrier("of a checkpoint")  # a rank that has failed in a hook does not come, and is named
-                except BaseException as error:
-                    self._note_failure(error)  # a rank that saves because of it waits for no other
-                    raise
-                write(checkpoint, folder, own)
-            elif self._ranks.first:  # the others may never come
-                write(checkpoint, folder, own, alone=True)
+        self._compare_nodes("for a checkpoint", state=self._format.compares_state)  # before anything is written
+        self._format.save(self, checkpoint, filepath, storage_options, super().save_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Weights stay in the file until they are copied to where they belong."""
-        module, drops = self.lightning_module, self._ranks is not None and not self._ranks.primary
-        stays = self._options.disk is not None or drops  # who drops the state reads none of it
-        return load(checkpoint_path, self.checkpoint_io, module, weights_only, state_stays=stays)
+        stays = self._options.disk is not None or not self._group.primary  # only the primary uses the state
+        return load(checkpoint_path, self.checkpoint_io, self.lightning_module, weights_only, state_stays=stays)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """The base class would move the state to the device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if self._ranks is None or self._ranks.primary:
+            if self._group.primary:
                 optimizer.load_state_dict(state)
             else:  # the optimizers of a node's first rank alone have state
                 optimizer.load_state_dict({**state, "state": {}})

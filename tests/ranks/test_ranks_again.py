@@ -71,7 +71,7 @@ def test_trainers_take_turns(number: Number) -> None:
 def end_all_groups() -> bool:
     trainer = new_trainer(2, "sharded")
     trainer.fit(make(), loader(vectors()))
-    ranks: Any = trainer.strategy._all_ranks
+    ranks: Any = trainer.strategy._ranks
     dist.destroy_process_group()
     ranks.close()
     return ranks.closed and trainer.strategy._ranks is None

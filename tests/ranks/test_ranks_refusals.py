@@ -14,8 +14,6 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.plugins.environments import KubeflowEnvironment
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -216,24 +214,3 @@ def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.strategy._timeout = timedelta(seconds=1)  # type: ignore[attr-defined]  # half an hour
     with pytest.raises(RuntimeError, match="1/2 clients joined"):
         trainer.fit(Net(), loader(vectors(2)))
-
-
-def test_one_device_in_each_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun has started two, and each would train by itself."""
-    started = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
-    for name, value in started.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"2 processes were started .* Pass Trainer\(devices=2\)"):
-        fit(Net, vectors(2), SuperpipelineStrategy(), devices=1)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert fit(Net, vectors(2), SuperpipelineStrategy(), devices=1).losses
-
-
-@pytest.mark.parametrize("environment", [SLURMEnvironment, KubeflowEnvironment])
-def test_one_device_where_the_environment_cannot_tell_the_number_of_processes(
-    environment: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plain Lightning does not ask for SLURM_NTASKS or WORLD_SIZE on one device; a KeyError was all that users saw here."""
-    for name in ("SLURM_NTASKS", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert fit(Net, vectors(2), SuperpipelineStrategy(), devices=1, plugins=[environment()]).losses

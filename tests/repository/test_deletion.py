@@ -11,7 +11,6 @@ from tests.repository import deletion
 
 NOT_YET = {
     "kernels",
-    "ranks",
     "sharing",
 }
 """Capabilities that the core still imports."""

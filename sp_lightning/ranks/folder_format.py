@@ -1,0 +1,61 @@
+"""``save_distributed_checkpoint=True``: all ranks write a checkpoint together, as a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from sp_lightning.ranks.checkpoint_folder import common_tensors, write
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, CheckpointFormat, local_path
+
+
+class FolderFormat(CheckpointFormat):
+    """A folder that all ranks write."""
+
+    compares_state = True
+
+    def check(self, io: Any) -> None:
+        if type(io) is not AtomicCheckpointIO:
+            raise ValueError(
+                "With save_distributed_checkpoint=True all ranks write checkpoints by torch.distributed.checkpoint, and not by a "
+                f"{type(io).__name__}. Leave one of them out."
+            )
+
+    def save(
+        self, strategy: Any, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, by_io: Callable[..., None]
+    ) -> None:
+        """Writes the folder. Outside of a run, and after an error, rank 0 writes alone: the other ranks may not come."""
+        folder, run, group = _folder_for(path, storage_options), strategy._run, strategy._group
+        with nullcontext() if run is None else run.host_parameters():
+            own = {} if run is None or group.alone else common_tensors(strategy.lightning_module, strategy.optimizers)
+            if not group.failure:
+                try:
+                    strategy.barrier("of a checkpoint")  # a rank that has failed in a hook does not come, and is named
+                except BaseException as error:
+                    group.fail(error)  # a rank that saves because of it waits for no other
+                    raise
+                write(checkpoint, folder, own)
+            elif group.first:
+                write(checkpoint, folder, own, alone=True)
+
+
+def _folder_for(path: Any, storage_options: Any | None) -> Path:
+    """Where all ranks write a checkpoint.
+
+    Raises:
+        ValueError: it is not on a file system of this machine.
+        TypeError: there are options for storage elsewhere.
+    """
+    if storage_options is not None:
+        raise TypeError(
+            f"storage_options= is not supported with save_distributed_checkpoint=True, found {storage_options!r}. Leave it out."
+        )
+    folder = local_path(path)
+    if folder is None:
+        raise ValueError(
+            f"With save_distributed_checkpoint=True ranks write to a file system that all nodes see, and {str(path)!r} is "
+            "elsewhere. Name a folder, or leave the option out."
+        )
+    return folder

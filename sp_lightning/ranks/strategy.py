@@ -1,0 +1,118 @@
+"""The strategy's part for several devices: it starts and connects processes, and lets none wait for one that has failed."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+from sp_lightning.ranks.agreement import choose_interface, refuse_other_places
+from sp_lightning.ranks.group import RankGroup
+from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.trainer.compat import is_interactive, meet_before_batches
+from sp_lightning.trainer.group import Group
+
+if TYPE_CHECKING:
+    _Base = DDPStrategy
+else:
+    _Base = object  # the class of an object has the DDPStrategy of its Lightning behind this one
+
+
+class RankStrategy(_Base):
+    """The methods of a :class:`~sp_lightning.trainer.host_strategy.HostStrategy` with several devices.
+
+    An object's class has three bases: the public strategy, or a user's that derives from it; this class; and ``DDPStrategy``.
+    The arguments are those of ``SingleDeviceStrategy``.
+    """
+
+    log: logging.Logger
+    _devices: list[torch.device]
+    _nodes: int
+    _group: Group
+    _connected: Group
+
+    def __init__(self, device: torch.device, accelerator: Any, checkpoint_io: Any, precision_plugin: Any) -> None:
+        super().__init__(
+            accelerator,
+            cluster_environment=self.cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            start_method="fork" if is_interactive() else "popen",
+        )
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        """The connected processes; None before they are connected, and after another strategy has trained."""
+        group = self._group
+        return group.ranks if isinstance(group, RankGroup) else None
+
+    # ------------------------------------------------------------------ a run begins and ends
+
+    def setup_environment(self) -> None:
+        """Connects the processes, before user code can fail in one of them."""
+        if self._nodes > 1:
+            assert self.cluster_environment is not None
+            choose_interface(self.cluster_environment.main_address)
+        super().setup_environment()
+        ranks = self._connect()
+        if self.lightning_module is not None:
+            ranks.run_begins()
+            meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
+
+    def _connect(self) -> Ranks:
+        """Returns the connected processes. They are connected anew after a run that failed."""
+        if (ranks := self._ranks) is not None:
+            if not ranks.failure:
+                return ranks
+            ranks.close()
+        refuse_other_places(self)
+        again = not self._connected.alone
+        ranks = Ranks(self.root_device, len(self._devices))
+        self._connected = RankGroup(ranks)
+        if (
+            not ranks.first and not again
+        ):  # the first rank's messages are true of all; warnings may be of one rank alone
+            self.log = self.log.getChild(f"rank{self.global_rank}")
+            self.log.setLevel(logging.WARNING)
+        return ranks
+
+    def teardown(self) -> None:
+        try:
+            if self._ranks is not None:
+                self._ranks.run_ends()
+                if self.lightning_module is not None:
+                    meet_before_batches(self.lightning_module.trainer, None)
+        finally:
+            super().teardown()
+
+    # ------------------------------------------------------------------ collectives
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Waits for the other processes. After an error it does not: they may never come."""
+        if self._ranks is None:
+            super().barrier(name, *args, **kwargs)
+        elif not self._ranks.failure:
+            self._ranks.meet_everybody(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        with self._together("Lightning's broadcast"):
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with self._together("Lightning's sum over ranks", group):
+            return super().reduce(tensor, group, *args, **kwargs)
+
+    def all_gather(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with self._together("Lightning's gathering of a tensor", group):
+            return super().all_gather(tensor, group, *args, **kwargs)
+
+    def _together(self, what: str, group: Any = None) -> AbstractContextManager[None]:
+        """Returns a context for a collective. It begins once all processes have come to it."""
+        ranks = self._ranks
+        if ranks is None or ranks.failure or group not in (None, dist.group.WORLD):
+            return nullcontext()
+        return ranks.together(what, ranks.meet_everybody)
