@@ -1,9 +1,32 @@
-"""Trains on several devices, one process per device.
+"""Trains on several devices, one process (rank) per device. Without this folder, these options raise an error.
 
-Options: ``devices > 1``, ``num_nodes > 1``, ``transfer="sharded"``, ``save_distributed_checkpoint=True``. ``ranks`` are the
-processes of a run: they wait for each other, report on a ``board`` where they are, and have ``shared_memory``. ``collectives``
-uses torch.distributed; ``rank_order`` is the order in which gradients are added. ``reduced_gradients`` adds the gradients of
-all ranks, each layer by a ``rank_sum``, into ``gradient_places`` of all ranks. ``turns`` lets one rank at a time change the
-weights; ``rank_steps`` runs the optimizer once for all ranks. ``agreement`` compares what must be the same on all ranks.
-``checkpoint_folder`` is a checkpoint that all ranks write (``folder_writer``), read by ``folder_reader``.
+Options: ``Trainer(devices=, num_nodes=)``, ``transfer="sharded"`` and ``"auto"``, ``save_distributed_checkpoint=True``.
+
+The ranks of a node share one host store. Each rank computes its own batches. Gradients are summed layer by layer, and the
+*primary*, rank 0 of a node, runs the optimizers for all ranks of the node. Several nodes are replicas.
+
+Where it enters:
+
+=============================  =====================================  ==================================================
+interface of the core          here                                   what it replaces
+=============================  =====================================  ==================================================
+``HostStrategy``               ``strategy.RankStrategy``              a base class of the strategy, before ``DDPStrategy``
+``trainer.group.Group``        ``group.RankGroup``                    checks, collectives, the parts of a run
+``trainer.group.WholeSteps``   ``rank_steps.RankSteps``               optimizer steps that are not split by layers
+``CheckpointFormat``           ``folder_format.FolderFormat``         checkpoints that all ranks write
+``engine.placement.Placement`` ``placement.RankPlacement``            makes the parts of the engine below
+``BlockMemory``                ``block_memory.SharedBlockMemory``     host memory of a layer
+``Uploads``                    ``sliced_uploads.SlicedUploads``       uploads, with ``transfer="sharded"``
+``GradientSink``               ``reduced_gradients.ReducedGradients`` gradients, summed over the ranks
+``BackgroundUpdates``          ``shared_updates.SharedUpdates``       updates in the background
+``HostSource``, ``Turns``      ``turns.SharedSource``, ``RankTurns``  which rank may change the weights, and when
+=============================  =====================================  ==================================================
+
+Below these: ``ranks`` connects the processes and waits for them; a ``board`` in ``shared_memory`` shows where each rank is and
+whether it has failed; ``collectives`` calls torch.distributed; ``rank_order`` adds gradients in the order of ranks; ``rank_sum``
+sums one layer's into ``gradient_places``; ``gather_log`` orders sharded uploads; ``transfer`` chooses between the two kinds of
+upload; ``agreement`` checks that all ranks have the same model; ``checkpoint_folder`` (with ``folder_writer``) writes a
+checkpoint folder, and ``folder_reader`` reads it.
+
+Cost when unused: nothing is imported. A run on one device calls methods of ``Group`` that return at once, once per batch.
 """

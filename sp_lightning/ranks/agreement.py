@@ -27,10 +27,10 @@ _ONE = "Pass Trainer(devices=1)"
 
 
 def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -> None:
-    """Refuses what would differ from one device, or hang.
+    """Raises an error for options and modules whose results would differ from one device, or that would hang.
 
     Raises:
-        ValueError: the module, an option or the precision is of such a kind.
+        ValueError: several devices do not support the module, an option or the precision plugin.
     """
     if options.debug_writes:
         raise ValueError(f"debug_writes=True looks at the weights of one process. {_ONE} while you look.")
@@ -43,9 +43,9 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
             f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "
             f"{_ONE}, or torch.amp.GradScaler."
         )
-    # The bits of ddp could be had: with gloo each row is divided by the number of ranks, a rank's rows are added up, and then
-    # those of the ranks in their order. But how many rows there are is not known before, so such a gradient has no place in the
-    # memory that all ranks have, and the others would not see what the primary's unscaling and clipping make of it.
+    # Sparse gradients could have ddp's bits: gloo divides each row by the number of ranks, adds up the rows of each rank, and
+    # then those of all ranks in their order. But the number of rows is not known before, so such a gradient has no place in the
+    # shared memory, and the other ranks would not see the primary's unscaling and clipping.
     for name, child in module.named_modules():
         if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(
@@ -61,10 +61,10 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
 
 
 def compare_models(ranks: Ranks, module: pl.LightningModule, options: Options) -> None:
-    """Compares modules, options of strategy and trainer, and versions. Collective.
+    """Compares modules, the options of strategy and trainer, and versions. Collective.
 
     Raises:
-        ValueError: some rank has others than rank 0.
+        ValueError: a rank differs from rank 0.
     """
     parameters = {name: f"{_shape(p)}{'' if p.requires_grad else ', frozen'}" for name, p in module.named_parameters()}
     remedy = "Build the same module in every process: its arguments and files must not depend on the rank."
@@ -87,16 +87,16 @@ _SETTINGS = (
 
 
 def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimizers: Sequence[Any] = ()) -> None:
-    """Compares the weights of all nodes, each of which updates its own, and the kernels that do. Collective.
+    """Compares the weights of all nodes, and the CPU kernels that update them. Collective.
 
     Args:
         ranks: the ranks.
-        module: has the host's parameters now.
-        when: it is, in words.
-        optimizers: whose state is compared, too.
+        module: the module. It must have the host's parameters.
+        when: the time, for the error.
+        optimizers: their state is compared as well.
 
     Raises:
-        ValueError: some node has others than node 0.
+        ValueError: a node differs from node 0.
     """
     mine = {"CPU capability": torch.backends.cpu.get_cpu_capability()}
     if ranks.primary:
@@ -115,10 +115,10 @@ def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimiz
 
 
 def compare_optimizers(ranks: Ranks, optimizers: Sequence[Any]) -> None:
-    """Compares optimizers, of which only rank 0's step. Collective.
+    """Compares the optimizers, of which only the primary's step. Collective.
 
     Raises:
-        ValueError: some rank has others than rank 0.
+        ValueError: a rank has other optimizers than rank 0.
     """
     groups = {
         f"{type(optimizer).__name__} {number}, group {index}": _group(group)
@@ -135,10 +135,10 @@ def _group(group: Mapping[str, Any]) -> str:
 
 
 def compare_batches(ranks: Ranks, trainer: Any) -> None:
-    """Compares how many batches the ranks will train and validate on. Collective.
+    """Compares the numbers of training and validation batches. Collective.
 
     Raises:
-        ValueError: some rank has fewer or more than rank 0.
+        ValueError: a rank has other numbers than rank 0.
     """
     ranks.must_agree(
         "numbers of batches",
@@ -156,14 +156,14 @@ def _said(value: Any) -> str:
     return type(value).__name__ if callable(value) else repr(value)
 
 
-# ---------------------------------------------------------------------- processes: as many as the trainer says, each in its place
+# ---------------------------------------------------------------------- the number and the places of processes
 
 
 def refuse_other_places(strategy: Any) -> None:
-    """Refuses processes that are not numbered node by node, or are not as many as the trainer's arguments say. Collective.
+    """Checks that processes are numbered node by node, and that the trainer has the right number of them. Collective.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the processes were started in another way.
     """
     nodes, devices = strategy.num_nodes, len(strategy.parallel_devices)
     expected = [(node, local) for node in range(nodes) for local in range(devices)]
@@ -186,30 +186,30 @@ def refuse_other_places(strategy: Any) -> None:
         )
 
 
-# ---------------------------------------------------------------------- the interface by which other nodes are reached
+# ---------------------------------------------------------------------- the network interface
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
 
 
 def choose_interface(address: str) -> None:
-    """Has gloo take the interface that leads to an address, unless the user has named one.
+    """Lets gloo use the interface that leads to an address, unless the user has named one.
 
-    On many systems a machine's own name stands for 127.0.1.1 (``/etc/hosts``), where no other node finds it.
+    On many systems a machine's own name resolves to 127.0.1.1 (``/etc/hosts``), where no other node finds it.
 
     Args:
-        address: where the processes meet: an address or a name of the first node.
+        address: the address or the name of the first node.
     """
     if VARIABLE not in os.environ and (name := interface_to(address)) is not None:
         os.environ[VARIABLE] = name
 
 
 def interface_to(address: str) -> str | None:
-    """The name of the interface that leads to an address (IPv4); None if it is not known, or leads to this machine alone."""
+    """Returns the name of the interface that leads to an address (IPv4); None if it is unknown, or leads only to this machine."""
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        import fcntl  # Windows has none, nor several devices
+        import fcntl  # Windows has no fcntl, and no several devices
 
-        probe.connect((address, 9))  # of a datagram's socket this sends nothing
+        probe.connect((address, 9))  # a datagram socket sends nothing here
         mine = probe.getsockname()[0]
         if mine.startswith("127."):
             return None

@@ -1,10 +1,10 @@
-"""The board: a page of shared memory on which each rank says where it is, and why it has failed.
+"""The board: shared memory in which each rank writes where it is, and why it has failed.
 
-Every word on it has one writer, so looking takes microseconds and needs no lock between processes. What all ranks do
-together they do in one order. Each rank numbers and names these *meetings* on the board when it comes to them. So ranks that
-have parted are noticed, instead of waiting for each other or mixing what they send, and the error says where each of them is.
+Each word has one writer, so reading takes microseconds and needs no lock. All ranks come to the same *meetings* in the same
+order. Each rank writes the number and the name of a meeting to the board when it comes to it. If ranks come to different meetings, an
+error names both, instead of a wait that never ends or mixed data.
 
-Each node has a board. That a rank of another node has failed comes by :class:`NodeNews`.
+Each node has its own board. :class:`NodeNews` reports failures on other nodes.
 """
 
 from __future__ import annotations
@@ -28,51 +28,53 @@ from sp_lightning.device.device import Wait
 from sp_lightning.ranks.shared_memory import SharedMemory, publish
 
 _KEPT = 32
-_MEETING = np.dtype([("digest", "q"), ("number", "d"), ("what", "S240")])  # the digest is one of all meetings up to it
+_MEETING = np.dtype(
+    [("digest", "q"), ("number", "d"), ("what", "S240")]
+)  # the digest covers all meetings up to this one
 _RANK = np.dtype([("came", "q"), ("failed", "q"), ("meetings", _MEETING, _KEPT), ("error", "S4096")])
-"""What the board has of each rank: to how many meetings it has come, whether it has failed, its last meetings, and its error."""
+"""The entry of a rank: the number of its meetings, whether it has failed, its last meetings, and its error."""
 
 
 def board_bytes(size: int) -> int:
-    """Returns how much memory the board takes of so many ranks."""
+    """Returns the bytes of the board of ``size`` ranks."""
     return _RANK.itemsize * size
 
 
 class RankError(RuntimeError):
-    """Another rank has failed or is elsewhere, so this one cannot go on."""
+    """Another rank has failed, or has come to another meeting, so this one cannot continue."""
 
 
 class RankInterrupt(KeyboardInterrupt):
-    """Another rank was interrupted, and this one ends as if it had been, too."""
+    """Another rank was interrupted, and this one ends like an interrupted one."""
 
 
 LOST = RankError, RankInterrupt
-"""What is raised where other ranks are waited for in vain. An interrupt of this process is not among them."""
+"""The errors that a wait for other ranks raises. An interrupt of this process is not one of them."""
 
 
 def _failed(who: str, when: str, error: str) -> BaseException:
-    """What is raised where another rank has failed. An interrupt of one is one of all, so that a run ends as it does alone."""
+    """Returns the error to raise because another rank has failed. An interrupt of one rank ends all like an interrupt."""
     said = f"{who} has failed {when}: {error}"
     return RankInterrupt(said) if _INTERRUPTED.match(error) else RankError(said)
 
 
 _INTERRUPTED = re.compile(r"(rank \d+ \(node \d+\): )?KeyboardInterrupt:")
-"""How the error of an interrupted rank begins, on another node with the rank's name."""
+"""The beginning of an interrupted rank's error; on another node, the rank's name comes first."""
 
 
 class RankStatus:
-    """What the ranks say to each other.
+    """The board, as one rank uses it.
 
     Args:
-        memory: of :func:`board_bytes`, which all ranks of the node have, full of zeros.
+        memory: shared memory of :func:`board_bytes` bytes, filled with zeros.
         rank: this process's number on its node.
-        processes: of the other ranks, as far as they are known here.
-        names: what the ranks of the node are called.
-        elsewhere: returns how a rank of another node has failed; an empty string if none has.
+        processes: the known process ids of other ranks.
+        names: the names of the node's ranks.
+        elsewhere: returns the error of a rank of another node; an empty string if none has failed.
 
     Attributes:
-        failure: this rank's own error, in words.
-        place: where this rank is in the training, in words.
+        failure: this rank's own error as text; empty if it has none.
+        place: where this rank is in the training, as text.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class RankStatus:
         self._others = [each for each in range(self.size) if each != rank]
         self._elsewhere = elsewhere
         self.failure = self.place = ""
-        self._memory = memory  # what follows is in it
+        self._memory = memory  # the arrays below are views of it
         ranks: Any = np.frombuffer(memory.bytes, _RANK, self.size)
         self._meetings, self._errors = ranks["meetings"], ranks["error"]
         # Python reads a number through a view of memory in half the time that NumPy's arrays take.
@@ -105,36 +107,36 @@ class RankStatus:
     # ------------------------------------------------------------------ meetings
 
     def arrive(self, what: str, number: float = 0) -> None:
-        """Says that this rank comes to the next meeting.
+        """Writes that this rank has come to the next meeting.
 
         Args:
-            what: all ranks do there, in words. It must be the same on all of them, as the place must be.
-            number: for :meth:`number`. Whole ones are exact up to 2**53.
+            what: the name of the meeting. It must be the same on all ranks, and so must :attr:`place`.
+            number: a number for the other ranks. Integers are exact up to 2**53.
 
         Raises:
-            RankError: another rank has come to another one.
+            RankError: another rank has come to another meeting.
         """
         text = f"{what}, {self.place}" if self.place else what
         digest = crc32(text.encode(), self.history)
         self._came += 1
-        self._meetings[self.rank, self._came % _KEPT] = digest, number, text.encode()  # a text that is too long is cut
+        self._meetings[self.rank, self._came % _KEPT] = digest, number, text.encode()  # NumPy cuts a longer text
         publish(self._came_of, self.rank, self._came)
         self.compare()
 
     def here(self, rank: int) -> bool:
-        """Returns whether a rank has come to this rank's last meeting."""
+        """Returns True if a rank has come to this rank's last meeting."""
         return self._came_of[rank] >= self._came
 
     def all_here(self) -> bool:
-        """Returns whether all ranks have come to this rank's last meeting."""
+        """Returns True if all ranks have come to this rank's last meeting."""
         return all(map(self.here, range(self.size)))
 
     def number(self, rank: int) -> float:
-        """Returns the number that a rank has brought to this rank's last meeting. It has come."""
+        """Returns a rank's number at this rank's last meeting, to which it must have come."""
         return float(self._meetings["number"][rank, self._came % _KEPT])
 
     def compare(self) -> None:
-        """Compares the meetings of all ranks, as far as both of two have come.
+        """Compares the last meeting that this rank and each other rank have both come to.
 
         Raises:
             RankError: they differ.
@@ -142,17 +144,17 @@ class RankStatus:
         for other in self._others:
             both = min(self._came, self._came_of[other])
             if both and self._part(other, both):
-                if self._failed[other]:  # it comes to other meetings for that
+                if self._failed[other]:  # therefore it comes to other meetings
                     raise _failed(self._names[other], "meanwhile", self._error_of(other))
                 raise RankError(self._parted(other, both))
 
     def _part(self, other: int, meeting: int) -> bool:
         mine, theirs = (self._digests[rank, meeting % _KEPT] for rank in (self.rank, other))
-        # Of what is long ago there is nothing left to compare; the rank that was behind has done it.
+        # Old entries are overwritten; the rank that was behind has compared them.
         return mine != theirs and max(self._came, self._came_of[other]) - meeting < _KEPT - 1
 
     def _parted(self, other: int, meeting: int) -> str:
-        """Says where the first difference is that is still on the board."""
+        """Returns a sentence on the first difference that is still on the board."""
         first = meeting
         while first > 1 and self._part(other, first - 1):
             first -= 1
@@ -164,20 +166,20 @@ class RankStatus:
         )
 
     def _what(self, rank: int, meeting: int) -> str:
-        """Returns one of a rank's last meetings, in words."""
+        """Returns the name of one of a rank's last meetings."""
         return _decoded(self._meetings["what"][rank, meeting % _KEPT])
 
     # ------------------------------------------------------------------ runs and failures
 
     def run_ends(self) -> None:
-        """Says that this rank is at the end of its run: a meeting that it does not wait at, and finds no error at."""
+        """Writes that this rank's run ends: a meeting at which it neither waits nor raises an error."""
         self.place = ""
-        if not self.failure:  # else the others would find that they have parted before they find why
-            with suppress(*LOST):  # those say so that wait for this rank
+        if not self.failure:  # otherwise other ranks would report different meetings instead of the failure
+            with suppress(*LOST):  # the ranks that wait for this one raise it
                 self.arrive("the end of its run")
 
     def fail(self, error: BaseException) -> None:
-        """Says that this rank fails, so that the others stop waiting for it. Only its first error counts."""
+        """Writes that this rank has failed, so that others stop waiting for it. Only the first error counts."""
         if self.failure:
             return
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -189,14 +191,14 @@ class RankStatus:
         return _decoded(self._errors[rank])
 
     def check(self, why: str) -> None:
-        """Looks for ranks that will not come.
+        """Raises an error if a rank will not come.
 
         Args:
-            why: what is waited for, in words.
+            why: the purpose of the wait, for the error.
 
         Raises:
-            RankError: one has failed, with its own error; or has parted from this one (by the end of its run, say), or ended.
-            KeyboardInterrupt: one was interrupted.
+            RankError: a rank has failed, has come to another meeting (for example the end of its run), or its process has ended.
+            KeyboardInterrupt: a rank was interrupted.
         """
         waited = f"while {self._names[self.rank]} waited for {why}"
         for other in self._others:
@@ -212,14 +214,14 @@ class RankStatus:
             raise _failed("another node", waited, elsewhere)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
-        """Waits for something that other ranks bring about.
+        """Waits until other ranks have made a condition true.
 
         Args:
-            reached: looks whether it is there.
-            why: what becomes true by the wait, or what is waited for, in words.
+            reached: returns True if the condition holds.
+            why: the purpose of the wait.
 
         Raises:
-            RankError: another rank will not bring it about, or has not within the time that a process group waits.
+            RankError: another rank will not make it true, or has not within the timeout of torch's process groups.
         """
         said, late, turns = in_words(why), _TIMEOUT.total_seconds(), 0
         began = looked = monotonic()
@@ -236,22 +238,22 @@ class RankStatus:
                         f"{self._names[self.rank]} has waited {late:.0f} seconds for {said}. {self._places()}."
                     )
             except LOST:
-                if reached():  # in the last moment before another rank went on, and ended
+                if reached():  # at the last moment, before the other rank continued and ended
                     return
                 raise
 
     def _places(self) -> str:
-        """Where the ranks of the node were last."""
+        """Returns a sentence on the last meeting of each rank."""
         last = (self._what(rank, self._came_of[rank]) or "nothing" for rank in range(self.size))
         return "; ".join(f"{name} was last at {what}" for name, what in zip(self._names, last, strict=True))
 
     @property
     def history(self) -> int:
-        """A digest of all meetings that this rank has come to. It is the same on all ranks that have come to as many."""
+        """A digest of all meetings of this rank. It is the same on all ranks with the same number of meetings."""
         return self._digests[self.rank, self._came % _KEPT]
 
     def close(self) -> None:
-        """Frees what this object has open."""
+        """Closes the descriptors of processes."""
         while self._descriptors:
             descriptor, _ = self._descriptors.popitem()
             self._processes.unregister(descriptor)
@@ -259,17 +261,17 @@ class RankStatus:
 
 
 class NodeNews:
-    """Tells the ranks of all nodes that one has failed, by torch.distributed's store, at which their processes have met.
+    """Reports a failure to the ranks of all nodes, by the store of torch.distributed.
 
-    A thread looks there, because a store that is out of reach may not answer for long.
+    A thread polls the store, because a store that cannot be reached may not answer for a long time.
 
     Args:
-        name: under which ranks find each other's news. It is the same on all of them and no other run's.
-        pause: seconds between two looks. The store is one process's, and every rank looks.
+        name: the key of this run. It is the same on all ranks, and differs from that of other runs.
+        pause: seconds between two polls. One process serves the polls of all ranks.
 
     Attributes:
-        failure: the first one, or an empty string.
-        lost: why no more is heard, or an empty string.
+        failure: the first failure; empty if there is none.
+        lost: why the store cannot be reached; empty if it can.
     """
 
     def __init__(self, name: str, pause: float) -> None:
@@ -277,13 +279,13 @@ class NodeNews:
         self._pause = pause
         self.failure = self.lost = ""
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A connection of its own: what waits on the process group's does not hold up the news.
+        # A separate connection: a wait on the process group's would block this one.
         self._store: Any = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
         self._over = Event()
         self.begin()
 
     def begin(self) -> None:
-        """A run begins: a thread looks for news until :meth:`end`."""
+        """Starts the thread that polls until :meth:`end`."""
         self._over.set()
         self._over = Event()
         Thread(target=self._look, args=(self._over,), name="superpipeline-nodes", daemon=True).start()
@@ -294,11 +296,11 @@ class NodeNews:
                 if self._store.check([self._key]):
                     self.failure = self._store.get(self._key).decode(errors="replace")
                     return
-        except RuntimeError:  # in order, perhaps: a rank that still needs rank 0 loses another connection, too
+        except RuntimeError:  # this may be no error: a rank that still needs rank 0 loses another connection as well
             self.lost = "the process of rank 0 (node 0) has ended, or cannot be reached"
 
     def tell(self, failure: str) -> None:
-        """Tells all nodes of a failure, and gives them the time to hear of it: torch's store may go with this process."""
+        """Reports a failure to all nodes. Waits until they have polled, because the store may end with this process."""
         telling = Thread(target=self._set, args=(failure,), daemon=True)
         telling.start()
         telling.join(1.0 + 2 * self._pause)
@@ -309,15 +311,15 @@ class NodeNews:
             sleep(2 * self._pause)
 
     def end(self) -> None:
-        """A run ends, and with it the thread."""
+        """Ends the thread."""
         self._over.set()
 
 
 LOOK = 0.05
-"""Seconds between two looks for ranks that have failed."""
+"""Seconds between two checks for failed ranks."""
 
 _TIMEOUT: timedelta = default_pg_timeout
-"""How long a rank waits for another one that neither comes nor fails: as long as torch's process groups do."""
+"""How long a rank waits for another one that neither comes nor fails: the timeout of torch's process groups."""
 
 
 def _decoded(text: bytes) -> str:
@@ -325,5 +327,5 @@ def _decoded(text: bytes) -> str:
 
 
 def in_words(why: Wait | str) -> str:
-    """What is waited for, as it stands after "for"."""
+    """Returns the purpose of a wait, to stand after "waited for"."""
     return f"this: {why.value}" if isinstance(why, Wait) else why

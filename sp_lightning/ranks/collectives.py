@@ -1,4 +1,4 @@
-"""Collectives: what ranks do together by torch.distributed, in which no rank waits for one that has failed or is elsewhere."""
+"""Collectives of torch.distributed that do not wait for a rank which has failed or has come to another collective."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sp_lightning.ranks.board import LOOK, RankError, RankStatus, in_words
 
 
 class Group(NamedTuple):
-    """The same processes twice.
+    """Two process groups of the same processes.
 
     Attributes:
-        host: sends what is in host memory.
-        device: sends what is on the devices.
+        host: for tensors in host memory.
+        device: for tensors on the devices.
     """
 
     host: Any
@@ -29,26 +29,26 @@ class Group(NamedTuple):
 
 
 class Collectives:
-    """What this rank does with the others of its node, with its peers on the other nodes, and with all ranks. All ranks come to
-    the same, in one order.
+    """Collectives with the ranks of the node, with the peers on other nodes, and with all ranks.
 
-    Ranks are numbered node by node. The *peers* of a rank are those that have its place on the other nodes. The process groups
-    are this object's own: what the user's code reduces meanwhile, in other threads too, is ordered by itself.
+    All ranks call them in the same order. Ranks are numbered node by node. The *peers* of a rank have the same number on their
+    own nodes. The process groups belong to this object, so collectives of user code (in other threads as well) have their own
+    order.
 
     Args:
-        device: where this rank computes.
-        per_node: how many ranks each node has; None: there is one node.
+        device: the device on which this rank computes.
+        per_node: the number of ranks of each node; None if there is one node.
 
     Attributes:
-        number: this rank's, of all.
+        number: this rank's number of all.
         rank: its number on its node.
-        node: that of its node.
-        size: how many ranks each node has.
-        nodes, world: how many nodes and ranks there are.
-        primary: whether this is the rank that updates its node's weights (rank 0 of the node).
-        first: whether it is the first rank of all: whose buffers, log and files count.
-        meanwhile: is called now and then while this rank waits for others.
-        sums: how many backwards have ended, after each of which all ranks have come to :meth:`largest`.
+        node: the number of its node.
+        size: the number of ranks of each node.
+        nodes, world: the numbers of nodes and of ranks.
+        primary: whether this rank updates its node's weights (rank 0 of the node).
+        first: whether this is rank 0 of all, whose buffers, log and files count.
+        meanwhile: called repeatedly while this rank waits for others.
+        sums: the number of backwards that have ended, each with a call of :meth:`largest` on all ranks.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
@@ -69,42 +69,42 @@ class Collectives:
 
     @property
     def _of_nodes(self) -> list[list[int]]:
-        """The numbers of the ranks of each node."""
+        """The ranks of each node, by number."""
         return [list(range(first, first + self.size)) for first in range(0, self.world, self.size)]
 
     def _group(self, parts: list[list[int]]) -> Group:
-        """Makes groups, in which every process takes part, and returns this rank's."""
+        """Makes process groups, one for each part. Returns this rank's. Collective."""
         backends = ("gloo",) if self._on_host else ("gloo", None)
         made: list[Any] = [dist.new_subgroups_by_enumeration(parts, backend=each)[0] for each in backends]
         return Group(made[0], made[-1])
 
     @property
     def uploads(self) -> Group:
-        """Another group of this node's ranks, for what comes in an order of its own. All ranks ask for it first at one time."""
+        """Another group of this node's ranks, for sharded uploads, which have their own order. The first use is collective."""
         if "uploads" not in self._groups:
             self._groups["uploads"] = self._group(self._of_nodes)
         return self._groups["uploads"]
 
     def end_groups(self) -> None:
-        """Ends all groups, which have threads and connections. All ranks do so, though not at the same time."""
+        """Ends all groups, with their threads and connections. All ranks call it, but not at the same time."""
         for group in self._groups.values():
             for each in group:
-                with suppress(ValueError):  # it has been ended
+                with suppress(ValueError):  # it has ended already
                     dist.destroy_process_group(each)
         self._groups.clear()
 
     def called(self, number: int) -> str:
-        """What a rank is called."""
+        """Returns the name of a rank, for messages."""
         return f"rank {number}" if self.nodes == 1 else f"rank {number} (node {number // self.size})"
 
     @property
     def name(self) -> str:
-        """What this rank is called."""
+        """The name of this rank, for messages."""
         return self.called(self.number)
 
     @property
     def board(self) -> RankStatus:
-        """What the ranks of the node say to each other."""
+        """The board of the node."""
         assert self._board is not None
         return self._board
 
@@ -114,31 +114,31 @@ class Collectives:
         """Waits until all ranks of this node have come here.
 
         Args:
-            what: all of them do here, in words.
-            why: what becomes true by the wait, if that has a name.
-            number: for the others.
+            what: the name of the meeting.
+            why: the named wait, if it is one.
+            number: a number for the other ranks.
 
         Raises:
-            RankError: another rank has failed, or has come to something else.
+            RankError: another rank has failed, or has come to another meeting.
         """
-        if self._board is None:  # what follows is a collective, which waits by itself
+        if self._board is None:  # a collective follows, which waits by itself
             return
         self._board.arrive(what, number)
         self.until(self._board.all_here, why or what)
         self._board.compare()
 
     def meet_everybody(self, what: str) -> None:
-        """Waits until all ranks of all nodes have come here. ``what`` and the errors are as in :meth:`meet`."""
+        """Waits until all ranks of all nodes have come here. ``what`` and the errors are those of :meth:`meet`."""
         self.meet(what)
         if self.nodes > 1:
-            self._largest(torch.tensor([]), what)  # no values: it waits
+            self._largest(torch.tensor([]), what)  # without values it only waits
 
     def barrier(self, why: Wait) -> None:
-        """Waits until all ranks of this node have come here. On a device they may still be at work."""
+        """Waits until all ranks of this node have come here. Their devices may still be busy."""
         self.meet(f"a barrier ({why.value})", why)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
-        """As :meth:`sp_lightning.ranks.board.RankStatus.until`. Another rank may wait for what :attr:`meanwhile` does."""
+        """Waits as :meth:`~sp_lightning.ranks.board.RankStatus.until`, and calls :attr:`meanwhile`, for which others may wait."""
 
         def look() -> bool:
             if reached():
@@ -167,10 +167,10 @@ class Collectives:
 
     @contextmanager
     def together(self, what: str, meet: Callable[[str], None]) -> Iterator[None]:
-        """Around a collective: it begins once all ranks have come to it.
+        """A context for a collective. It begins once all ranks have come to it.
 
         Raises:
-            RankError: another rank has failed meanwhile, or left it.
+            RankError: another rank has failed during the collective, or has left it.
         """
         meet(what)
         try:
@@ -181,13 +181,13 @@ class Collectives:
     # ------------------------------------------------------------------ tensors
 
     def largest(self, values: Tensor) -> None:
-        """Replaces whole numbers in host memory by the largest that any rank has at the same place."""
+        """Replaces integers in host memory by the maximum over all ranks, element by element."""
         self.board.arrive("the end of a backward")
         self._largest(values, Wait.SHOW_AFTER_LANDING)
         self.sums += 1
 
     def _largest(self, values: Tensor, why: Wait | str) -> None:
-        """As :meth:`largest`. Between nodes this also shows whether all ranks have come the same way here."""
+        """Computes :meth:`largest`. Between nodes it also checks that all ranks have come to the same meetings before."""
         history = 0 if self.nodes == 1 else self.board.history
         words = torch.cat([values.to(torch.int64), torch.tensor([history, -history])])
         group = self._groups["everybody"].host
@@ -200,7 +200,7 @@ class Collectives:
         values.copy_(words[:-2])
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites tensors by those of rank 0: all that have a device and a dtype in common at once, as ddp does."""
+        """Overwrites tensors with those of rank 0. As in ddp, tensors of one device and dtype are sent together."""
         alike = defaultdict[Any, list[Tensor]](list)
         for tensor in tensors:
             alike[tensor.device, tensor.dtype].append(tensor)
@@ -215,44 +215,44 @@ class Collectives:
                     tensor.copy_(value.view(tensor.shape))
 
     def exchange(self, received: Tensor, sent: Tensor, what: str) -> None:
-        """Sends the parts of a flat tensor on the device, one to each rank of the node, and receives as many.
+        """Sends one part of a flat tensor on the device to each rank of the node, and receives one from each (all-to-all).
 
         Args:
-            received: is overwritten: the parts of all ranks that are meant for this one, in the order of ranks.
-            sent: of the same size, which all ranks can divide by their number.
-            what: what is sent, in words.
+            received: is overwritten with the parts for this rank, in the order of ranks.
+            sent: a tensor of the same size, a multiple of the number of ranks.
+            what: the name of the data, for errors.
         """
         self.board.arrive(what)
         group = self._groups["node"].device
         self._wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), what, host=self._on_host)
 
     def exchange_between_nodes(self, received: Tensor, sent: Tensor, what: str) -> None:
-        """As :meth:`exchange`, between the peers on all nodes, in the order of nodes."""
+        """Exchanges parts as :meth:`exchange` does, between the peers on all nodes, in the order of nodes."""
         work = dist.all_to_all_single(received, sent, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
     def gather_between_nodes(self, everybody: Tensor, own: Tensor, what: str) -> None:
-        """Puts the flat tensors of all peers one behind the other, in the order of nodes."""
+        """Gathers the flat tensors of all peers, in the order of nodes (all-gather)."""
         work = dist.all_gather_into_tensor(everybody, own, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
     def gather(self, everybody: Tensor, group: Group, what: str) -> None:
-        """Fills flat memory on the device, of which each rank of the node has its own of as many equal parts.
+        """Gathers the parts of a flat tensor on the device, of which each rank of the node has one (all-gather).
 
-        It is no meeting: the ranks have agreed on it elsewhere (:mod:`~sp_lightning.layers.uploads`), at a time that may
-        differ between other meetings.
+        It is not a meeting: the ranks have agreed on it in the :class:`~sp_lightning.ranks.gather_log.GatherLog`, and it may come
+        between different meetings on different ranks.
 
         Args:
-            everybody: is overwritten but for this rank's part.
-            group: the node's, in which nothing else is sent.
-            what: what is sent, in words.
+            everybody: is overwritten, except for this rank's part.
+            group: a group of the node's ranks that is only used for gathers.
+            what: the name of the data, for errors.
         """
         own = everybody.chunk(self.size)[self.rank]
         work = dist.all_gather_into_tensor(everybody, own, group=group.device, async_op=True)
         self._wait_for(work, what, host=self._on_host)
 
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
-        """Waits for a collective: the host by looking at it now and then, a stream of an accelerator by itself."""
+        """Waits for a collective: the host by polling, a stream of an accelerator by itself."""
         if host:
             self.until(work.is_completed, why)
         try:
@@ -261,10 +261,10 @@ class Collectives:
             raise self.lost(why, error) from error
 
     def lost(self, why: Wait | str, error: BaseException) -> RankError:
-        """Returns what to raise for a collective that has failed, because another rank has left it.
+        """Returns the error to raise for a collective that another rank has left.
 
         Raises:
-            RankError: the other rank has said why, for which it is given some time.
+            RankError: the other rank has written its own error to the board within some seconds.
         """
         seconds = 0 if self._board is None else min(self.nodes, 3)
         for _ in range(int(seconds / LOOK)):

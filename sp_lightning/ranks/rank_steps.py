@@ -1,4 +1,4 @@
-"""The optimizers of several ranks: the primary's step weights and hold state, those of the others follow it."""
+"""Optimizer steps of several ranks: the primary's optimizers step and hold the state; those of other ranks follow them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Closure = Callable[[], Any]
 
 
 class RankSteps(WholeSteps):
-    """Has optimizers' steps, and what else writes gradients before them, happen once for all ranks.
+    """Runs each optimizer step, unscaling and clipping once for all ranks.
 
-    An optimizer's ``step`` is replaced on the object, so schedulers, hooks and Lightning see the optimizer as it is. On the
-    primary it runs with parameters that all ranks see. On the others it runs the closure as often as the primary's does, and
-    the hooks; their optimizers have no state.
+    The method ``step`` is replaced on the optimizer, so schedulers, hooks and Lightning see the same object. On the primary it
+    runs with the parameters that all ranks see. On other ranks it only runs the closure, as often as the primary's, and the
+    hooks; their optimizers have no state.
 
     Args:
         engine: returns the engine whose weights are stepped. It may be built anew while the run lasts.
@@ -36,7 +36,7 @@ class RankSteps(WholeSteps):
 
     def __init__(self, engine: Callable[[], Streamer]) -> None:
         self._engine = engine
-        self._own: dict[Optimizer, Any] = {}  # the steps that optimizers have on the object without us
+        self._own: dict[Optimizer, Any] = {}  # the attribute ``step`` that an optimizer object had before
         self._attached = ExitStack()
 
     @property
@@ -46,7 +46,7 @@ class RankSteps(WholeSteps):
         return turns
 
     def attach(self, optimizers: list[Optimizer], scaler: Any) -> None:
-        """Replaces the steps of these optimizers, and what a gradient scaler does before them (None: there is none)."""
+        """Replaces the steps of these optimizers, and the unscaling of a gradient scaler (None without one)."""
         self.detach()
         if isinstance(scaler, HostGradScaler):
             self._attached.enter_context(in_place_of(scaler, {"together": self._unscale}))
@@ -76,12 +76,12 @@ class RankSteps(WholeSteps):
     def _lead_step(
         self, step: Callable[..., Any], optimizer: Any, closure: Closure | None = None, **kwargs: Any
     ) -> Any:
-        """Runs a step on the primary. Each time it calls its closure, the others call theirs, with the weights so far."""
+        """Runs a step on the primary. Whenever it calls its closure, the other ranks call theirs, with the present weights."""
         optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
         turns = self._turns
         results: list[Any] = []
         with ExitStack() as turn:
-            # A closure that comes first is called before the turn: until then what a rank has written is its own, so that
+            # If the step calls its closure first, the turn begins after it. A rank's writes are private until then, so its
             # forward and backward use the same weights.
             begun = closure is None or self._turn_comes_first(optimizer)
 
@@ -107,7 +107,7 @@ class RankSteps(WholeSteps):
         return result
 
     def _follow_step(self, optimizer: Any, closure: Closure | None = None, **_: Any) -> Any:
-        """Returns what the primary's step does: nothing, or what the closure has returned here in the same call of it."""
+        """Follows a step of the primary. If that returns the result of its nth closure call, returns this rank's nth result."""
         optimizer._opt_called = True
         results: list[Any] = []
         if closure is not None and not self._turn_comes_first(optimizer):
@@ -122,7 +122,7 @@ class RankSteps(WholeSteps):
         return self._engine().updating.step_of(optimizer)
 
     def _turn_comes_first(self, optimizer: Optimizer) -> bool:
-        """Whether a step's turn begins before its closure is called, and not after that.
+        """Returns True if the turn begins before the closure is called.
 
         Raises:
             RuntimeError: it does, and ranks have written different weights.
@@ -135,10 +135,10 @@ class RankSteps(WholeSteps):
         return True
 
     def _refuse_others(self, optimizer: Any) -> None:
-        """Refuses parameters that the module does not have: no rank but the primary has stepped them.
+        """Raises an error for parameters that the module does not have: only the primary has stepped them.
 
         Raises:
-            RuntimeError: there are some, with a gradient.
+            RuntimeError: such a parameter has a gradient.
         """
         updating = self._engine().updating
         for number, group in enumerate(optimizer.param_groups):
@@ -171,11 +171,11 @@ class RankSteps(WholeSteps):
         return action if within else partial(self.once, action)
 
     def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Does something to the gradients of all ranks, on the primary. The others wait for it."""
+        """Runs an action on the gradients of all ranks, on the primary. The other ranks wait for it."""
         return self._on_primary(partial(action, *args, **kwargs), lambda result: 0.0)[0]
 
     def _unscale(self, action: Callable[[], Found]) -> Found:
-        """Divides the gradients of all ranks by the scale. All ranks learn whether some are not finite."""
+        """Divides the gradients of all ranks by the scale. Returns on every rank whether some are not finite."""
         nothing = -1.0
         found, largest = self._on_primary(
             action, lambda found: max((float(each) for each in found.values()), default=nothing)
@@ -185,10 +185,10 @@ class RankSteps(WholeSteps):
         return found
 
     def _on_primary(self, action: Callable[[], Any], value: Callable[[Any], float]) -> tuple[Any, float]:
-        """Does something to the gradients of all ranks, on the primary.
+        """Runs an action on the gradients of all ranks, on the primary.
 
         Returns:
-            The primary's result, None on the others; and the number that the primary makes of it, on all ranks.
+            The result, which is None on other ranks; and on all ranks the number ``value(result)``.
         """
         turns = self._turns
         if not turns.ranks.primary:
@@ -199,28 +199,30 @@ class RankSteps(WholeSteps):
 
 
 _NOTHING, _CLOSURE = -1, -2
-"""What the primary says at the end of its turn, if not which result of a closure its step returns: that it returns none, or that
-all ranks run the closure and come to a further turn."""
+"""Numbers with which the primary ends its turn. Others are the index of the closure's result that the step returns.
+
+``_NOTHING``: the step returns None. ``_CLOSURE``: all ranks run the closure, and another turn follows.
+"""
 
 _CLIPPING = "clipping or unscaling of gradients"
 
 
 def _which(result: Any, results: list[Any]) -> int:
-    """Which of a closure's results a step returns. What is none of them is taken for the last: no other rank can compute it."""
+    """Returns the index of the closure's result that a step returns; of the last one for any other value."""
     if result is None or not results:
         return _NOTHING
     return next((index for index, each in enumerate(results) if each is result), len(results) - 1)
 
 
 def _with_hooks(step: Callable[..., Any]) -> Any:
-    """A step with torch's hooks around it. They run on all ranks, and not in the primary's turn: each rank has a replica."""
+    """Returns a step with torch's hooks around it. They run on all ranks, outside of the primary's turn."""
     hooked = Optimizer.profile_hook_step(step)
-    vars(hooked).update(_wrapped_by_lr_sched=True, _with_counter=True)  # schedulers, which may come later, leave it so
+    vars(hooked).update(_wrapped_by_lr_sched=True, _with_counter=True)  # so that schedulers do not wrap it
     return hooked
 
 
 class _StateOnOtherRank(defaultdict[Any, Any]):
-    """The state of an optimizer on a rank that has none. It can be saved and loaded; a look into it raises an error."""
+    """The state of an optimizer on a rank without state. It can be saved and loaded; reading it raises an error."""
 
     def __init__(self) -> None:
         super().__init__(dict)

@@ -1,10 +1,11 @@
-"""The ranks: the processes that train one model together, each with a device of its own, over one store on the host.
+"""The ranks: the processes that train one model together. Each has its own device; those of a node share one host store.
 
-Tensors travel by ``torch.distributed``. What all ranks do together, in one order, is a *meeting*. The ranks have a *board* in
-shared memory: every wait ends when another rank has failed, with that rank's own error, or has come to something else.
+Tensors are sent by ``torch.distributed``. A *meeting* is what all ranks do together, in one order. The ranks of a node have a
+*board* in shared memory. A wait for other ranks ends with an error when the board shows that a rank has failed, or that it has
+come to another meeting.
 
-Several nodes are replicas: each has a store and a board of its own, and a primary that updates its weights. What ranks of
-different nodes do together is a collective of torch.distributed.
+Nodes are replicas: each has its own store, its own board, and a primary that updates its weights. Ranks of different nodes only
+meet in collectives of torch.distributed.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from sp_lightning.ranks.shared_memory import SharedMemory, hand_out, receive
 
 
 class Ranks(Collectives):
-    """The processes of this node, and what they have to do with those of others. The processes of all nodes make one of these,
-    and call its collective methods, in the same order.
+    """The processes of this node, and their collectives with those of other nodes.
+
+    Every process of every node makes one of these, and calls its collective methods in the same order.
 
     Args:
-        device: where this rank computes.
-        per_node: how many ranks each node has; None: there is one node.
+        device: the device on which this rank computes.
+        per_node: the number of ranks of each node; None if there is one node.
 
     Raises:
         RuntimeError: memory cannot be shared on this system.
 
     Attributes:
-        over: whether its last run has ended: the next object that is made closes this one.
-        closed: whether it is closed.
+        over: whether the last run has ended. The next object of this class then closes this one.
+        closed: whether this object is closed.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
@@ -50,7 +52,7 @@ class Ranks(Collectives):
                 f"superpipeline shares host memory between the processes of several devices, and cannot do so here: {why}. "
                 "Pass Trainer(devices=1)."
             )
-        for each in list(_open):  # here, where all processes are: not when Python collects them
+        for each in list(_open):  # in all processes at the same time, and not when Python collects them
             if each.over:
                 each.close()
         super().__init__(device, per_node)
@@ -66,21 +68,21 @@ class Ranks(Collectives):
                 name = self._gather_objects(uuid4().hex, "the first meeting of all nodes")[0]
                 self._news = NodeNews(name, 0.2 * max(1, self.world // 32))
             except BaseException as error:
-                self._board.fail(error)  # no other code has this object yet that would tell of it
+                self._board.fail(error)  # no other code has this object yet to announce the error
                 raise
         _open.append(self)
 
     # ------------------------------------------------------------------ memory
 
     def share(self, nbytes: int, name: str) -> SharedMemory:
-        """Makes memory that all ranks have, full of zeros. Collective.
+        """Makes memory that all ranks of the node share, filled with zeros. Collective.
 
         Args:
-            nbytes: how much.
-            name: what it is for.
+            nbytes: its size.
+            name: its purpose, for errors.
 
         Raises:
-            RuntimeError: the system has no such memory.
+            RuntimeError: the system has not enough memory.
         """
         nbytes = whole_pages(nbytes)
         with self._for_memory(nbytes, name):
@@ -107,19 +109,19 @@ class Ranks(Collectives):
                 "freeze layers, or train adapters."
             ) from error
 
-    # ------------------------------------------------------------------ what is compared
+    # ------------------------------------------------------------------ comparisons
 
     def must_agree(self, what: str, mine: Mapping[str, Any], remedy: str, *, primaries: bool = False) -> None:
-        """Compares what should be the same on all ranks. Collective; all ranks raise the same error.
+        """Compares values that should be the same on all ranks. Collective; all ranks raise the same error.
 
         Args:
-            what: what is compared, in words.
-            mine: this rank's, by name, in order.
-            remedy: what to do about a difference.
-            primaries: whether only what the primaries of the nodes have is compared.
+            what: the name of the values, for the error.
+            mine: this rank's values by name, in order.
+            remedy: a sentence for the error.
+            primaries: compare only the values of the primaries.
 
         Raises:
-            ValueError: some rank has something else than rank 0.
+            ValueError: a rank has other values than rank 0.
         """
         everybody = self._gather_objects(
             dict(mine) if self.primary or not primaries else None, f"a comparison of {what}"
@@ -134,21 +136,21 @@ class Ranks(Collectives):
                 )
 
     def gather_numbers(self, number: int, what: str) -> list[int]:
-        """Returns the numbers of all ranks of this node. The arguments are as in :meth:`same`."""
+        """Returns the numbers of all ranks of this node. Collective; the arguments are those of :meth:`same`."""
         self.meet(what, number=number)
         return [int(self.board.number(rank)) for rank in range(self.size)]
 
     def same(self, number: int, what: str) -> bool:
-        """Returns whether all ranks of all nodes have come with the same number.
+        """Returns True if all ranks of all nodes have the same number. Collective.
 
         Args:
-            number: this rank's, from 0 to 2**53.
-            what: what begins, in words.
+            number: this rank's number, from 0 to 2**53.
+            what: the name of the meeting, for errors.
         """
         return len(set(self._gather_from_all(number, what))) == 1
 
     def all_have(self, bits: int, what: str) -> int:
-        """Returns the bits that all ranks of all nodes have come with. The arguments are as in :meth:`same`."""
+        """Returns the bits that all ranks of all nodes have in common. Collective; the arguments are those of :meth:`same`."""
         return reduce(and_, self._gather_from_all(bits, what))
 
     def _gather_from_all(self, number: int, what: str) -> list[int]:
@@ -163,10 +165,10 @@ class Ranks(Collectives):
     # ------------------------------------------------------------------ the primary's turn
 
     def begin_turn(self, what: str) -> None:
-        """Comes to the primary's next turn, on the primary when all others have.
+        """Begins the primary's turn. The primary waits for all other ranks.
 
         Args:
-            what: it is for, in words, which must be the same on all ranks.
+            what: the purpose of the turn. It must be the same on all ranks.
         """
         self.board.arrive(what)
         if self.primary:
@@ -174,7 +176,7 @@ class Ranks(Collectives):
             self.board.compare()
 
     def end_turn(self, number: float = 0.0) -> float:
-        """Comes to the end of the primary's turn, and returns the primary's number, on the others when it has come there."""
+        """Ends the primary's turn, and returns the primary's number. The other ranks wait for the primary."""
         self.board.arrive("the end of the primary's turn", number)
         self.until(lambda: self.board.here(0), Wait.USE_AFTER_TURN)
         return self.board.number(0)
@@ -183,11 +185,11 @@ class Ranks(Collectives):
 
     @property
     def failure(self) -> str:
-        """This rank's own error, in words."""
+        """This rank's own error as text; empty if it has none."""
         return self.board.failure
 
     def fail(self, error: BaseException) -> None:
-        """As :meth:`sp_lightning.ranks.board.RankStatus.fail`, for the other nodes, too."""
+        """Announces an error of this rank, on its own node and on the others. Only the first error counts."""
         if self.board.failure:
             return
         self.board.fail(error)
@@ -195,36 +197,36 @@ class Ranks(Collectives):
             self._news.tell(f"{self.name}: {self.failure}")
 
     def lost(self, why: Wait | str, error: BaseException) -> RankError:
-        """As the base class. If news of other nodes are out of reach, that is said, too."""
+        """Returns the base class's error. It also says if the other nodes cannot be reached."""
         found = super().lost(why, error)
         return RankError(f"{found}; {self._news.lost}") if self._news is not None and self._news.lost else found
 
     def run_begins(self) -> None:
-        """Says that another run of the same processes begins."""
+        """Called when another run of the same processes begins."""
         if self._news is not None and self.over:
             self._news.begin()
         self.over = False
 
     def run_ends(self) -> None:
-        """Says that this rank is at the end of its run: it comes to no more meetings of it."""
+        """Called when this rank's run ends: it comes to no more meetings."""
         self.over = True
         if self._news is not None:
             self._news.end()
         self.board.run_ends()
 
     def close(self) -> None:
-        """Frees what this object has open. Not collective, but all ranks do so."""
+        """Closes groups, files and threads. Not collective, but all ranks call it."""
         self.closed = True
         _open.remove(self)
         if self._news is not None:
             self._news.end()
         self.board.close()
-        if not self.failure:  # else others may be in the midst of a collective
+        if not self.failure:  # otherwise other ranks may be in a collective
             self.end_groups()
 
 
 _open: list[Ranks] = []
-"""What this process has made and not closed. Usually that is one: what is over is closed when the next one is made."""
+"""The objects of this process that are not closed: usually one, because each new one closes those whose run is over."""
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

@@ -1,5 +1,7 @@
-"""Weights of several ranks: the primary changes them in its turn, while the others wait for it; and what a rank's own user code
-has written since then comes before them."""
+"""The turns of ranks: the primary changes the shared weights while the other ranks wait.
+
+Between two turns, what a rank's own user code writes to a weight is private to that rank.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from sp_lightning.ranks.reduced_gradients import ReducedGradients
 
 
 class RankTurns(Turns):
-    """The engine of one rank, as the primary's turns see it.
+    """The turns of one rank.
 
     Args:
         lock: the engine's lock.
         ranks: the ranks.
         layers: all layers.
-        source, step, gradients: the engine's parts.
+        source, step, gradients: the parts of the engine.
     """
 
     several = True
@@ -51,11 +53,11 @@ class RankTurns(Turns):
 
     @contextmanager
     def primary(self, what: str, *, weights: bool) -> Iterator[None]:
-        """The primary's turn: gradients, and with ``weights`` parameters, are what all ranks see, once all have come here.
+        """A context for the primary's turn, in which ``param.grad`` is what all ranks see. It begins once all ranks are here.
 
         Args:
-            what: the turn is for, in words. A rank that comes for something else gets an error.
-            weights: whether it is an update. Until then what a rank has written of weights is its own.
+            what: the purpose of the turn. A rank that is here for another one raises an error.
+            weights: the turn changes weights: the parameters are what all ranks see as well, and private writes end.
         """
         self.begin(what, weights=weights)
         with ExitStack() as stack:
@@ -67,7 +69,7 @@ class RankTurns(Turns):
             self.cast()
 
     def begin(self, what: str, *, weights: bool) -> bool:
-        """Begins the primary's turn, on any rank. Returns whether weights were written for all ranks: without their casts."""
+        """Begins the primary's turn, on any rank. Returns True on the primary if it has shared writes that need new casts."""
         self._prepare()
         if not self.ranks.primary:
             self._merge(weights)
@@ -75,19 +77,19 @@ class RankTurns(Turns):
         return self.ranks.primary and self._merge(weights)
 
     def gather(self, what: Callable[[], str]) -> None:
-        """Waits for all ranks, and makes what the primary's user code has written that of all ranks."""
+        """Waits for all ranks, and shares what the primary's user code has written."""
         self._step.updates.finish()
         if self.begin(what(), weights=True):
             self.cast()
 
     def must_be_alike(self, why: str) -> None:
-        """Compares what ranks have written of weights since the last turn, before a turn after which they use them. Collective.
+        """Checks that all ranks have written the same weights since the last turn. Collective.
 
         Args:
-            why: such a turn comes, in words.
+            why: the reason, for the error.
 
         Raises:
-            RuntimeError: it differs.
+            RuntimeError: ranks have written different weights.
         """
         self._prepare()
         found = {layer.name: memory_of(layer).digest(layer.planned.spans) for layer in self._layers}
@@ -100,12 +102,12 @@ class RankTurns(Turns):
             )
 
     def follow(self, what: str, *, weights: bool) -> float:
-        """The primary's turn, on another rank. Returns the number with which the primary has ended it."""
+        """Waits for the primary's turn, on another rank. Returns the number with which the primary has ended it."""
         self.begin(what, weights=weights)
         return self.ranks.end_turn()
 
     def merge(self) -> None:
-        """Makes the primary's weights those of all ranks, without a turn. Collective."""
+        """Shares the primary's weights with all ranks, without a turn. Collective."""
         self._prepare()
         self.ranks.barrier(Wait.STEP_AFTER_ARRIVAL)
         if self._merge_weights() and self.ranks.primary:
@@ -114,7 +116,7 @@ class RankTurns(Turns):
 
     @contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:
-        """Around the loading of a state: what the primary loads counts, and the others keep no copy of what they load."""
+        """A context for loading a state: the primary's values count, and the other ranks keep no copy of theirs."""
         forget = [] if self.ranks.primary else [m for m in module.modules() if m._parameters]
         handles = [m.register_load_state_dict_post_hook(self._forget) for m in forget]
         try:
@@ -135,7 +137,7 @@ class RankTurns(Turns):
         return merge(layer.block.memory for layer in self._layers)
 
     def cast(self) -> None:
-        """Casts all weights anew, for all ranks."""
+        """Renews the casts of all weights, for all ranks."""
         for layer in self._layers:
             layer.casts.invalidate()
             layer.casts.refresh()
@@ -150,16 +152,16 @@ class RankTurns(Turns):
 class SharedSource(HostSource):
     """The :class:`~sp_lightning.layers.slots.BlockSource` of several ranks.
 
-    The primary keeps casts up to date in the memory that all ranks have. A layer that this rank's user code has written since
-    the last update comes from this rank's own view, with casts of its own. That memory is not page-locked.
+    The primary keeps the casts in shared memory up to date. If this rank's user code has written a layer since the last update,
+    the layer is uploaded from this rank's private view, with its own casts. That memory is not page-locked.
     """
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns the layer's bytes as this rank's user code sees them."""
+        """Returns the layer's bytes as this rank's user code sees them, in shared memory or in the private view."""
         self.wait(layer)
         for member in layer.family:
             self._adopt(member)
-        written = [memory_of(member).look() for member in layer.family]  # all of them: each notes what it sees
+        written = [memory_of(member).look() for member in layer.family]  # of all members: each notes what it sees
         if layer.masters is not None and any(written):
             memory_of(layer).written = True
             layer.casts.invalidate()
@@ -171,11 +173,11 @@ class SharedSource(HostSource):
 
 
 def written_here(layer: StreamedLayer) -> bool:
-    """Whether a layer that was staged comes from this rank's own view."""
+    """Returns True if a staged layer is uploaded from this rank's private view."""
     return memory_of(layer).written
 
 
 def memory_of(layer: StreamedLayer) -> SharedBlockMemory:
-    """The memory of a layer's block."""
+    """Returns the memory of a layer's block."""
     assert isinstance(layer.block.memory, SharedBlockMemory)
     return layer.block.memory

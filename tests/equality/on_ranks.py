@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from sp_lightning import SuperpipelineStrategy, rank_order_hook
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.ranks.rank_order import rank_order_hook
 from sp_lightning.torch_compat.private import current_graph_task
 from tests.equality.cases import CASES
 from tests.support.mixed import scaled

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from random import Random
 from time import monotonic, sleep
@@ -30,7 +31,7 @@ from sp_lightning.layers.layer import Slot
 from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.uploads import Uploads
 from sp_lightning.ranks import gather_log, sliced_uploads
-from sp_lightning.ranks.board import RankError
+from sp_lightning.ranks.board import LOST, RankError
 from sp_lightning.ranks.gather_log import gather_log_bytes
 from sp_lightning.ranks.shared_memory import SharedMemory
 from sp_lightning.ranks.sliced_uploads import PendingGather, SlicedUploads
@@ -305,6 +306,28 @@ def test_a_gather_that_fails_is_not_waited_for_again() -> None:
         assert torch.equal(target, weights[layer])
     first.uploads.close()
     other.uploads.close()
+
+
+@pytest.mark.parametrize("after_error", [True, False])
+@pytest.mark.parametrize("error", LOST)
+def test_an_error_of_this_rank_comes_before_that_of_another(error: type[BaseException], after_error: bool) -> None:
+    """The end of a step issues all uploads, and another rank may have failed meanwhile: this rank's own error is raised."""
+    together = Together(2)
+    weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
+    ranks = [Rank(rank, together, weights, []) for rank in range(2)]
+
+    def lost(*_: Any) -> None:
+        raise error("rank 1 has failed")
+
+    first = ranks[0]
+    with first.lock:
+        target, _ = first.send(0)
+        first.uploads._gathers._until = lost
+        with nullcontext() if after_error else pytest.raises(error):
+            first.uploads.end_round(after_error=after_error)
+        assert torch.equal(target, weights[0])
+    for rank in ranks:
+        rank.uploads.close()
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for_again() -> None:
