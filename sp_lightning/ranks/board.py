@@ -1,8 +1,8 @@
 """The board: shared memory in which each rank writes where it is, and why it has failed.
 
 Each word has one writer, so reading takes microseconds and needs no lock. All ranks come to the same *meetings* in the same
-order. Each rank writes the number and the name of a meeting to the board when it comes to it. If ranks come to different meetings, an
-error names both, instead of a wait that never ends or mixed data.
+order. Each rank writes the number and the name of a meeting to the board when it comes to it. If ranks come to different
+meetings, an error names both, instead of a wait that never ends or mixed data.
 
 Each node has its own board. :class:`NodeNews` reports failures on other nodes.
 """
