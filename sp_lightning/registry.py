@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sp_lightning.device.device import Device
+    from sp_lightning.device.host_kernels import HostKernels
     from sp_lightning.engine.activations import ActivationPlan
     from sp_lightning.engine.placement import Placement
     from sp_lightning.engine.state_store import StateStore
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from sp_lightning.trainer.optimizer_steps import SteppedRun
     from sp_lightning.trainer.options import Options
     from sp_lightning.trainer.step_place import StepPlace
+    from sp_lightning.updates.gpu_bits import GpuBits
 
 CAPABILITIES = {
     "activations": "offloads or recomputes activations, and cuts a loss into chunks",
@@ -298,3 +300,33 @@ def check_transfer(transfer: str) -> None:
     if transfer != "full":
         with needed_for(f'transfer="{transfer}"'):
             import sp_lightning.ranks.transfer  # noqa: F401
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+@cache
+def host_kernels() -> HostKernels:
+    """Returns the kernels for updates and norms on the CPU. Without ``kernels`` (slower), torch's operators do both."""
+    if is_installed("kernels"):
+        from sp_lightning.kernels.host import CompiledKernels
+
+        return CompiledKernels()
+    from sp_lightning.device.host_kernels import HostKernels
+
+    return HostKernels()
+
+
+def gpu_bits(device: torch.device | None) -> GpuBits:
+    """Makes what decides which CPU steps have the bits of a GPU. Without ``kernels`` (fallback), none have, which is logged.
+
+    Args:
+        device: the GPU on which plain Lightning steps; None if it steps on the CPU.
+    """
+    if is_installed("kernels"):
+        from sp_lightning.kernels.like_gpu import ConfirmedBits
+
+        return ConfirmedBits(device)
+    from sp_lightning.updates.gpu_bits import GpuBits
+
+    return GpuBits(device)

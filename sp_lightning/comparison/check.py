@@ -21,9 +21,9 @@ from sp_lightning.comparison.report import Report, RunFigures
 from sp_lightning.comparison.runs import STOPPED, RunResult, RunVariant, root_device, run, undisturbed
 from sp_lightning.comparison.subject import Factory, NotRunError, Subject
 from sp_lightning.device.accelerator import plain_steps_on
-from sp_lightning.kernels.like_gpu import LikeGpu
 from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.host_memory import available_bytes
+from sp_lightning.registry import is_installed
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 ALL = "all"
@@ -141,7 +141,11 @@ class _Checking:
         """Where plain Lightning's optimizers step, and how: as :class:`RunVariant` has it."""
         given, on_device = options.get("fused_optimizer", "auto"), options.get("optimizer_on") == "gpu"
         gpu = plain_steps_on(self._device)
-        like = None if gpu is None or given is False or on_device else LikeGpu(gpu, fuse=given is True)
+        like = None
+        if gpu is not None and given is not False and not on_device and is_installed("kernels"):
+            from sp_lightning.kernels.like_gpu import LikeGpu
+
+            like = LikeGpu(gpu, fuse=given is True)
         return {"fuse": _is_fused(options, variants, self._device), "like": like, "on_device": on_device}
 
     def _steps_on_host(self, plain: RunResult) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.kernels.like_gpu import LikeGpu
 from sp_lightning.trainer.update_facts import scaler_of
 from sp_lightning.updates.fused import has_fused_step, runs_fused
+
+if TYPE_CHECKING:
+    from sp_lightning.kernels.like_gpu import LikeGpu
 
 
 class StepsOnHost(SingleDeviceStrategy):

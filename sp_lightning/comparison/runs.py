@@ -15,7 +15,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
@@ -28,7 +28,6 @@ from sp_lightning.comparison.record import Entry, Record, flatten, held
 from sp_lightning.comparison.reference import StepsOnHost
 from sp_lightning.comparison.subject import NotRunError, RunInputs, Subject, without_files
 from sp_lightning.device.accelerator import device_for
-from sp_lightning.kernels.like_gpu import LikeGpu
 from sp_lightning.layers.slots import poisoned
 from sp_lightning.layers.writes import digest
 from sp_lightning.observe.stats import Stats
@@ -36,6 +35,9 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.private import current_graph_task
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
+
+if TYPE_CHECKING:
+    from sp_lightning.kernels.like_gpu import LikeGpu
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,9 +11,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Stream
-from sp_lightning.device.layout import is_dense
 from sp_lightning.engine.updating import Updating
-from sp_lightning.kernels.gpu_norms import DTYPES
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.narrow_gradient import Change, Factor, Norms, as_it_came, change, stored
 from sp_lightning.torch_compat.private import accumulation_hooks
@@ -28,21 +26,22 @@ class Clipping:
     Args:
         optimizer: whose gradients they are.
         engine: the engine whose layers have them.
-        like: the GPU whose bits norms have; None for the CPU's.
+        norms: makes what computes norms with the bits of a GPU; None for those of the CPU.
 
     Attributes:
         pending: how gradients are to be clipped, if the updates do it; None if they have nothing to do.
         at_once: whether gradients change here, layer by layer, and the updates have nothing to do.
-        like: as the argument.
+        like_gpu: whether norms have the bits of a GPU.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Updating, like: torch.device | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Updating, norms: Callable[[], Norms] | None = None) -> None:
         self._optimizer = optimizer
         self._on_gpu = engine.stepper.steps_all  # norms are taken where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
-        self.like = like
-        self._norms = Norms(like)  # the background's
+        self.like_gpu = norms is not None
+        self._make_norms = norms or Norms
+        self._norms = self._make_norms()  # the background's
         self.pending: Change | None = None
         self.at_once = False
 
@@ -54,14 +53,12 @@ class Clipping:
             measured = {}
         if self._on_gpu:
             total = get_total_norm(self._norms_on_device(parameters))
-        elif self.like is not None and parameters and all(map(_has_gpu_norm, parameters)):
-            # As get_total_norm adds up the norms of tensors, on the GPU.
-            norms = self._norms_like(self.like, parameters, measured)
-            total = torch.linalg.vector_norm(torch.stack([norm.to(self.like) for norm in norms]), 2.0)
+        elif parameters and all(self._norms.replaces_torch(as_it_came(stored(each))) for each in parameters):
+            total = self._norms.total(self._all_norms(parameters, measured))
         else:
             of_host = Norms()
             # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
-            total = get_total_norm([self._norm_or_gradient(measured, each, of_host) for each in parameters])
+            total = of_host.total([self._norm_or_gradient(measured, each, of_host) for each in parameters])
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_gpu:
             self._engine.stepper.read()
@@ -84,9 +81,9 @@ class Clipping:
         norms = iter(self._engine.stepper.norms(dense))
         return [next(norms) if gradient.layout is torch.strided else gradient for gradient in gradients]
 
-    def _norms_like(self, device: torch.device, parameters: Sequence[nn.Parameter], measured: Measured) -> list[Tensor]:
-        """The norms of gradients with the bits of a GPU."""
-        norms, unknown, found = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor](), Norms(device)
+    def _all_norms(self, parameters: Sequence[nn.Parameter], measured: Measured) -> list[Tensor]:
+        """Returns the norms of gradients, none of them from torch's operators on the CPU."""
+        norms, unknown, found = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor](), self._make_norms()
         for parameter in parameters:
             gradient = stored(parameter)
             assert gradient is not None
@@ -135,8 +132,7 @@ class Clipping:
             return
         parameters = [parameter for member in layer.family for parameter in member.block.parameters]
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
-        dtypes = (torch.float32, torch.bfloat16) if self.like is None else DTYPES
-        if any(g.layout is not torch.strided or g.dtype not in dtypes for _, g in gradients):
+        if any(g.layout is not torch.strided or g.dtype not in self._norms.dtypes for _, g in gradients):
             return
 
         measured, device = self._measured, self._engine.device
@@ -149,7 +145,7 @@ class Clipping:
                     measured[parameter] = gradient, gradient._version, norm
 
         if layer.use_gradients():
-            work(None, Norms(self.like))  # the background would come to gradients that have left memory
+            work(None, self._make_norms())  # the background would come to gradients that have left memory
         else:
             device.later(partial(work, Stream.UPDATE, self._norms))
 
@@ -164,14 +160,8 @@ class Clipping:
 
     def end(self) -> None:
         """The step is over. Clips what it has not, and forgets all norms."""
-        self._measured, self._norms = {}, Norms(self.like)
+        self._measured, self._norms = {}, self._make_norms()
         self.finish()
-
-
-def _has_gpu_norm(parameter: nn.Parameter) -> bool:
-    """Returns True if a gradient's norm can have a GPU's bits: it is dense, and has a floating dtype of 16 or 32 bits."""
-    gradient = as_it_came(stored(parameter))
-    return gradient.layout is torch.strided and gradient.dtype in DTYPES and is_dense(gradient)
 
 
 def by_value(clip_val: float) -> Change:

@@ -25,7 +25,6 @@ from sp_lightning.device.lease import held_elsewhere
 from sp_lightning.engine.clipping import Clipping, by_value
 from sp_lightning.engine.state_store import StateStore
 from sp_lightning.engine.updating import Updating
-from sp_lightning.kernels.like_gpu import LikeGpu
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.narrow_gradient import Change, as_it_came, change, drop, stored
 from sp_lightning.plan.update_policy import EarlyUpdates
@@ -39,13 +38,14 @@ from sp_lightning.updates.fused import (
     runs_fused,
     shares_state,
 )
+from sp_lightning.updates.gpu_bits import StepsLikeGpu
 from sp_lightning.updates.pieces import InPieces
 from sp_lightning.updates.step_context import StepContext, compiles, reads_settings
 
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
 Groups = list[dict[str, Any]]
 _LIKE = "whose bits"
-"""The setting of a layer's part of a group that says which GPU's bits its steps have. Users' groups have none."""
+"""The setting of a layer's part of a group that has what updates its parameters with a GPU's bits. Users' groups have none."""
 _OWN = 4
 """References to a parameter's state that no user code has: the optimizer's, and those of the code that counts them."""
 _OF_EACH = ("params", "param_names")
@@ -74,8 +74,7 @@ class LayerwiseStep:
         lands: whether an update ends only when all has left the device, because its memory may be used for other things then.
         waits_there: whether a step of a layer that stays on the device ends before the next forward begins, which may change
             what tensors the optimizer's own code makes.
-        like: the GPU whose bits updates have; None: those of torch's operators on the CPU.
-        like_norms: whether norms have that GPU's bits, too.
+        like: updates parameters with the bits of a GPU; None: updates have those of torch's operators on the CPU.
 
     Attributes:
         clipping: clips the gradients.
@@ -99,8 +98,7 @@ class LayerwiseStep:
         waits: bool,
         lands: bool,
         waits_there: bool = False,
-        like: LikeGpu | None = None,
-        like_norms: bool = False,
+        like: StepsLikeGpu | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
@@ -124,7 +122,7 @@ class LayerwiseStep:
         self._declared = on_gpu and engine.stepper.is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
         self._narrow = narrow and not self._declared and (on_gpu or not self._separable)
-        self.clipping = Clipping(optimizer, engine, like.device if like is not None and like_norms else None)
+        self.clipping = Clipping(optimizer, engine, None if like is None else like.norms)
         # What is done with a layer whose gradients are complete, and, asked before, whether all of them have to be complete.
         self._on_complete, self._wanted = self.clipping.measure if measure else None, None
         if early.in_backward:
@@ -495,8 +493,8 @@ class LayerwiseStep:
                     clips[id(parameter)](parameter.grad)
             step()
         else:
-            likes = {id(p): group[_LIKE] for group in part.param_groups if _LIKE in group for p in group["params"]}
-            with InPieces(layer.casts.places(Stream.UPDATE), clips, likes):
+            others = {id(p): group[_LIKE] for group in part.param_groups if _LIKE in group for p in group["params"]}
+            with InPieces(layer.casts.places(Stream.UPDATE), clips, others):
                 step()
         layer.casts.refresh(by=Stream.UPDATE, but=set() if self._separable else set(map(id, trained)))
 

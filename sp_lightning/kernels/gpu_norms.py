@@ -15,8 +15,10 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from sp_lightning.device.layout import is_dense
 from sp_lightning.kernels.jit import Compiled, find_kernel
 from sp_lightning.kernels.variants import CHUNK, EACH, THREADS, WARP, GpuNormArguments, GpuNormRecipe
+from sp_lightning.layers.narrow_gradient import Norms, exact_scale, made_of
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import foreach_norm
 
@@ -49,6 +51,39 @@ def norms_like(device: torch.device, gradients: Sequence[Tensor]) -> list[Tensor
         assert found is not None
         norms |= zip(map(id, same), _run(found, same), strict=True)
     return [norms[id(each)] for each in gradients]
+
+
+class GpuNorms(Norms):
+    """Computes norms of gradients on the CPU with the bits of a GPU's.
+
+    Args:
+        device: the GPU. :func:`has_norms_of` it.
+    """
+
+    dtypes = DTYPES
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def replaces_torch(self, gradient: Tensor) -> bool:
+        return gradient.layout is torch.strided and gradient.dtype in DTYPES and is_dense(gradient)
+
+    def total(self, norms: Sequence[Tensor]) -> Tensor:
+        # As get_total_norm adds up the norms of tensors, on the GPU.
+        return torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]), 2.0)
+
+    def of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        made = [(gradient, *made_of(gradient)) for gradient in gradients]
+        scales = [1.0 if came is gradient else exact_scale(came, changes) for gradient, came, changes in made]
+        read = [came for scale, (_, came, _) in zip(scales, made, strict=True) if scale]
+        known = iter(norms_like(self._device, read))
+        # Widened gradients use the same memory, one after the other.
+        norms = [
+            next(known).mul_(scale) if scale else norms_like(self._device, [self._widened(*each)])[0]
+            for scale, each in zip(scales, made, strict=True)
+        ]
+        return [norm.to(gradient.dtype) for norm, (gradient, _, _) in zip(norms, made, strict=True)]
 
 
 def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -7,24 +7,29 @@ optimizer have to be confirmed, because weights that are stepped in two ways wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.device.host_kernels import HALVES
 from sp_lightning.device.layout import is_dense
-from sp_lightning.kernels.gpu_norms import has_norms_of
+from sp_lightning.kernels.gpu_norms import GpuNorms, has_norms_of
 from sp_lightning.kernels.jit import is_installed
-from sp_lightning.kernels.update import HALVES, is_confirmed
-from sp_lightning.kernels.variants import OPEN, Form, Kind, Like, Variant, is_near
-from sp_lightning.layers.narrow_gradient import as_it_came, stored
+from sp_lightning.kernels.step_like import step_like
+from sp_lightning.kernels.update import is_confirmed
+from sp_lightning.kernels.variants import OPEN, Form, Like, Variant, is_near
+from sp_lightning.layers.narrow_gradient import Norms, as_it_came, stored
 from sp_lightning.layers.roles import ParameterRole
 from sp_lightning.torch_compat.patched import state_of
-from sp_lightning.torch_compat.private import unscales_by_itself
+from sp_lightning.torch_compat.private import Kind, unscales_by_itself
 from sp_lightning.updates.fused import KINDS, has_fused_step, may_get_gradients
+from sp_lightning.updates.gpu_bits import GpuBits
+from sp_lightning.updates.pieces import UpdateOne
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,17 @@ class LikeGpu:
     Args:
         device: the GPU.
         fuse: whether groups step fused for which their user has left that open.
+        norms: makes what computes norms with the GPU's bits; None if norms have the CPU's.
     """
 
     device: torch.device
     fuse: bool
+    norms: Callable[[], Norms] | None = None
 
-    def of(self, group: Mapping[str, Any]) -> Like:
+    def of(self, group: Mapping[str, Any]) -> UpdateOne:
+        return partial(step_like, self.reference(group))
+
+    def reference(self, group: Mapping[str, Any]) -> Like:
         """Returns the reference of a group's steps."""
         return Like(self.device, "fused" if group.get("fused") or self.fuse else "foreach")
 
@@ -67,15 +77,8 @@ class LikeGpu:
             return next((f"{name}: {reason}" for reason in reasons if reason), "")
 
     def against_group(self, group: Mapping[str, Any], known: set[int]) -> str:
-        """Returns why a group's next step differs, although :meth:`against` found no reason at set-up; empty if it does not.
-
-        Settings may have changed since, and parameters may have been added. That formulas are confirmed is not asked here.
-
-        Args:
-            group: the group.
-            known: the ``id`` of parameters that need not be looked at again. Others are added.
-        """
-        if reason := _against_settings(group, self.of(group).form):
+        # Settings may have changed since set-up, and parameters may have been added. The formulas have been confirmed there.
+        if reason := _against_settings(group, self.reference(group).form):
             return reason
         if any(map(_is_laid_out_otherwise, group["params"])):
             return "a gradient's memory has another order than its weight's"
@@ -95,7 +98,7 @@ class LikeGpu:
         return "" if has_norms_of(self.device, largest) else "no formula has the bits of norms on this GPU"
 
     def _against(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-        form = self.of(group).form
+        form = self.reference(group).form
         trained = [p for p in group["params"] if may_get_gradients(p)]
         return (
             _against_settings(group, form)
@@ -105,7 +108,7 @@ class LikeGpu:
         )
 
     def _unconfirmed(self, kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> str:
-        like = self.of(group)
+        like = self.reference(group)
         if (kind, like.form) not in OPEN:
             return "fused=True computes in double precision on a GPU"
         if not all(map(is_confirmed, _variants(kind, group, dtypes, like))):
@@ -154,13 +157,6 @@ def _is_laid_out_otherwise(parameter: nn.Parameter) -> bool:
     return gradient is not None and gradient.layout is torch.strided and gradient.stride() != parameter.stride()
 
 
-def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if torch's ``foreach`` step writes gradients: SGD's with Nesterov momentum, without decay and maximize."""
-    return type(optimizer) is torch.optim.SGD and any(
-        group["nesterov"] and not group["weight_decay"] and not group["maximize"] for group in optimizer.param_groups
-    )
-
-
 def _variants(kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype], like: Like) -> Iterator[Variant]:
     """The variants of a group's steps, with weight decay and without: a scheduler may change that."""
     own: list[dict[str, Any]] = [{}]
@@ -173,24 +169,13 @@ def _variants(kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype
         yield Variant(kind, dtype, None, 0, maximize=group["maximize"], decays=decays, weight=dtype, like=like, **more)
 
 
-class GpuBits:
-    """The optimizers of a run whose CPU steps have a GPU's bits, and the reasons for the others.
-
-    Args:
-        device: the GPU on which plain Lightning steps; None if it steps on the CPU.
-
-    Attributes:
-        stepping: the optimizers whose steps have the GPU's bits.
-        clipping: those of them whose norms have them.
-        like: whose bits they have.
-    """
+class ConfirmedBits(GpuBits):
+    """The optimizers of a run whose CPU steps have a GPU's bits, and the reasons for the others."""
 
     def __init__(self, device: torch.device | None) -> None:
-        self._device = device
-        self._why = self._why_norms = ""
-        self.stepping: set[torch.optim.Optimizer] = set()
-        self.clipping: set[torch.optim.Optimizer] = set()
-        self.like: LikeGpu | None = None
+        super().__init__(device)
+        self._why_norms = ""
+        self.stepping: dict[torch.optim.Optimizer, LikeGpu] = {}
 
     def decide(
         self,
@@ -202,55 +187,34 @@ class GpuBits:
         scaled: bool,
         clips: bool,
     ) -> None:
-        """Decides, from the optimizers' present settings.
-
-        Args:
-            optimizers: the trainer's.
-            module: the module that they train.
-            against: a reason that holds for all of them; empty if there is none.
-            fuse: whether groups step fused for which their user has left that open.
-            scaled: whether gradients are scaled (``16-mixed``).
-            clips: whether norms may be needed.
-        """
-        self._why, self._why_norms, self.like = against, "", None
-        self.stepping, self.clipping = set(), set()
-        if self._device is None or against:
+        self._why, self._why_norms, self.stepping = against, "", {}
+        if self._gpu is None or against:
             return
-        self.like = LikeGpu(self._device, fuse)
+        like = LikeGpu(self._gpu, fuse)
         for optimizer in optimizers:
-            if why := self.like.against(optimizer, module, scaled=scaled):
+            if why := like.against(optimizer, module, scaled=scaled):
                 self._why = self._why or why
                 continue
-            self.stepping.add(optimizer)
-            if not clips:
-                continue
-            if why := self.like.against_norms(optimizer):
-                self._why_norms = self._why_norms or why
-            else:
-                self.clipping.add(optimizer)
+            why = like.against_norms(optimizer) if clips else ""
+            self._why_norms = self._why_norms or why
+            has_norms = clips and not why
+            self.stepping[optimizer] = replace(like, norms=partial(GpuNorms, self._gpu)) if has_norms else like
 
     @property
     def whole(self) -> bool:
-        """Whether all steps have the GPU's bits, and all norms that may be needed."""
-        return self._device is not None and not (self._why or self._why_norms)
+        return self._gpu is not None and not (self._why or self._why_norms)
 
     def sentences(self, *, automatic: bool, mixed: bool = False) -> list[str]:
-        """Returns what a user should know of this; nothing without a GPU.
-
-        Args:
-            automatic: whether Lightning clips (automatic optimization).
-            mixed: whether some layers stay on the GPU and are stepped there.
-        """
-        if self._device is None:
+        if self._gpu is None:
             return []
         alike, why = set[str](), self._why
-        for optimizer, group in [(each, group) for each in self.stepping for group in each.param_groups]:
-            assert self.like is not None
+        for optimizer, like in self.stepping.items():
             name = type(optimizer).__name__
-            if against := self.like.against_group(group, set()):  # settings that have changed since
-                why = why or f"{name}: {against}"
-            else:
-                alike.add(f"{name} ({self.like.of(group).form})")
+            for group in optimizer.param_groups:
+                if against := like.against_group(group, set()):  # settings that have changed since
+                    why = why or f"{name}: {against}"
+                else:
+                    alike.add(f"{name} ({like.reference(group).form})")
         said = []
         if alike:
             said.append(f"{' and '.join(sorted(alike))} steps on the CPU with the bits of its steps on this GPU.")
@@ -258,8 +222,4 @@ class GpuBits:
             said.append("Norms that you take yourself, as in clip_gradients, have the CPU's last bits.")
         if self._why_norms:
             said.append(f"Norms for clipping differ from the GPU's in the last bits: {self._why_norms}.")
-        if why:
-            said.append(f"CPU optimizer steps differ from the GPU's in the last bits: {why}.")
-            if mixed:
-                said.append("Layers that stay on the GPU step there: weights are those of neither place.")
-        return said
+        return [*said, *self._against_cpu(why, mixed=mixed)]

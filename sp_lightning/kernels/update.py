@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from sp_lightning.device.host_kernels import HALVES, Operands
 from sp_lightning.kernels import gpu
 from sp_lightning.kernels.gpu import Outcome, Settings, same, settings_of
 from sp_lightning.kernels.jit import Compiled, find_kernel
@@ -29,44 +29,11 @@ LEAST = 1 << 14
 
 CAST_ALIGNMENT = 32  # bytes, of stores past the caches
 _LEAST_BETA = 1e-6  # below it the sign of a zero in Adam's average is another one
-HALVES = (torch.bfloat16, torch.float16)
 _PAIR = 16
 """Elements of two vectors. torch updates this many 16-bit weights at a time, and the rest of a tensor one by one.
 
 That end is left to torch's operator: how its compiler rounds there shows in too few results to be compared."""
 AnyRecipe = Recipe | GpuRecipe
-
-
-@dataclass
-class Operands:
-    """What the update of one parameter reads and writes, all of it on the host.
-
-    Attributes:
-        weight: the values, which are updated in place.
-        gradient: in the weight's dtype or a lower one.
-        cast: receives the new values in its own dtype; None if there is no cast.
-        state: what the operator takes behind gradients: tensors of the weight's shape, which are updated in place, and the number
-            of this step; None where the optimizer has none.
-    """
-
-    weight: Tensor
-    gradient: Tensor
-    cast: Tensor | None
-    state: Sequence[Tensor | None]
-
-    def columns(self, begin: int) -> list[list[Tensor]]:
-        """What the operator takes for the elements from ``begin`` on."""
-        size = self.weight.shape
-        parts = (
-            each if each is None or each.shape != size else each.view(-1)[begin:]
-            for each in (self.weight, self.gradient, *self.state)
-        )
-        return [[] if each is None else [each] for each in parts]
-
-    @cached_property
-    def moments(self) -> list[Tensor]:
-        """The state that is as large as the weight."""
-        return [each for each in self.state if each is not None and each.shape == self.weight.shape]
 
 
 def update_in_one_pass(

@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from sp_lightning.torch_compat.private import Kind
+
 BLOCK = 32
 """Elements that a thread takes at least, a multiple of torch's 16: with any number of threads, one has the tensor's end."""
 
@@ -28,7 +30,6 @@ def is_near(beta1: float) -> bool:
     return abs(float32(1 - beta1)) < 0.5
 
 
-Kind = Literal["adam", "adamw", "sgd", "adagrad"]
 _POINTERS = ("weight", "gradient", "cast", "s0", "s1", "s2")
 _NUMBERS = (
     "factor0", "factor1", "decay", "step", "rate1", "beyond1", "beta1", "beta2", "rate2", "bias2", "eps", "momentum", "damping",

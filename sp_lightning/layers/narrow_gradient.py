@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
-from sp_lightning.kernels.gpu_norms import norms_like
-from sp_lightning.kernels.norms import norms_of
 from sp_lightning.layers.freed_gradient import resets_gradients
 from sp_lightning.layers.roles import ParameterRole, leave, take
+from sp_lightning.registry import host_kernels
 from sp_lightning.torch_compat.metadata import METADATA
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import no_torch_functions, subclasses_are_asked, tree_leaves
@@ -215,8 +215,8 @@ def _widen(gradient: Any) -> None:
         del gradient.made_of, gradient.looked_at, gradient.computed
 
 
-def _scale(came: Tensor, changes: Sequence[Change]) -> float:
-    """What a norm is to be multiplied by instead of the gradient, for the same bits; 0 if there is no such number.
+def exact_scale(came: Tensor, changes: Sequence[Change]) -> float:
+    """Returns the number by which a norm can be multiplied in place of its gradient, with the same bits; 0 if there is none.
 
     A scaler's is a power of two. Products with that are exact, and so are squares of float16 numbers that were multiplied by it.
     """
@@ -228,42 +228,37 @@ def _scale(came: Tensor, changes: Sequence[Change]) -> float:
 
 
 class Norms:
-    """Computes norms of gradients, in the same memory if it needs any: to allocate it takes longer than the norm.
+    """Computes norms of gradients on the host. Memory for widened gradients is kept: to allocate it takes longer than the norm.
 
-    Args:
-        like: the GPU whose bits they have; None for the CPU's.
+    Attributes:
+        dtypes: dtypes of gradients whose norms do not depend on the number of threads.
     """
 
-    def __init__(self, like: torch.device | None = None) -> None:
-        self._like = like
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+    def __init__(self) -> None:
         self._wide = torch.empty(0)
 
+    def replaces_torch(self, gradient: Tensor) -> bool:
+        """Returns True if :meth:`of` computes other bits than torch on the CPU, also for a gradient that is not narrow."""
+        return False
+
+    def total(self, norms: Sequence[Tensor]) -> Tensor:
+        """Returns the norm of all gradients together."""
+        return get_total_norm(norms)
+
     def of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the norms of gradients. A kernel of our own reads narrow ones as they came, if there is one.
+        """Returns the norms of gradients. A kernel reads narrow ones as they came, if there is one.
 
         Others are widened here, so that torch adds in the same order.
         """
         made = [(gradient, *made_of(gradient)) for gradient in gradients]
-        if self._like is not None:
-            return self._like_gpu(self._like, made)
-        scales = {id(came): _scale(came, changes) for gradient, came, changes in made if came is not gradient}
-        known = norms_of([came for _, came, _ in made if scales.get(id(came))])
+        scales = {id(came): exact_scale(came, changes) for gradient, came, changes in made if came is not gradient}
+        known = host_kernels().norms([came for _, came, _ in made if scales.get(id(came))])
         return [
             known[id(came)].mul_(scales[id(came)]) if id(came) in known else self._of_one(gradient, came, changes)
             for gradient, came, changes in made
         ]
-
-    def _like_gpu(
-        self, device: torch.device, made: Sequence[tuple[Tensor, Tensor, tuple[Change, ...]]]
-    ) -> list[Tensor]:
-        scales = [1.0 if came is gradient else _scale(came, changes) for gradient, came, changes in made]
-        known = iter(norms_like(device, [came for scale, (_, came, _) in zip(scales, made, strict=True) if scale]))
-        # Those that are widened use the same memory, one after the other.
-        norms = [
-            next(known).mul_(scale) if scale else norms_like(device, [self._widened(*each)])[0]
-            for scale, each in zip(scales, made, strict=True)
-        ]
-        return [norm.to(gradient.dtype) for norm, (gradient, _, _) in zip(norms, made, strict=True)]
 
     def _of_one(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:
         if came is gradient:

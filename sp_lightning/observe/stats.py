@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from sp_lightning.kernels.jit import is_installed
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.registry import host_kernels
 
 # Waiting for a smaller share of the time, or for fewer seconds, is not worth a line.
 _LITTLE, _SHORT = 0.05, 1.0
@@ -166,11 +166,10 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
     share = min(most / max(seconds, 1e-9), 1.0)
     if share < _LITTLE or most < _SHORT:
         return ""
-    more = _QUICKER * (what == "updates" and any(layer.casts for layer in plan.trained) and not is_installed())
+    more = ""
+    if what == "updates" and any(layer.casts for layer in plan.trained) and (package := host_kernels().missing):
+        more = f" `pip install {package}` makes optimizer steps faster."
     return f"Superpipeline: waited {share:.0%} of {seconds:.1f} s for {WAITED[what]}. {remedy(what, plan)}.{more}"
-
-
-_QUICKER = " `pip install llvmlite` makes optimizer steps faster."
 
 
 WAITED = {

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from sp_lightning.activations.policy import summary
-from sp_lightning.kernels.jit import is_installed
 from sp_lightning.observe.stats import WAITED, remedy
 from sp_lightning.plan.units import in_gib, number
 from sp_lightning.planner.answer import Answer, Row, stepped_otherwise
@@ -15,6 +14,7 @@ from sp_lightning.planner.arguments import MODES, SEVERAL, Question, changed, co
 from sp_lightning.planner.estimate import Estimate
 from sp_lightning.planner.trials import best_trials, trials
 from sp_lightning.planner.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
+from sp_lightning.registry import host_kernels
 
 _MOST_REASONS = 10
 _DAY = 24 * 60 * 60
@@ -256,8 +256,8 @@ def _assumed(estimate: Estimate) -> str:
     options = f" (--{' --'.join(assumed)})".replace("_", "-") * bool(assumed)
     line = f"measured: {', '.join(measured)} ({question.rates}); " * bool(measured)
     line += f"assumed: {optimizer}{', '.join(known[name] for name in assumed)}{options}".removesuffix(", ")
-    if step is not None and not step.on_device and step.seconds is None and not is_installed():
-        line += "; updates in one pass, which pip install llvmlite makes (without, 1.6 times as long)"
+    if step is not None and not step.on_device and step.seconds is None and (package := host_kernels().missing):
+        line += f"; updates in one pass, which pip install {package} makes (without, 1.6 times as long)"
     if question.devices > 1:
         line += f"; {question.links / 1e9:g} GB/s lead from each device to the others (--links)"
     if question.nodes > 1:

@@ -307,7 +307,10 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-FUSED_STEPS: dict[Callable[..., Any], Literal["adam", "adamw", "sgd", "adagrad"]] = {
+Kind = Literal["adam", "adamw", "sgd", "adagrad"]
+"""An optimizer of torch's that has a fused step on the CPU."""
+
+FUSED_STEPS: dict[Callable[..., Any], Kind] = {
     torch._fused_adam_: "adam",
     torch._fused_adamw_: "adamw",
     torch._fused_sgd_: "sgd",
@@ -318,7 +321,7 @@ gradients, then state. The optimizers are public, what they call is not."""
 
 
 def step_as_torch(
-    kind: Literal["adam", "adamw", "sgd", "adagrad"],
+    kind: Kind,
     form: Literal["foreach", "fused"],
     weight: Tensor,
     gradient: Tensor,

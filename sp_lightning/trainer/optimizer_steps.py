@@ -16,7 +16,6 @@ from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.placement import Placement
 from sp_lightning.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.engine.streamer import Streamer
-from sp_lightning.kernels.like_gpu import GpuBits
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.plan.update_policy import (
@@ -115,7 +114,7 @@ class OptimizerSteps:
         # What ``_layerwise`` was made for.
         self._executed: tuple[Streamer, UpdateFacts, UpdatePolicy] | None = None
         self._logged = ""  # the mode that was logged last
-        self._bits = GpuBits(None)
+        self._bits = registry.gpu_bits(None)
         self._none_stay = ""  # why gpu_layers="auto" keeps no layer on the device
         self._place = step_place()(lambda: run.engine.device, self._count_as)
         self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._fuses_whole)
@@ -216,7 +215,7 @@ class OptimizerSteps:
         assert decided is not None
         disk = DiskFacts(self.state.elsewhere, run.placement.pages_gradients, run.placement.pages)
         optimizers = self._real_optimizers
-        bits = self._bits = GpuBits(None if facts.place == "gpu" else engine.device.plain_steps_on)
+        bits = self._bits = registry.gpu_bits(None if facts.place == "gpu" else engine.device.plain_steps_on)
         bits.decide(
             optimizers,
             run.module,
@@ -225,7 +224,8 @@ class OptimizerSteps:
             scaled=facts.batch.scales,
             clips=self._clips() == "norm" or clips_in_its_own_way(run.module),
         )
-        like_gpu = [(each in bits.stepping, each in bits.clipping) for each in optimizers]
+        likes = [bits.stepping.get(each) for each in optimizers]
+        like_gpu = [(like is not None, like is not None and like.norms is not None) for like in likes]
         policy = self.policy = complete(decided, facts, disk, like_gpu)
         self._none_stay = against_staying(facts, like_gpu=bool(bits.stepping) and bits.whole)
         run.let_layers_stay(not self._none_stay)
@@ -258,8 +258,7 @@ class OptimizerSteps:
                 waits=policy.overlap == "off",
                 lands=policy.lands,
                 waits_there=of.ends_first,
-                like=self._bits.like if of.like_gpu else None,
-                like_norms=of.like_gpu_norms,
+                like=self._bits.stepping.get(optimizer),
             )
             for optimizer, of in zip(optimizers, policy.optimizers, strict=True)
             if of.by_layers
@@ -527,7 +526,7 @@ class OptimizerSteps:
         """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
         clipping, read = layerwise.clipping, self._run.hooks.may_write_weights("gradients")
         assert self.policy is not None
-        clip = self.policy.clip(read=read, like_gpu=clipping.like is not None)
+        clip = self.policy.clip(read=read, like_gpu=clipping.like_gpu)
         if clip == "whole" or not clips_as_lightning(plugin):
             return {}
         clipping.at_once = clip == "at once"

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 
-from sp_lightning.kernels.like_gpu import writes_gradients
 from sp_lightning.plan.update_policy import BatchFacts, OptimizerFacts, Place, UpdateFacts
 from sp_lightning.torch_compat.private import (
     accumulation_hooks,
@@ -31,6 +30,7 @@ from sp_lightning.updates.fused import (
     is_separable,
     loses_updates,
     runs_fused,
+    writes_gradients,
 )
 from sp_lightning.updates.scaler import HostGradScaler
 from sp_lightning.updates.step_context import compiles

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.kernels.variants import Kind
 from sp_lightning.plan.ledger import FEW_BITS
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.patched import state_of
-from sp_lightning.torch_compat.private import fused_sgd_step, tree_leaves
+from sp_lightning.torch_compat.private import Kind, fused_sgd_step, tree_leaves
 
 
 def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fuse: bool) -> bool:
@@ -92,6 +91,14 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         and all(gradient.layout is torch.strided for _, gradient in with_gradient)
         # torch's fused SGD fails if some parameters get their first gradient later than others.
         and not lacks_buffers(group, state_of(optimizer), [p for p, _ in with_gradient])
+    )
+
+
+def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if torch's ``foreach`` step on a GPU writes gradients: SGD's with Nesterov momentum."""
+    # With decay or maximize the gradient is copied first.
+    return type(optimizer) is torch.optim.SGD and any(
+        group["nesterov"] and not group["weight_decay"] and not group["maximize"] for group in optimizer.param_groups
     )
 
 

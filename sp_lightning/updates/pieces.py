@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.kernels.update import CAST_ALIGNMENT, HALVES, Operands, update_in_one_pass
-from sp_lightning.kernels.variants import Like
+from sp_lightning.device.host_kernels import HALVES, Operands
 from sp_lightning.layers.narrow_gradient import Change, Factor, NarrowGradient, made_of
+from sp_lightning.registry import host_kernels
 from sp_lightning.torch_compat.private import FUSED_STEPS, second_level_cache
 
 
@@ -35,7 +35,7 @@ class InPieces(TorchFunctionMode):
     Args:
         casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
         clips: by the ``id`` of a parameter, what clips its gradient, but for narrow ones: those have their changes with them.
-        likes: by the ``id`` of a parameter, whose bits its update has; others have those of torch's operators on the CPU.
+        others: by the ``id`` of a parameter, what updates it in place of torch's operator.
         elements: of a piece, a multiple of 512; :func:`piece_size` if it is not given.
     """
 
@@ -43,14 +43,15 @@ class InPieces(TorchFunctionMode):
         self,
         casts: Mapping[int, Tensor],
         clips: Mapping[int, Change],
-        likes: Mapping[int, Like] = MappingProxyType({}),
+        others: Mapping[int, UpdateOne] = MappingProxyType({}),
         *,
         elements: int | None = None,
     ) -> None:
         super().__init__()
         self._casts = casts
         self._clips = clips
-        self._likes = likes
+        self._others = others
+        self._kernels = host_kernels()
         self._elements = elements or piece_size(torch.get_num_threads())
 
     def __torch_function__(
@@ -62,14 +63,14 @@ class InPieces(TorchFunctionMode):
             if any(type(each) is NarrowGradient for each in chain(args, *lists)):
                 return NarrowGradient.__torch_function__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
-        step, together, size = partial(func, **(kwargs or {})), list[_Update](), 0
+        step, together, size = partial(func, **(kwargs or {})), list[Update](), 0
         for weight, gradient, *state in zip(*(column or [None] * len(args[0]) for column in args), strict=True):
             came, changes = made_of(gradient)
             if id(weight) in self._clips:
                 changes = (*changes, self._clips[id(weight)])
-            update = _Update(weight.detach(), came, self._casts.get(id(weight)), state, changes)
-            if (like := self._likes.get(id(weight))) is not None:
-                _step_like(like, func, kwargs or {}, update)
+            update = Update(weight.detach(), came, self._casts.get(id(weight)), state, changes)
+            if (other := self._others.get(id(weight))) is not None:
+                other(func, kwargs or {}, update)
                 continue
             if (update.several_walks or weight.dtype in HALVES) and update.contiguous:
                 if self._in_one_pass(func, kwargs or {}, update):
@@ -86,7 +87,7 @@ class InPieces(TorchFunctionMode):
             self._step_together(step, together)
         return None
 
-    def _in_one_pass(self, operator: Callable[..., Any], settings: Mapping[str, Any], update: _Update) -> bool:
+    def _in_one_pass(self, operator: Callable[..., Any], settings: Mapping[str, Any], update: Update) -> bool:
         """Has a kernel of our own do it, if there is one. Returns whether it has."""
         if update.weight.dtype in HALVES:  # torch rounds a changed gradient to 16 bits, too, so it is changed in place
             for change in update.changes:
@@ -97,9 +98,9 @@ class InPieces(TorchFunctionMode):
         # A gradient that is wide already is changed in place, for user code to see.
         if len(factors) < len(changes) or (changes and not update.widens):
             return False
-        return update_in_one_pass(operator, settings, update, factors)
+        return self._kernels.update(operator, settings, update, factors)
 
-    def _step_in_pieces(self, step: Callable[..., Any], update: _Update) -> None:
+    def _step_in_pieces(self, step: Callable[..., Any], update: Update) -> None:
         # The loop is short, because after each piece Python finds the processor's caches full of that.
         for weight, came, gradient, cast, arguments in update.cut(self._elements):
             if came is not gradient:
@@ -110,7 +111,7 @@ class InPieces(TorchFunctionMode):
             if cast is not None:
                 cast.copy_(weight)
 
-    def _step_together(self, step: Callable[..., Any], updates: Sequence[_Update]) -> None:
+    def _step_together(self, step: Callable[..., Any], updates: Sequence[Update]) -> None:
         gradients = [
             torch.empty_like(each.weight).copy_(each.gradient) if each.widens else each.gradient for each in updates
         ]
@@ -127,51 +128,8 @@ class InPieces(TorchFunctionMode):
                 each.cast.copy_(each.weight)
 
 
-def _step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, Any], update: _Update) -> None:
-    """Steps one weight with the bits of a GPU, by a kernel, whatever its size and strides.
-
-    Raises:
-        RuntimeError: settings have changed since the run began, and the GPU has not confirmed a formula for the new ones.
-    """
-    if update.weight.numel() == 0:
-        return
-    factors = [change.number for change in update.changes if isinstance(change, Factor)]
-    if len(factors) < len(update.changes) or not update.widens:
-        # Clamped, or wide and changed where user code sees it, or of 16 bits, to which plain Lightning rounds changes, too.
-        if update.widens:
-            update.gradient = update.gradient.to(update.weight.dtype)
-        for change in update.changes:
-            change(update.gradient)
-        factors = []
-    *moments, steps = update.state if FUSED_STEPS[operator] != "sgd" else (*update.state, None)
-    cast = update.cast if update.cast is not None and update.cast.is_contiguous() else None
-    cast = None if cast is None or cast.data_ptr() % CAST_ALIGNMENT else cast.view(-1)
-    owners = (update.weight, *moments)
-    weight, *state = made = [each if each is None else _flat(each) for each in owners]
-    assert weight is not None
-    gradient = _flat(update.gradient)
-    version = gradient._version
-    if not update_in_one_pass(operator, settings, Operands(weight, gradient, cast, [*state, steps]), factors, like):
-        raise RuntimeError(
-            f"The optimizer's settings were changed during the run, and no formula is known for {dict(settings)} that "
-            f"has the bits of {like.device}. Set them before the run, or use SuperpipelineStrategy(fused_optimizer=False)."
-        )
-    if gradient._version != version:  # SGD may write it
-        owners, made = (*owners, update.gradient), [*made, gradient]
-    for own, other in zip(owners, made, strict=True):
-        if own is not None and other is not None and own.data_ptr() != other.data_ptr():
-            own.copy_(other.view(own.shape))
-    if update.cast is not None and cast is None:
-        update.cast.copy_(update.weight)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """All elements in the order of their indices: the memory itself if it has that order, else a copy."""
-    return tensor.contiguous().view(-1)
-
-
 @dataclass
-class _Update(Operands):
+class Update(Operands):
     """What the update of one parameter reads and writes, and what changes the gradient first."""
 
     changes: Sequence[Change]
@@ -213,6 +171,10 @@ class _Update(Operands):
         columns = (weights, gradients, *map(parts, self.state))
         arguments = [[[] if each is None else [each] for each in row] for row in zip(*columns, strict=True)]
         return list(zip(weights, came, gradients, parts(self.cast), arguments, strict=True))
+
+
+UpdateOne = Callable[[Callable[..., Any], Mapping[str, Any], Update], None]
+"""Updates one parameter in place of a fused operator: it is given the operator, its keyword arguments, and the update."""
 
 
 @cache

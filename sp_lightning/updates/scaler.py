@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.kernels.norms import norms_of
 from sp_lightning.layers.narrow_gradient import Factor, as_it_came, change, is_narrow, stored, widen_if_changed
+from sp_lightning.registry import host_kernels
 from sp_lightning.torch_compat.private import scaler_device
 
 Found = dict[torch.device, Tensor]
@@ -70,6 +70,6 @@ class HostGradScaler(torch.amp.GradScaler):
 def _are_finite(gradients: Sequence[Tensor]) -> bool:
     """Whether gradients have neither infinities nor NaN. Each is read once, and nothing is written."""
     # Squares of other dtypes may be infinite, where a norm tells nothing.
-    norms = norms_of([each for each in gradients if each.dtype is torch.float16])
+    norms = host_kernels().norms([each for each in gradients if each.dtype is torch.float16])
     found = ([norms[id(each)]] if id(each) in norms else each.aminmax() for each in gradients if each.numel())
     return all(bool(number.isfinite()) for numbers in found for number in numbers)  # aminmax keeps NaN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from examples.benchmarks.gpu_bits import plain_variants
+from sp_lightning.device.host_kernels import HALVES
 from sp_lightning.kernels import gpu, gpu_norms, update
-from sp_lightning.kernels.update import HALVES
+from sp_lightning.kernels.step_like import step_like
 from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
 from sp_lightning.layers.narrow_gradient import Factor, change, keep_narrow
 from sp_lightning.torch_compat.private import FUSED_STEPS, foreach_norm, step_as_torch
@@ -200,7 +202,7 @@ def test_weights_of_all_shapes_have_the_gpus_bits(
         with (
             torch.no_grad(),
             EmulatedGpu(),
-            InPieces({id(weight): cast}, clips, {id(weight): like}),
+            InPieces({id(weight): cast}, clips, {id(weight): partial(step_like, like)}),
             torch.DisableTorchFunctionSubclass(),
         ):
             operator([weight], [given], *columns, **SETTINGS[operator], grad_scale=None, found_inf=None)
@@ -231,7 +233,7 @@ def test_nesterov_momentum_alone_is_added_to_the_gradient(layout: torch.memory_f
     version = weight.grad._version
     with EmulatedGpu(), torch.no_grad():
         step_as_torch("sgd", "foreach", weight.detach().clone(), expected, [average.clone()], 0.0, settings)
-        with InPieces({}, {}, {id(weight): like}), torch.DisableTorchFunctionSubclass():
+        with InPieces({}, {}, {id(weight): partial(step_like, like)}), torch.DisableTorchFunctionSubclass():
             torch._fused_sgd_([weight], [weight.grad], [average], **settings, grad_scale=None, found_inf=None)  # type: ignore[call-overload]
     assert torch.equal(weight.grad, expected)
     assert weight.grad._version > version

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.comparison.reference import StepsOnHost
-from sp_lightning.kernels import gpu, jit, like_gpu
+from sp_lightning.kernels import gpu, gpu_norms, jit, like_gpu
 from sp_lightning.kernels.like_gpu import LikeGpu
-from sp_lightning.layers import narrow_gradient
 from tests.support.emulated_gpu import ALL, forget, gpu_device
 from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, Stepped, plain, said
 from tests.support.mixed import scaled
@@ -221,13 +220,13 @@ class ClipsItself(Stepped):
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_a_module_that_clips_in_its_own_way_has_the_gpus_norms(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []  # the CPU's norms of so few numbers may have the same bits
-    norms_like = narrow_gradient.norms_like
+    norms_like = gpu_norms.norms_like
 
     def counted(*given: Any) -> Any:
         taken.append(given)
         return norms_like(*given)
 
-    monkeypatch.setattr(narrow_gradient, "norms_like", counted)
+    monkeypatch.setattr(gpu_norms, "norms_like", counted)
     make = partial(ClipsItself, OPTIMIZERS["SGD"])
     assert_same(ours(make, overlap=overlap), plain(make))
     assert taken

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.background_thread import BackgroundThread
-from sp_lightning.kernels import jit, update
+from sp_lightning.device.host_kernels import Operands
+from sp_lightning.kernels import host, jit, update
 from sp_lightning.kernels.norms import norms_of
-from sp_lightning.kernels.update import Operands, update_in_one_pass
+from sp_lightning.kernels.update import update_in_one_pass
 from sp_lightning.kernels.variants import RECIPES, Recipe, Variant
 from sp_lightning.torch_compat.private import FUSED_STEPS
-from sp_lightning.updates import pieces
 from tests.kernels.agree import variants
 from tests.support.mixed import scaled
 from tests.support.models import Module
@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.extend([FUSED_STEPS[operator]] * done)
         return done
 
-    monkeypatch.setattr(pieces, "update_in_one_pass", noting)
+    monkeypatch.setattr(host, "update_in_one_pass", noting)
     monkeypatch.setattr(update, "LEAST", 16)
     return seen
 

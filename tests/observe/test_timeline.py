@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,7 +165,8 @@ def test_the_bottleneck_is_named_with_the_option_that_helps(seconds: dict[str, f
 def test_kernels_that_would_help_are_named(
     installed: bool, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observed, "is_installed", lambda: installed)
+    kernels = SimpleNamespace(missing="" if installed else "llvmlite")
+    monkeypatch.setattr(observed, "host_kernels", lambda: kernels)
     plan = make_plan(find_layers(Stack(), autocast=autocast), k=1, k_prime=1)
     named = "accumulate_grad_batches. `pip install llvmlite` makes optimizer steps faster."
     assert (named in bottleneck(stats(update_stall_seconds=3.0), 10.0, plan)) == (

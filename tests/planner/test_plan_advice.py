@@ -383,7 +383,7 @@ def test_an_answer_says_that_it_counts_on_kernels(
 ) -> None:
     said = {}
     for there in (True, False):
-        monkeypatch.setattr("sp_lightning.planner.report.is_installed", lambda there=there: there)
+        monkeypatch.setattr("sp_lightning.kernels.host.is_installed", lambda there=there: there)
         main(["plan", "resnet18", "--k", "1", "--k-prime", "1"])
         said[there] = "pip install llvmlite" in capsys.readouterr().out
     assert said == {True: False, False: True}

@@ -36,22 +36,9 @@ TOP = ("pytorch_lightning", "_public", "__init__", "__main__")
 MAY_IMPORT_LIGHTNING = {"trainer", "ranks", "sharing", "comparison", "planner", *TOP}
 
 NOT_YET: dict[str, set[str]] = {
-    "engine.clipping": {"kernels.gpu_norms"},
-    "engine.layerwise": {"kernels.like_gpu"},
-    "layers.narrow_gradient": {"kernels.gpu_norms", "kernels.norms"},
-    "observe.stats": {"kernels.jit"},
     "trainer.host_strategy": {"sharing.shared_base"},
-    "trainer.optimizer_steps": {
-        "kernels.like_gpu",
-    },
-    "trainer.run": {
-        "sharing.shared_base",
-    },
+    "trainer.run": {"sharing.shared_base"},
     "trainer.strategy": {"sharing.shared_base"},
-    "trainer.update_facts": {"kernels.like_gpu"},
-    "updates.fused": {"kernels.variants"},
-    "updates.pieces": {"kernels.update", "kernels.variants"},
-    "updates.scaler": {"kernels.norms"},
 }
 """Core files that still import a capability. A capability enters by ``sp_lightning/registry.py``."""
 

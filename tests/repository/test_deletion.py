@@ -10,7 +10,6 @@ from sp_lightning.registry import CAPABILITIES, MissingCapabilityError, needed_f
 from tests.repository import deletion
 
 NOT_YET = {
-    "kernels",
     "sharing",
 }
 """Capabilities that the core still imports."""

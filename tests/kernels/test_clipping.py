@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.engine.clipping import Clipping
-from sp_lightning.layers import narrow_gradient
+from sp_lightning.kernels import gpu_norms
 from sp_lightning.updates.layer_stepper import LayerStepper
 from tests.support.emulated_gpu import forget, gpu_device
 
@@ -30,14 +31,14 @@ def _emulated() -> Iterator[None]:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many norms each call was asked for that has the GPU's bits."""
     counts: list[int] = []
-    norms_like = narrow_gradient.norms_like
+    norms_like = gpu_norms.norms_like
 
     def counted(device: torch.device, gradients: list[Tensor]) -> list[Tensor]:
         if gradients:
             counts.append(len(gradients))
         return norms_like(device, gradients)
 
-    monkeypatch.setattr(narrow_gradient, "norms_like", counted)
+    monkeypatch.setattr(gpu_norms, "norms_like", counted)
     return counts
 
 
@@ -54,7 +55,7 @@ def clipping(parameters: list[nn.Parameter], layers: dict[int, Any] | None = Non
     engine: Any = SimpleNamespace(
         stepper=LayerStepper(), device=device, layer_of=lambda parameter: (layers or {}).get(id(parameter))
     )
-    return Clipping(torch.optim.SGD(parameters, lr=0.1), engine, CPU)
+    return Clipping(torch.optim.SGD(parameters, lr=0.1), engine, partial(gpu_norms.GpuNorms, CPU))
 
 
 def with_gradient(gradient: Tensor) -> nn.Parameter:

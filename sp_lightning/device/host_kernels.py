@@ -1,0 +1,85 @@
+"""The interface of kernels for the CPU, which update a weight or compute norms of gradients in a single pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Operands:
+    """Tensors that the update of one parameter reads and writes, all of them on the host.
+
+    Attributes:
+        weight: the values, which are updated in place.
+        gradient: in the weight's dtype or a lower one.
+        cast: receives the new values in its own dtype; None if there is no cast.
+        state: the operator's arguments behind gradients: tensors of the weight's shape, which are updated in place, and the
+            number of this step; None where the optimizer has none.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    cast: Tensor | None
+    state: Sequence[Tensor | None]
+
+    def columns(self, begin: int) -> list[list[Tensor]]:
+        """Returns the operator's arguments for the elements from ``begin`` on."""
+        size = self.weight.shape
+        parts = (
+            each if each is None or each.shape != size else each.view(-1)[begin:]
+            for each in (self.weight, self.gradient, *self.state)
+        )
+        return [[] if each is None else [each] for each in parts]
+
+    @cached_property
+    def moments(self) -> list[Tensor]:
+        """The state that is as large as the weight."""
+        return [each for each in self.state if each is not None and each.shape == self.weight.shape]
+
+
+class HostKernels:
+    """Kernels for the CPU. This default has none: torch's operators compute the same results with more passes over memory.
+
+    :func:`~sp_lightning.registry.host_kernels` returns the kernels of this installation.
+    """
+
+    @property
+    def missing(self) -> str:
+        """The package without which there are no kernels, for advice to users; empty if installing one would not help."""
+        return ""
+
+    def update(
+        self,
+        operator: Callable[..., Any],
+        settings: Mapping[str, Any],
+        operands: Operands,
+        factors: Sequence[float],
+    ) -> bool:
+        """Widens a gradient, multiplies it, updates its weight as a fused operator of torch does, and casts the new weight.
+
+        Args:
+            operator: one of torch's for Adam, AdamW, SGD and Adagrad.
+            settings: its keyword arguments.
+            operands: contiguous tensors.
+            factors: the gradient is multiplied by each of these, one after the other.
+
+        Returns:
+            True if the update is done. If False, nothing was done, and torch's operators must do it.
+        """
+        return False
+
+    def norms(self, gradients: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Returns norms of gradients on the host, each of the gradient in float32.
+
+        Returns:
+            A float32 tensor without dimensions, by the ``id`` of the gradient, for each gradient that a kernel can read.
+        """
+        return {}

@@ -1,0 +1,58 @@
+"""Updates one parameter on the CPU with the bits of a GPU, whatever its size and strides, and whatever changes its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from sp_lightning.device.host_kernels import Operands
+from sp_lightning.kernels.update import CAST_ALIGNMENT, update_in_one_pass
+from sp_lightning.kernels.variants import Like
+from sp_lightning.layers.narrow_gradient import Factor
+from sp_lightning.torch_compat.private import FUSED_STEPS
+from sp_lightning.updates.pieces import Update
+
+
+def step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, Any], update: Update) -> None:
+    """Steps one weight with the bits of a GPU, by a kernel, whatever its size and strides.
+
+    Raises:
+        RuntimeError: settings have changed since the run began, and the GPU has not confirmed a formula for the new ones.
+    """
+    if update.weight.numel() == 0:
+        return
+    factors = [change.number for change in update.changes if isinstance(change, Factor)]
+    if len(factors) < len(update.changes) or not update.widens:
+        # Clamped, or wide and changed where user code sees it, or of 16 bits, to which plain Lightning rounds changes, too.
+        if update.widens:
+            update.gradient = update.gradient.to(update.weight.dtype)
+        for change in update.changes:
+            change(update.gradient)
+        factors = []
+    *moments, steps = update.state if FUSED_STEPS[operator] != "sgd" else (*update.state, None)
+    cast = update.cast if update.cast is not None and update.cast.is_contiguous() else None
+    cast = None if cast is None or cast.data_ptr() % CAST_ALIGNMENT else cast.view(-1)
+    owners = (update.weight, *moments)
+    weight, *state = made = [each if each is None else _flat(each) for each in owners]
+    assert weight is not None
+    gradient = _flat(update.gradient)
+    version = gradient._version
+    if not update_in_one_pass(operator, settings, Operands(weight, gradient, cast, [*state, steps]), factors, like):
+        raise RuntimeError(
+            f"The optimizer's settings were changed during the run, and no formula is known for {dict(settings)} that "
+            f"has the bits of {like.device}. Set them before the run, or use SuperpipelineStrategy(fused_optimizer=False)."
+        )
+    if gradient._version != version:  # SGD may write it
+        owners, made = (*owners, update.gradient), [*made, gradient]
+    for own, other in zip(owners, made, strict=True):
+        if own is not None and other is not None and own.data_ptr() != other.data_ptr():
+            own.copy_(other.view(own.shape))
+    if update.cast is not None and cast is None:
+        update.cast.copy_(update.weight)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in the order of their indices: the memory itself if it has that order, else a copy."""
+    return tensor.contiguous().view(-1)
