@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from sp_lightning.model.found import Found
     from sp_lightning.model.rows import RowFinder
     from sp_lightning.plan.choices import ActivationChoice, OptimizerOn, Share
+    from sp_lightning.plan.host_memory import HostBudget
     from sp_lightning.plan.ledger import Ledger
     from sp_lightning.plan.plan import Plan
     from sp_lightning.plan.window import Window
@@ -166,9 +167,16 @@ def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, ma
 
 
 def require_disk(option: str) -> None:
-    """``disk=``, ``host_memory=``. **Error** if the folder is missing."""
+    """``disk=``. **Error** if the folder is missing. The functions below are called afterwards."""
     with needed_for(option):
         import sp_lightning.disk  # noqa: F401
+
+
+def host_budget(host_memory: int | float) -> HostBudget:
+    """``host_memory=`` without ``disk=``. Returns what limits host memory. **Error** if the folder is missing."""
+    with needed_for("host_memory="):
+        from sp_lightning.disk.host_budget import LimitedMemory
+    return LimitedMemory(host_memory)
 
 
 def placement_on_disk(

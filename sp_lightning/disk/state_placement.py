@@ -12,7 +12,7 @@ from operator import itemgetter
 from statistics import median
 from typing import Generic, TypeVar
 
-from sp_lightning.plan.host_memory import itself, remedy_for
+from sp_lightning.disk.host_budget import itself, remedy_for
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.units import human_bytes
 

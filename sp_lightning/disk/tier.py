@@ -22,6 +22,7 @@ from sp_lightning.disk import state_on_disk
 from sp_lightning.disk.away import leave_files
 from sp_lightning.disk.direct_file import ScratchFile, file_system, refuse_full
 from sp_lightning.disk.file_source import WINDOW as STAGED
+from sp_lightning.disk.host_budget import room_for
 from sp_lightning.disk.mapped_file import is_on_disk, supported
 from sp_lightning.disk.placements import FilePlacement, ScratchPlacement, on_disk
 from sp_lightning.disk.state_on_disk import StateOnDisk
@@ -32,7 +33,7 @@ from sp_lightning.engine.state_store import IN_MEMORY, Key, StateStore
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.observe.messages import say_once
-from sp_lightning.plan.host_memory import anonymous_bytes, room_for
+from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger, state_tensors
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes

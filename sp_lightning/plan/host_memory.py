@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from sp_lightning.device.host_memory import free_garbage
-from sp_lightning.plan.units import enough_bytes, exact_bytes, human_bytes
+from sp_lightning.plan.units import human_bytes
 
 # A v1 control group without a limit says a number near 2⁶³.
 _UNLIMITED = 2**60
@@ -63,87 +64,6 @@ def anonymous_bytes() -> int:
     return _field(Path("/proc/self/status"), "RssAnon") or 0
 
 
-MARGIN = 1 / 16
-"""The share of ``host_memory`` that is left to batches, activations on the CPU, and the process itself."""
-
-_LEAST_MARGIN = 96 * 2**20
-"""The least of that: with adapters on a small language model, the first step took 77 MiB that nothing here counts."""
-
-
-_LIBRARIES = 864 * 2**20
-"""What a process has taken once torch, Lightning and transformers are imported (858 MiB with torch 2.15 on a CPU)."""
-
-
-_OF_EACH = 520 * 2**20
-"""What of that each further process takes for itself: the files of the libraries are in memory once (518 MiB)."""
-
-
-def kept_for_processes(host_memory: int, devices: int, *, disk: bool) -> int:
-    """Bytes of ``host_memory`` that a run will leave to its processes, one for each device, as far as that is known before.
-
-    Args:
-        host_memory: bytes.
-        devices: of a node.
-        disk: whether there is one, for what exceeds the memory. A share of that is left to processes then.
-    """
-    return _margin(host_memory, disk=disk) + _of_libraries(devices)
-
-
-def limit_for(nbytes: int, devices: int, *, disk: bool) -> int:
-    """The least ``host_memory`` that leaves so many bytes beside the processes. The arguments are those of the above."""
-    return _with_margin(nbytes + _of_libraries(devices), disk=disk)
-
-
-def _of_libraries(devices: int) -> int:
-    return _LIBRARIES + (devices - 1) * _OF_EACH
-
-
-def _margin(host_memory: int, *, disk: bool = True) -> int:
-    return max(int(host_memory * MARGIN) * disk, _LEAST_MARGIN)
-
-
-def _with_margin(needed: int, *, disk: bool = True) -> int:
-    """The least ``host_memory`` that leaves so many bytes."""
-    return max((int(needed / (1 - MARGIN)) + 1) * disk, needed + _LEAST_MARGIN)
-
-
-def room_for(host_memory: int | float | None, elsewhere: int = 0, *, disk: bool = True) -> int | None:
-    """Bytes of host memory that can be taken from now on. None if the system does not say.
-
-    Args:
-        host_memory: what the process may take in all, in bytes, or a share of what is free; None for all that is free.
-        elsewhere: bytes of it that other processes have taken, which share the rest.
-        disk: whether a disk takes the rest. Then a share of the memory is left free.
-    """
-    available = available_bytes()
-    if isinstance(host_memory, int):
-        limit = host_memory - _margin(host_memory, disk=disk) - resident_bytes() - elsewhere
-        return limit if available is None else min(limit, available)
-    return None if available is None else int(available * (host_memory or 1) * (1 - MARGIN * disk))
-
-
-def remedy_for(missing: int, given: int | float | None) -> str:
-    """What is enough where host memory is too small by so many bytes, in words.
-
-    Args:
-        missing: bytes.
-        given: ``host_memory``, of which a share is left to the process.
-    """
-    if not isinstance(given, int):
-        return f"free {enough_bytes(int(missing / (1 - MARGIN)) + _DIFFERS)}"
-    needed = given - _margin(given) + missing
-    return f'host_memory="{enough_bytes(_with_margin(needed) + _DIFFERS)}" is enough'
-
-
-def itself() -> str:
-    """What this process takes before training needs more, in words."""
-    return f"the process, which itself takes {human_bytes(resident_bytes())}"
-
-
-_DIFFERS = 16 * 2**20
-"""What a process takes more in one run than in another (4 MiB were measured)."""
-
-
 def _of_groups(root: Path) -> list[int]:
     """What the process's control group and each group above it leave: the limit less what is taken and not reclaimable."""
     found = []
@@ -186,65 +106,71 @@ def _reclaimable(file: Path) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def spare_bytes(needed: dict[str, int], cap: int | float | None = None, elsewhere: int = 0) -> int | None:
-    """Bytes that can be taken beside those that are needed. An eighth is left to others. None if the system does not say.
+# ---------------------------------------------------------------------- what a run may take
+
+
+class HostBudget:
+    """Host memory that a run may take. This one: all that the system has free. ``host_memory=`` limits it."""
+
+    def count_others(self, gather: Callable[[int, str], list[int]]) -> None:
+        """Counts the memory that the node's other processes have taken, if it is limited for all of them together. Collective.
+
+        Args:
+            gather: returns the numbers of all processes, given this one's and a word for messages.
+        """
+
+    def room(self) -> int | None:
+        """Returns the bytes that can be taken from now on; None if the system does not report them."""
+        return available_bytes()
+
+    def too_little(self, total: int, room: int, parts: str) -> str:
+        """Returns an error message.
+
+        Args:
+            total: the bytes that are needed beyond those that are taken already.
+            room: the bytes that can be taken.
+            parts: what they are needed for.
+        """
+        return (
+            f"{human_bytes(total)} more of host memory are needed ({parts}), and {human_bytes(room)} can be had "
+            f"(the system's free memory and swap, within the limits of the control group)."
+        )
+
+
+MACHINE = HostBudget()
+
+
+def spare_bytes(needed: dict[str, int], budget: HostBudget = MACHINE) -> int | None:
+    """Returns the bytes that can be taken beside those that are needed; None if the system does not report them.
 
     Args:
-        needed: bytes beyond what is held already, by what they are for.
-        cap: ``host_memory`` of a run without a disk, which counts as the machine's memory; None for all of it.
-        elsewhere: bytes of the cap that other processes have taken.
+        needed: bytes beyond those that are taken already, by their use.
+        budget: the limit.
     """
-    room = room_for(cap, elsewhere, disk=False)
+    room = budget.room()
     return None if room is None else all_but_an_eighth(room - sum(needed.values()))
 
 
 def all_but_an_eighth(free: int) -> int:
-    """What may be taken of so many bytes that are free."""
+    """Returns the part of free memory that activations may take. An eighth is left to other processes."""
     return max(0, free) * 7 // 8
 
 
-def check_host(needed: dict[str, int], remedy: str, cap: int | float | None = None, elsewhere: int = 0) -> None:
-    """Refuses to begin what would get the process killed later.
+def check_host(needed: dict[str, int], remedy: str, budget: HostBudget = MACHINE) -> None:
+    """Raises an error before the system would kill the process for its memory.
 
     Args:
-        needed: bytes beyond what is held already, by what they are for.
-        remedy: what the user can do, as a sentence.
-        cap: ``host_memory`` of a run without a disk, which counts as the machine's memory; None for all of it.
-        elsewhere: bytes of the cap that other processes have taken.
+        needed: bytes beyond those that are taken already, by their use.
+        remedy: a sentence for the user.
+        budget: the limit.
 
     Raises:
         MemoryError: more is needed than is available.
     """
-    room = room_for(cap, elsewhere, disk=False)
-    total = sum(needed.values())
+    room, total = budget.room(), sum(needed.values())
     if room is not None and total > room:
         free_garbage()  # a run that is over may be held by nothing else
-        room = room_for(cap, elsewhere, disk=False)
-    if room is None or total <= room:
-        return
-    parts = ", ".join(f"{human_bytes(nbytes)} {what}" for what, nbytes in needed.items() if nbytes)
-    taken = resident_bytes() + elsewhere
-    if cap is None or (isinstance(cap, int) and taken + total <= cap - _LEAST_MARGIN):
-        raise MemoryError(
-            f"{human_bytes(total)} more of host memory are needed ({parts}), and {human_bytes(room)} can be had "
-            f"(the system's free memory and swap, within the limits of the control group). {remedy}"
-        )
-    raise MemoryError(f"{_over_cap(cap, taken, total, room, parts)} {remedy}")
-
-
-def _over_cap(cap: int | float, taken: int, total: int, room: int, parts: str) -> str:
-    """Says that a run needs more than ``host_memory``, how much is enough, and how a disk takes the rest."""
-    if not isinstance(cap, int):
-        return (
-            f"host_memory={cap:g} of the free memory is too little: {human_bytes(total)} more are needed ({parts}), and "
-            f"it leaves {human_bytes(room)}. Store the rest on a disk: "
-            f'SuperpipelineStrategy(disk="/scratch", host_memory={cap:g}).'
-        )
-    enough = enough_bytes(_with_margin(taken + total, disk=False) + _DIFFERS)
-    given = exact_bytes(cap)
-    return (
-        f'host_memory="{given}" is too little: {human_bytes(taken + total + _LEAST_MARGIN)} are needed '
-        f"({human_bytes(taken)} taken already, {parts}, {human_bytes(_LEAST_MARGIN)} for batches). "
-        f'host_memory="{enough}" is enough. Or store the rest on a disk: '
-        f'SuperpipelineStrategy(disk="/scratch", host_memory="{given}").'
-    )
+        room = budget.room()
+    if room is not None and total > room:
+        parts = ", ".join(f"{human_bytes(nbytes)} {what}" for what, nbytes in needed.items() if nbytes)
+        raise MemoryError(f"{budget.too_little(total, room, parts)} {remedy}")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.disk.host_budget import kept_for_processes
 from sp_lightning.disk.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
-from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.ledger import ON_DEVICE, Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.planner.arguments import PRECISIONS, Overlap, Question

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from sp_lightning.activations.policy import summary
+from sp_lightning.disk.host_budget import limit_for
 from sp_lightning.observe.stats import WAITED
-from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib
 from sp_lightning.planner.answer import Answer, Row

@@ -25,7 +25,7 @@ from sp_lightning.model.without_values import (
     named_tensors,
 )
 from sp_lightning.observe.messages import less_host_memory
-from sp_lightning.plan.host_memory import check_host
+from sp_lightning.plan.host_memory import MACHINE, HostBudget, check_host
 
 _ALIGNMENT = 64
 """Bytes, as in torch's files. Kernels may give other bits for memory that begins elsewhere, as in a folder's files."""
@@ -37,13 +37,13 @@ class GivenValues:
     Args:
         path: the file that the option ``weights`` names; None without.
         stay: whether weights may stay in the file as far as host memory has no room for them.
-        cap: ``host_memory`` of a run without a disk; None for all of the machine's.
+        budget: limits host memory.
     """
 
-    def __init__(self, path: Path | None, *, stay: bool = False, cap: int | float | None = None) -> None:
+    def __init__(self, path: Path | None, *, stay: bool = False, budget: HostBudget = MACHINE) -> None:
         self._path = path
         self._stay = stay
-        self._cap = cap
+        self._budget = budget
         self._read = False
 
     def restore(self, module: pl.LightningModule, state: Mapping[str, Any]) -> set[str]:
@@ -114,7 +114,7 @@ class GivenValues:
         self._read = True
 
     def _check_room(self, found: list[WithoutValues]) -> None:
-        check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, less_host_memory(), self._cap)
+        check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, less_host_memory(), self._budget)
 
 
 def _strip(name: str, prefix: str) -> str:

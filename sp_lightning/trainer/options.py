@@ -20,6 +20,7 @@ from sp_lightning import registry
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.plan import options as checks
 from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share, Transfer
+from sp_lightning.plan.host_memory import MACHINE, HostBudget
 from sp_lightning.registry import check_transfer
 from sp_lightning.trainer.compat import is_a
 from sp_lightning.updates.scaler import HostGradScaler
@@ -60,9 +61,9 @@ class Options:
     callback: bool = field(metadata=_by(checks.checked_switch, "callback"))
 
     @property
-    def host_cap(self) -> int | float | None:
-        """``host_memory`` of a run without a disk, which counts as the machine's memory; None for all of it."""
-        return self.host_memory if self.disk is None else None
+    def host_budget(self) -> HostBudget:
+        """What limits host memory. With a disk, the disk takes what exceeds ``host_memory``."""
+        return MACHINE if self.host_memory is None or self.disk is not None else registry.host_budget(self.host_memory)
 
     @classmethod
     def checked(cls, **given: Any) -> Options:

@@ -21,7 +21,6 @@ from sp_lightning._version import TESTED_TORCH
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device
-from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.activations import ActivationPlan
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
@@ -41,7 +40,7 @@ from sp_lightning.observe.messages import (
 )
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.choices import Mode
-from sp_lightning.plan.host_memory import anonymous_bytes, check_host, spare_bytes
+from sp_lightning.plan.host_memory import HostBudget, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.window import Window
 from sp_lightning.registry import layer_stepper, make_tuner
@@ -266,7 +265,7 @@ class Run:
         layers = plan.trained  # which are there already, and are absorbed one after another
         copies = max(each.nbytes for each in (*layers, *plan.masters))
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
-        check_host({"for a layer's copy": copies, "for casts": casts}, less_host_memory(), *self._host_cap())
+        check_host({"for a layer's copy": copies, "for casts": casts}, less_host_memory(), self._host_budget())
         self.placement = self._place(found, plan, device)
         averages = find_averages(self.module)
         move_to_device(self.module, found, averages, self._device)
@@ -330,21 +329,18 @@ class Run:
         Raises:
             RuntimeError: the host does not have that much.
         """
-        cap, elsewhere = self._host_cap()
-        check_host(needed, less_host_memory(self._options.optimizer_overlap), cap, elsewhere)
-        spare = spare_bytes(needed, cap, elsewhere)
+        budget = self._host_budget()
+        check_host(needed, less_host_memory(self._options.optimizer_overlap), budget)
+        spare = spare_bytes(needed, budget)
         # Each process offloads its own activations.
         self._host_room = None if spare is None else spare // self.group.size
         self.engine.activations.limit_host_memory(self._host_room)
 
-    def _host_cap(self) -> tuple[int | float | None, int]:
-        """``host_memory`` of a run without a disk, and what the node's other processes have taken of it. Collective if given."""
-        cap = self._options.host_cap
-        if cap is None:
-            return None, 0
-        free_garbage()
-        own = anonymous_bytes()
-        return cap, sum(self.group.gather(own, "what processes have taken of host memory")) - own
+    def _host_budget(self) -> HostBudget:
+        """Returns what limits host memory, with what the node's other processes have taken now. Collective if it is limited."""
+        budget = self._options.host_budget
+        budget.count_others(self.group.gather)
+        return budget
 
     # ------------------------------------------------------------------ between batches, after errors, at the end of training
 

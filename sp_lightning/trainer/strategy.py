@@ -171,7 +171,7 @@ class StreamingStrategy(LoopStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint, load_weights_from=load_weights_from,
             disk=disk, host_memory=host_memory, callback=callback, debug_writes=debug_writes,
         )  # fmt: skip
-        self._given = GivenValues(options.load_weights_from, stay=options.disk is not None, cap=options.host_cap)
+        self._given = GivenValues(options.load_weights_from, stay=options.disk is not None, budget=options.host_budget)
         self._format = checkpoint_format(folder=options.save_distributed_checkpoint)
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.disk import host_budget
 from sp_lightning.disk import tier as disk_tier
 from sp_lightning.disk.away import save
 from sp_lightning.disk.state_placement import StatePlacement, place_state
@@ -426,10 +427,10 @@ def test_the_host_memory_that_is_named_is_no_more_than_is_needed(
     """1,045 MiB were named where 1,000 ran: a sixteenth was added although 96 MiB are kept for the process anyway."""
     monkeypatch.setattr(host_memory, "resident_bytes", lambda: 2**29)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
-    room = host_memory.room_for(given)
+    room = host_budget.room_for(given)
     assert room is not None
-    (named,) = re.findall(r'"(.+)"', host_memory.remedy_for(missing, given))
-    enough = host_memory.room_for(parse_bytes("host_memory", named))
+    (named,) = re.findall(r'"(.+)"', host_budget.remedy_for(missing, given))
+    enough = host_budget.room_for(parse_bytes("host_memory", named))
     assert enough is not None
     assert room + missing <= enough <= room + missing + 18 * 2**20
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.disk import host_budget
 from sp_lightning.disk import tier as disk_tier
 from sp_lightning.disk.direct_file import DirectFile
 from sp_lightning.disk.file_source import FileSource
@@ -153,7 +154,7 @@ def test_a_prediction_whose_weights_are_in_memory_says_that_none_can_stay_in_fil
 def test_a_share_of_host_memory_is_left_to_the_process(limit: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "resident_bytes", lambda: 2**28)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
-    assert host_memory.room_for(limit) == limit - left - 2**28
+    assert host_budget.room_for(limit) == limit - left - 2**28
 
 
 def test_as_few_layers_stay_in_files_as_there_is_room_for_the_others() -> None:

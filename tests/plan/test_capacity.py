@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import weakref
@@ -16,7 +15,6 @@ from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.observe.messages import less_host_memory
 from sp_lightning.plan import host_memory
 from sp_lightning.plan.host_memory import available_bytes, check_host, resident_bytes, spare_bytes
-from sp_lightning.plan.units import parse_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 
@@ -115,61 +113,6 @@ def test_a_run_that_would_be_killed_is_refused_before_it_begins(free: int, messa
     ):
         fit(lambda: module, vectors(), superpipeline())
     assert all(value.equal(before[name]) for name, value in module.state_dict().items()), "nothing is lost"
-
-
-def with_cap(cap: int | float, monkeypatch: pytest.MonkeyPatch, taken: int = GIB, free: int = 64 * GIB) -> None:
-    """Trains a small model under a cap in a process that has taken so much of a machine with so much free memory."""
-    monkeypatch.setattr(host_memory, "resident_bytes", lambda: taken)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: free)
-    fit(lambda: Module(Stack()), vectors(), superpipeline(host_memory=cap))
-
-
-def test_host_memory_without_a_disk_is_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without disk= it was an error, so one could not test a smaller machine."""
-    with pytest.raises(MemoryError) as caught:
-        with_cap(GIB + 96 * 2**20, monkeypatch)
-    message = str(caught.value)
-    assert message.startswith('host_memory="1120MiB" is too little: 1.1 GiB are needed (1.0 GiB taken already, ')
-    assert "for a layer's copy" in message
-    assert 'SuperpipelineStrategy(disk="/scratch", host_memory="1120MiB").' in message
-    assert 'Trainer(precision="bf16-true")' in message
-    assert "plan --lora 16" in message
-    enough = re.search(r'host_memory="(\d+MiB)" is enough', message)
-    assert enough is not None
-    with_cap(parse_bytes("host_memory", enough[1]), monkeypatch)
-
-
-def test_state_and_gradients_count_within_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        MemoryError, match=r"too little: .*taken already, .* for gradients, .* for the optimizer's state"
-    ):
-        with_cap(GIB + 96 * 2**20 + 9000, monkeypatch)
-
-
-def test_a_share_of_the_free_memory_is_a_cap_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_cap(0.5, monkeypatch, free=2**20)
-    with pytest.raises(MemoryError, match=r"host_memory=0\.5 of the free memory is too little: .* it leaves 500 B"):
-        with_cap(0.5, monkeypatch, free=1000)
-
-
-def test_a_cap_above_the_memory_of_the_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MemoryError, match=r"1000 B can be had \(the system's free memory"):
-        with_cap(4 * GIB, monkeypatch, free=1000)
-
-
-def test_activations_get_what_the_cap_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "resident_bytes", lambda: GIB)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 64 * GIB)
-    assert spare_bytes({"gradients": GIB}, 3 * GIB + 96 * 2**20) == GIB * 7 // 8
-    assert spare_bytes({"gradients": GIB}, 3 * GIB + 96 * 2**20, elsewhere=GIB) == 0
-
-
-@pytest.mark.parametrize("disk", [False, True])
-def test_plan_and_run_leave_the_same_beside_the_processes(disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "resident_bytes", lambda: host_memory._LIBRARIES)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
-    for cap in (GIB, 64 * GIB):
-        assert host_memory.room_for(cap, disk=disk) == cap - host_memory.kept_for_processes(cap, 1, disk=disk)
 
 
 @pytest.mark.rest("a process that imports torch")

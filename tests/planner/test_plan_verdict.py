@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from sp_lightning.__main__ import main
-from sp_lightning.plan.host_memory import limit_for
+from sp_lightning.disk.host_budget import limit_for
 from sp_lightning.plan.units import in_gib
 from sp_lightning.planner.arguments import Question, command, make_parser
 from tests.support.answers import plan

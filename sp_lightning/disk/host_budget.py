@@ -1,0 +1,130 @@
+"""``host_memory=``: how much host memory a run may take, and how much of it is left to the processes themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sp_lightning.device.host_memory import free_garbage
+from sp_lightning.plan import host_memory as machine
+from sp_lightning.plan.host_memory import HostBudget
+from sp_lightning.plan.units import enough_bytes, exact_bytes, human_bytes
+
+MARGIN = 1 / 16
+"""The share of ``host_memory`` that is left to batches, activations on the CPU, and the process itself, with a disk."""
+
+_LEAST_MARGIN = 96 * 2**20
+"""The least margin in bytes: with adapters on a small language model, the first step took 77 MiB that nothing here counts."""
+
+_LIBRARIES = 864 * 2**20
+"""Memory of a process that has imported torch, Lightning and transformers (858 MiB with torch 2.15 on a CPU)."""
+
+_OF_EACH = 520 * 2**20
+"""The part of it that each further process takes: the files of the libraries are in memory once (518 MiB)."""
+
+_DIFFERS = 16 * 2**20
+"""How much the memory of a process differs between two runs (4 MiB were measured)."""
+
+
+def kept_for_processes(host_memory: int, devices: int, *, disk: bool) -> int:
+    """Returns the bytes of ``host_memory`` that a run will leave to its processes, as far as they are known before the run.
+
+    Args:
+        host_memory: in bytes.
+        devices: of a node, with a process for each.
+        disk: True if a disk takes the rest. Then a share of the memory is left to the processes.
+    """
+    return _margin(host_memory, disk=disk) + _of_libraries(devices)
+
+
+def limit_for(nbytes: int, devices: int, *, disk: bool) -> int:
+    """Returns the least ``host_memory`` that leaves so many bytes. ``devices``, ``disk``: see :func:`kept_for_processes`."""
+    return _with_margin(nbytes + _of_libraries(devices), disk=disk)
+
+
+def _of_libraries(devices: int) -> int:
+    return _LIBRARIES + (devices - 1) * _OF_EACH
+
+
+def _margin(host_memory: int, *, disk: bool = True) -> int:
+    share = int(host_memory * MARGIN) if disk else 0
+    return max(share, _LEAST_MARGIN)
+
+
+def _with_margin(needed: int, *, disk: bool = True) -> int:
+    """Returns the least ``host_memory`` that leaves so many bytes."""
+    least = needed + _LEAST_MARGIN
+    return max(int(needed / (1 - MARGIN)) + 1, least) if disk else least
+
+
+def room_for(host_memory: int | float | None, elsewhere: int = 0, *, disk: bool = True) -> int | None:
+    """Returns the bytes of host memory that can be taken from now on; None if the system does not report them.
+
+    Args:
+        host_memory: the limit of the process in bytes, or a share of the free memory; None for all free memory.
+        elsewhere: bytes of it that other processes have taken, which share the rest.
+        disk: True if a disk takes the rest. Then a share of the memory is left free.
+    """
+    available = machine.available_bytes()
+    if isinstance(host_memory, int):
+        limit = host_memory - _margin(host_memory, disk=disk) - machine.resident_bytes() - elsewhere
+        return limit if available is None else min(limit, available)
+    if available is None:
+        return None
+    return int(available * (host_memory or 1) * (1 - MARGIN if disk else 1))
+
+
+def remedy_for(missing: int, given: int | float | None) -> str:
+    """Returns what the user can do if host memory is too small, with a disk.
+
+    Args:
+        missing: the bytes that are missing.
+        given: ``host_memory``.
+    """
+    if not isinstance(given, int):
+        return f"free {enough_bytes(int(missing / (1 - MARGIN)) + _DIFFERS)}"
+    needed = given - _margin(given) + missing
+    return f'host_memory="{enough_bytes(_with_margin(needed) + _DIFFERS)}" is enough'
+
+
+def itself() -> str:
+    """Returns what this process takes before training needs more, in words."""
+    return f"the process, which itself takes {human_bytes(machine.resident_bytes())}"
+
+
+class LimitedMemory(HostBudget):
+    """``host_memory=`` without a disk: it counts as the machine's memory.
+
+    Args:
+        host_memory: bytes, or a share of the free memory.
+    """
+
+    def __init__(self, host_memory: int | float) -> None:
+        self._host_memory = host_memory
+        self._others = 0  # bytes that the node's other processes have taken
+
+    def count_others(self, gather: Callable[[int, str], list[int]]) -> None:
+        free_garbage()
+        own = machine.anonymous_bytes()
+        self._others = sum(gather(own, "what processes have taken of host memory")) - own
+
+    def room(self) -> int | None:
+        return room_for(self._host_memory, self._others, disk=False)
+
+    def too_little(self, total: int, room: int, parts: str) -> str:
+        given = self._host_memory
+        if not isinstance(given, int):
+            return (
+                f"host_memory={given:g} of the free memory is too little: {human_bytes(total)} more are needed ({parts}), and "
+                f"it leaves {human_bytes(room)}. Store the rest on a disk: "
+                f'SuperpipelineStrategy(disk="/scratch", host_memory={given:g}).'
+            )
+        taken = machine.resident_bytes() + self._others
+        if taken + total <= given - _LEAST_MARGIN:
+            return super().too_little(total, room, parts)
+        enough = enough_bytes(_with_margin(taken + total, disk=False) + _DIFFERS)
+        return (
+            f'host_memory="{exact_bytes(given)}" is too little: {human_bytes(taken + total + _LEAST_MARGIN)} are needed '
+            f"({human_bytes(taken)} taken already, {parts}, {human_bytes(_LEAST_MARGIN)} for batches). "
+            f'host_memory="{enough}" is enough. Or store the rest on a disk: '
+            f'SuperpipelineStrategy(disk="/scratch", host_memory="{exact_bytes(given)}").'
+        )
