@@ -95,7 +95,7 @@ class ScratchPlacement(Placement):
         self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, allocate: Allocate, **options: Any
     ) -> HostBlock:
         if planned.name in self._with_gradients:  # masters have the name of their layer
-            staging = Staging(device, pin=False, on_disk=self._gradients.allocate)
+            staging = Staging(device, pin=False, allocate=self._gradients.allocate)
             note_on_disk([parameter for _, parameter in layer.parameters])
         if id(planned) not in self._chosen:
             return self._inner.block(layer, planned, device, staging, allocate, **options)

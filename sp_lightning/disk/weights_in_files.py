@@ -7,6 +7,7 @@ written to files.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import weakref
@@ -31,7 +32,7 @@ from sp_lightning.disk.mapped_file import page_out
 from sp_lightning.layers.writes import digest_of_values, known_digests
 from sp_lightning.model.found import Layer
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import SparseMemory
+from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.trainer.part_files import identity_of
 
@@ -168,6 +169,22 @@ def _refuse_changed(file: DirectFile, place: FilePlace) -> None:
 
 
 # ---------------------------------------------------------------------- the block of a layer
+
+
+class SparseMemory(BlockMemory):
+    """Memory of a block most of whose weights are in files. Pages that are not written take no memory."""
+
+    pinned = True  # uploads read staging memory, which is
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.anew()
+
+    def anew(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        pages = mmap.mmap(-1, whole_pages(self._nbytes), flags=flags)
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+        self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self._nbytes]
 
 
 class FileBlock(HostBlock):

@@ -12,7 +12,7 @@ The parts, from below; each imports those before it only:
 - ``residency``: which layers are on the device and in use (1) (2) (5), and the most memory that weights and gradients took.
   The simulator drives this very class.
 - ``weights.lent_weights``: what modules have of them (3), and what the host takes back of what they wrote there.
-- ``host_source``: the bytes of a layer on the host, updated and cast, as a transfer is to read them; those in files, too.
+- ``host_source``: the bytes of a layer on the host, updated and cast, as an upload reads them.
 - ``step``, ``backward``: from the first fetch to the last; graph tasks, and gradients that arrive in them (7) (8) (9).
   Each part from here on is a ``step.Part``: it has the parts so far, of which there is one record.
 - ``saved_tensors``, ``module_calls``, ``access``: the doors by which modules, autograd and user code ask for a layer (4) (6).

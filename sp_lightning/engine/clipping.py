@@ -93,7 +93,7 @@ class Clipping:
             known, version, norm = measured.get(parameter, (None, None, gradient))
             if known is gradient and version == gradient._version:
                 norms[parameter] = norm
-            elif self._in_memory(parameter):  # from a disk: the next one may take its memory
+            elif self._in_memory(parameter):  # the next gradient may take its memory
                 norms[parameter] = found.of([gradient])[0]
             else:
                 unknown[parameter] = gradient
@@ -107,7 +107,7 @@ class Clipping:
         return self._engine.stepper.norms([gradient])[0]
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
-        """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
+        """The norm of a gradient if it is known, or if the gradient is narrow or may leave memory; else the gradient."""
         gradient = stored(parameter)
         assert gradient is not None
         if (norm_there := self._norm_there(gradient)) is not None:
@@ -119,7 +119,7 @@ class Clipping:
         return gradient if here else norms.of([gradient])[0]
 
     def _in_memory(self, parameter: nn.Parameter) -> bool:
-        """Has a gradient in memory. Returns whether it comes from a disk."""
+        """Brings a gradient to memory. Returns True if the next layer's gradients may take its place in memory."""
         layer = self._engine.layer_of(parameter)
         return layer is not None and layer.use_gradients()
 
@@ -145,7 +145,7 @@ class Clipping:
                     measured[parameter] = gradient, gradient._version, norm
 
         if layer.use_gradients():
-            work(None, self._make_norms())  # the background would come to gradients that have left memory
+            work(None, self._make_norms())  # in the background, the gradients might have left memory
         else:
             device.later(partial(work, Stream.UPDATE, self._norms))
 

@@ -319,7 +319,11 @@ class StreamedLayer:
         return self.planned.name
 
     def use_gradients(self) -> bool:
-        """Has the gradients of the layer and of its masters in memory. Returns whether any of them were on a disk."""
+        """Brings the gradients of the layer and of its masters to memory.
+
+        Returns:
+            True if the next layer's gradients may take their place in memory.
+        """
         found = [member.block.gradients.use() for member in self.family]
         return any(found)
 

@@ -1,7 +1,7 @@
-"""The host store: the authoritative copy of all weights, one flat pinned block per layer.
+"""One layer's block of the host store: its weights in one flat, pinned memory.
 
-The user's ``Parameter`` objects become views of the block, each with a storage of its own. Any optimizer, checkpoint and
-callback therefore works on them unchanged.
+The user's ``Parameter`` objects become views of the block, each with a storage of its own. So every optimizer, checkpoint and
+callback works on them unchanged.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.private import move_storage, storage_of
 
 _moved: list[tuple[StorageWeakRef, Tensor]] = []
-"""Storages that were moved out of a block, and its memory: an array of numpy's may still be there that holds the tensor."""
+"""Storages that were moved out of a block, with the memory of the block: a NumPy array may still view that memory."""
 
 
 class HostBlock:
-    """One layer's weights on the host, and the memory that its gradients arrive in.
+    """The weights of one layer in host memory, and the memory for its gradients.
 
     Attributes:
-        planned: where each parameter lies.
+        planned: the place of each parameter.
         parameters: the user's parameters, in the order of ``planned.spans``.
-        retyped: indices of parameters that were given another dtype inside a step (``module.float()`` in a forward). They
-            have memory of their own until the engine is built anew, before the next batch.
-        gradients: the memory in which the parameters' gradients arrive.
-        addresses: where each parameter's data was when the block last absorbed parameters.
-        hidden: whether the parameters have no memory, because the device alone has their values.
+        retyped: the indices of parameters that got another dtype inside a step (``module.float()`` in a forward). They have
+            memory of their own until the engine is rebuilt, before the next batch.
+        gradients: the memory for the parameters' gradients.
+        addresses: the address of each parameter's data when the block last absorbed parameters.
+        hidden: True if the parameters have no memory, because only the device has their values.
 
     Args:
-        layer: the parameters that are absorbed.
-        planned: where each of them is to lie.
-        device: is told of reads and writes.
+        layer: the parameters to absorb.
+        planned: the place of each of them.
+        device: records reads and writes.
         staging: lends the memory for gradients.
-        allocate: returns the memory for weights.
-        pin: whether the memory of gradients and, unless ``fetched_seldom``, of weights is page-locked.
-        fetched_seldom: whether the block is hardly ever fetched as a whole: masters and embedding tables.
+        allocate: allocates the memory for weights.
+        pin: True to page-lock the memory of gradients and, unless ``fetched_seldom``, of weights.
+        fetched_seldom: True for blocks that are rarely uploaded as a whole: masters and embedding tables.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HostBlock:
         self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
         self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
-        # Each original is freed as soon as it is absorbed, so that set-up takes no more than the model and one layer.
+        # Each original is freed when it is absorbed, so that set-up takes the memory of the model and of one layer.
         for index in range(len(self.parameters)):
             self._take(index, self.memory.first)
         self.addresses = addresses(self.parameters)
@@ -78,12 +78,12 @@ class HostBlock:
 
     @property
     def weights(self) -> Tensor:
-        """The values and, behind them, their casts: flat ``uint8`` of ``planned.nbytes`` bytes, which a fetch copies."""
+        """The ``planned.nbytes`` bytes that an upload copies, flat ``uint8``: the weights and, behind them, their casts."""
         return self.memory.fetched
 
     @property
     def displaced(self) -> list[int]:
-        """Indices of the parameters that were given other memory (``param.data = other``) since they were absorbed."""
+        """The indices of parameters that got other memory (``param.data = other``) after they were absorbed."""
         now = addresses(self.parameters)
         if now == self.addresses:
             return []
@@ -91,9 +91,9 @@ class HostBlock:
         return [index for index, (at, before) in pairs if at != before and index not in self.retyped]
 
     def hide(self) -> None:
-        """Takes the memory from the parameters, whose values are on the device, and returns its pages to the system.
+        """Takes the memory from the parameters, and returns its pages to the system. The device has the values.
 
-        Code that torch does not let ask for the values gets an error then, not what was there.
+        Code that reads the memory without torch's dispatch gets an error, not stale values.
         """
         for parameter, span in zip(self.parameters, self.planned.spans, strict=True):
             hide(parameter, span, HIDDEN_ON_GPU.format(name=span.name))
@@ -101,7 +101,7 @@ class HostBlock:
         self.memory.empty()
 
     def show(self) -> None:
-        """Gives the parameters their memory back. Whoever calls this writes it, with no other code in between."""
+        """Gives the parameters their memory back. The caller writes it at once."""
         if self.hidden:
             self.hidden = False
             for index, parameter in enumerate(self.parameters):
@@ -109,29 +109,27 @@ class HostBlock:
                 shown(parameter)
 
     def present(self, index: int) -> Tensor:
-        """Returns a weight's present bytes, flat ``uint8``."""
+        """Returns the bytes of a weight, flat ``uint8``."""
         return bytes_of(self.memory.seen, self.planned.spans[index])
 
     def write(self, index: int, value: Tensor) -> bool:
-        """Takes over the value of a weight that may have been written on the device.
-
-        The copy is synchronous, and autograd sees it as an in-place write.
+        """Copies the device's value of a weight to the host if it differs. Autograd sees a write in place.
 
         Args:
-            index: of the parameter in ``parameters``.
-            value: the device's value, of the parameter's shape.
+            index: the index of the parameter.
+            value: the device's value.
 
         Returns:
-            Whether the weight was written: whether the bytes of the value differ from the host's.
+            True if the bytes of the value differed from the host's.
 
         Raises:
-            RuntimeError: the value has another shape, or another dtype and the weight travels as a cast or by its rows.
+            RuntimeError: the value has another shape; or it has another dtype, and the weight is uploaded as a cast or by rows.
         """
         target, name = self.parameters[index], self.planned.spans[index].name
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
                 self.retyped.add(index)
-                with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # as below
+                with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # see below
                     target.data = value.to("cpu", copy=True)
                 return True
             raise RuntimeError(
@@ -152,19 +150,17 @@ class HostBlock:
                 if torch.equal(written, self.present(index)):
                     return False
                 self._device.access(self.memory.seen, None, write=True)
-            with (
-                torch.DisableTorchFunctionSubclass()
-            ):  # the parameter itself is written, whatever its class does meanwhile
+            # The parameter itself is written, whatever its class does meanwhile.
+            with torch.DisableTorchFunctionSubclass():
                 target.copy_(value)
         return True
 
     def adopt(self) -> None:
-        """Absorbs the memory that parameters were given (``param.data = other``) since they were absorbed.
+        """Absorbs the memory that parameters got (``param.data = other``) since they were absorbed.
 
-        Other tensors may hold the old values (a parameter, after two were swapped; a ``state_dict()`` that was kept). If some
-        view the layer's other weights as well, which go on where they are, the old values move to memory of their own.
-        Otherwise the block leaves its memory to them and takes new memory. The caller has waited for the transfers that read
-        the old one.
+        Other tensors may hold the old values: another parameter after a swap, or a ``state_dict()``. If tensors also view other
+        weights of the layer, which keep their memory, then the old values move to memory of their own. Otherwise the block
+        leaves its memory to them and takes new memory. The caller has waited for uploads that read the old memory.
 
         Raises:
             RuntimeError: a parameter has another dtype or shape, and so no place in the block.
@@ -180,7 +176,7 @@ class HostBlock:
         elif held:
             before = self.weights
             self.memory.anew()
-            for cast in self.planned.casts:  # they are no parameters, so nothing below brings them along
+            for cast in self.planned.casts:  # not parameters, so the loop below does not copy them
                 bytes_of(self.memory.seen, cast).copy_(bytes_of(before, cast))
             displaced = others
         for index in displaced:
@@ -188,7 +184,7 @@ class HostBlock:
         self.addresses = addresses(self.parameters)
 
     def leave_to_views(self, index: int) -> None:
-        """Prepares for other values of a weight, which views of its old memory are not to see (``param.data = other``)."""
+        """Called before a weight gets other values that views of its memory must not see (``param.data = other``)."""
         if index not in self.retyped and self._is_viewed(index):
             self._move_old_values(index)
             self._lend(index)
@@ -199,30 +195,29 @@ class HostBlock:
         return any(map(self._is_viewed, range(len(self.parameters))))
 
     def _is_viewed(self, index: int) -> bool:
-        """Whether anything but the parameter holds its memory."""
         with torch.DisableTorchFunctionSubclass():
             return self._lent[index] is not None and shared(self.parameters[index])
 
     def _move_old_values(self, index: int) -> None:
-        """Gives the tensors that hold a weight's place in the block memory of their own, with the same values."""
+        """Moves tensors that view a weight's place in the block to memory of their own, with the same values."""
         lent = self._lent[index]
         if lent is not None and (storage := storage_of(lent)) is not None:
             _moved[:] = [moved for moved in _moved if not moved[0].expired()] + [(lent, self.memory.seen)]
             move_storage(storage)
 
     def unpin(self) -> None:
-        """Releases the page locks. Parameters and gradients stay where they are."""
+        """Releases the page locks. Parameters and gradients stay."""
         self.memory.unpin()
         self.gradients.unpin()
 
     def _take(self, index: int, into: Tensor | None) -> None:
-        """Absorbs one parameter: copies its value and lets its data be a view of the block.
+        """Absorbs one parameter: copies its value, and makes its data a view of the block.
 
         Args:
-            index: of the parameter.
-            into: the block's memory, as it is to be written; None if another process writes the same value.
+            index: the index of the parameter.
+            into: the memory to write; None if another process writes the same value.
         """
-        # Within a step user code's uses of the parameter are those of the device's.
+        # Within a step, using the parameter would use the device's.
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             if into is not None:
                 self._device.access(self.weights, None, write=True)
@@ -230,7 +225,7 @@ class HostBlock:
         self._lend(index)
 
     def _lend(self, index: int) -> None:
-        """Lets a parameter's data be a view of its place in the block, under a new storage."""
+        """Makes a parameter's data a view of its place in the block, with a new storage."""
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             target = view(lend(bytes_of(self.memory.seen, self.planned.spans[index])), self._alone[index])
             self.parameters[index].data = target
@@ -238,9 +233,9 @@ class HostBlock:
 
     @contextmanager
     def written_in_common(self) -> Iterator[None]:
-        """While this is active parameters are what all processes see, so that an optimizer may step them.
+        """A context in which parameters are views of the common memory, so that an optimizer steps what all processes see.
 
-        It steps those with a gradient. One that was frozen may have kept its own.
+        It steps parameters with a gradient. A parameter that was frozen may have kept its gradient.
 
         Raises:
             RuntimeError: the optimizer has given a parameter another dtype or shape, and so no place in the block.
@@ -253,7 +248,7 @@ class HostBlock:
                     self.parameters[index].data = part(self.memory.common, self.planned.spans[index])
             yield
             with no_inference_mode(), torch.no_grad():
-                for index in seen:  # all ranks get the value of one that the optimizer has given other memory
+                for index in seen:  # if the optimizer has given a parameter other memory, its value goes to all ranks
                     parameter, common = self.parameters[index], part(self.memory.common, self.planned.spans[index])
                     if parameter.data_ptr() != common.data_ptr():
                         self._refuse_other_form(index, "given to it by the optimizer's step (param.data = other)")

@@ -1,8 +1,7 @@
-"""Memory of a host block: that of its weights, and that in which its gradients arrive."""
+"""Host memory of a layer: one block for its weights, and staging memory for its gradients."""
 
 from __future__ import annotations
 
-import mmap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,16 +17,16 @@ from sp_lightning.device.lease import Lease
 
 
 class BlockMemory:
-    """Host memory of a block: of a layer's weights, or of its gradients. Here it is this process's alone, and always there.
+    """Host memory for the weights or the gradients of a layer. Subclasses share it with other processes, or page it out.
 
     Args:
-        device: allocates it.
-        nbytes: how much.
-        pin: whether it is page-locked.
+        device: allocates the memory.
+        nbytes: its size.
+        pin: True to page-lock it.
 
     Attributes:
-        common: what optimizers write, flat ``uint8``, of the block's size.
-        pinned: whether ``common`` is page-locked.
+        common: the memory that optimizers write, flat ``uint8``, of ``nbytes`` bytes.
+        pinned: True if ``common`` is page-locked.
     """
 
     common: Tensor
@@ -42,76 +41,63 @@ class BlockMemory:
 
     @property
     def first(self) -> Tensor | None:
-        """Where the values that parameters have at first go; None if another process has them."""
+        """The memory for the initial values of parameters; None if another process writes them."""
         return self.common
 
     @property
     def seen(self) -> Tensor:
-        """What the user's parameters are views of."""
+        """The memory that the user's parameters are views of."""
         return self.common
 
     @property
     def fetched(self) -> Tensor:
-        """What transfers to the device read."""
+        """The memory that uploads read."""
         return self.common
 
     def anew(self) -> None:
-        """Takes other memory for ``seen``. Tensors in that of before keep their values as long as there are any."""
+        """Replaces the memory of ``seen``. Tensors that view the old memory keep it, with its values."""
         self._memory = memory = PinnedMemory(self._device, self._nbytes, pin=self._pin)
         self.common = memory.bytes[: self._nbytes]
         self.pinned = memory.pinned
 
     def use(self) -> None:
-        """Called before all of it is read or written, in case it is not in memory."""
+        """Called before all of the memory is read or written. Pages that are elsewhere are brought.
+
+        Raises:
+            OSError: they could not be read.
+        """
 
     def renew(self) -> None:
-        """Called before all of it is written, whatever it had."""
+        """Called before all of the memory is written. Its old contents need not be brought."""
 
     def empty(self) -> None:
-        """Returns the pages to the system. What they had is elsewhere, and is written here before anybody reads it again."""
+        """Returns the pages to the system. Their values are elsewhere; the caller writes them before anybody reads them again."""
         if self._memory is not None:
             self.unpin()
             return_pages(self._memory.bytes)
 
     def unpin(self) -> None:
-        """Releases the page lock, if there is one. The memory and its contents stay."""
+        """Releases the page lock. The contents stay."""
         if self._memory is not None:
             self._memory.unpin()
             self.pinned = False
 
 
 Allocate = Callable[[int, bool], BlockMemory]
-"""Returns memory for a block: so many bytes, page-locked or not."""
-
-
-class SparseMemory(BlockMemory):
-    """Memory of a block most of whose weights are elsewhere: pages that are not written take no memory."""
-
-    pinned = True  # what fetches read is
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self.anew()
-
-    def anew(self) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        pages = mmap.mmap(-1, whole_pages(self._nbytes), flags=flags)
-        pages.madvise(mmap.MADV_NOHUGEPAGE)
-        self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self._nbytes]
+"""Returns memory for a block, given its bytes and whether it is to be page-locked."""
 
 
 # ---------------------------------------------------------------------- gradients
 
 
 class GradientMemory:
-    """Memory for one layer's gradients, in the dtypes in which they come: pinned, or on a disk.
+    """Memory for the gradients of one layer, in the dtypes in which they are offloaded.
 
-    It is taken when the first gradient comes: for all trainable parameters at once, in their own dtypes or in that of the
-    first gradient if this is narrower. A parameter whose gradient comes otherwise later gets memory of its own then.
-    On a disk they are written once they come, and read once for the update: what was there before is not read when they come.
+    It is taken when the first gradient is offloaded: for all trainable parameters at once, in their own dtypes or, if that is
+    narrower, in the dtype of the first gradient. A later gradient of another dtype gets memory of its own.
 
     Args:
-        names: the parameters' names.
+        names: the names of the parameters.
         parameters: the user's parameters.
         staging: lends the memory.
     """
@@ -124,13 +110,13 @@ class GradientMemory:
         self._places: dict[tuple[int, torch.dtype], tuple[Lease, Tensor]] = {}
 
     def target(self, index: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns memory with a parameter's shape; None while a tensor still holds an earlier gradient in it.
+        """Returns memory of a parameter's shape for its gradient; None while a tensor holds an earlier gradient in it.
 
         Args:
-            index: of the parameter.
-            dtype: in which its gradient comes.
+            index: the index of the parameter.
+            dtype: the dtype of its gradient.
         """
-        if self._staging.on_disk and not self._held():  # the layer's first one of this backward
+        if self._staging.paged and not self._held():  # the layer's first gradient of this backward
             for memory in self._memory:
                 memory.renew()
         place = self._places.get((index, dtype))
@@ -155,50 +141,49 @@ class GradientMemory:
             self._places[key] = lease, lease.views(None, [replace(span, offset=0)])[0]
 
     def release(self) -> None:
-        """Gives the memory to other layers, unless a tensor still holds one of the gradients."""
+        """Returns the memory to the staging, unless a tensor still holds one of the gradients."""
         if not self._held():
             self._places.clear()
             while self._memory:
                 self._staging.give_back(self._memory.pop())
 
     def _held(self) -> bool:
-        """Whether a tensor holds one of the gradients."""
         return any(lease.in_use for lease, _ in self._places.values())
 
     def use(self) -> bool:
-        """Has the gradients in memory, because they are going to be read or written. Returns whether they were on a disk."""
+        """Brings the gradients to memory. Returns True if the next layer's gradients may take their place in memory."""
         for memory in self._memory:
             memory.use()
-        return self._staging.on_disk and bool(self._memory)
+        return self._staging.paged and bool(self._memory)
 
     def unpin(self) -> None:
-        """Releases the page locks. Gradients stay where they are."""
+        """Releases the page locks. The gradients stay."""
         for memory in self._memory:
             memory.unpin()
 
 
 class Staging:
-    """Host memory for gradients, which layers use one after the other.
+    """A pool of host memory for gradients.
 
     Args:
-        device: allocates it.
-        pin: whether it is page-locked.
-        on_disk: allocates memory that is on a disk, in place of the device.
+        device: allocates the memory, unless ``allocate`` does.
+        pin: True to page-lock it.
+        allocate: allocates memory that is paged out between its uses; None for memory of the device.
 
     Attributes:
-        on_disk: whether it is on a disk.
+        paged: True if the memory is paged out between its uses.
     """
 
-    def __init__(self, device: Device, *, pin: bool, on_disk: Allocate | None = None) -> None:
+    def __init__(self, device: Device, *, pin: bool, allocate: Allocate | None = None) -> None:
         self._device = device
         self._pin = pin
-        self._allocate = on_disk or partial(BlockMemory, device)
-        self.on_disk = on_disk is not None
-        self._free: defaultdict[int, list[BlockMemory]] = defaultdict(list)  # by their size in bytes
+        self._allocate = allocate or partial(BlockMemory, device)
+        self.paged = allocate is not None
+        self._free: defaultdict[int, list[BlockMemory]] = defaultdict(list)  # by size in bytes
         self._locked: list[PinnedMemory] = []
 
     def take(self, nbytes: int) -> BlockMemory:
-        """Returns a block of at least ``nbytes`` bytes."""
+        """Lends a block of at least ``nbytes`` bytes."""
         padded = whole_pages(nbytes)
         free = self._free[padded]
         memory = free.pop() if free else self._allocate(padded, self._pin)
@@ -206,15 +191,15 @@ class Staging:
         return memory
 
     def give_back(self, block: BlockMemory) -> None:
-        """Takes a block back, which may be overwritten from now on."""
+        """Takes a block back. It may be overwritten from now on."""
         self._free[block.common.nbytes].append(block)
 
     def lock(self, memory: Tensor) -> None:
-        """Page-locks memory that gradients are to come to and that is there already, in whole pages, until :meth:`unpin`."""
+        """Page-locks memory for gradients that somebody else has allocated, in whole pages, until :meth:`unpin`."""
         self._locked.append(PinnedMemory(self._device, memory=memory, pin=self._pin))
 
     def unpin(self) -> None:
-        """Frees all blocks that are not lent, and releases the locks of :meth:`lock`."""
+        """Frees the idle blocks, and releases the locks of :meth:`lock`."""
         self._free.clear()
         while self._locked:
             self._locked.pop().unpin()

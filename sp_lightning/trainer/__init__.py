@@ -9,9 +9,6 @@ of the trainer's optimizers (in the background where ``user_hooks`` allows it), 
 ``folder_reader``); both write to ``part_files`` first. ``given_values`` of modules on the meta device come from them or from
 files of weights.
 
-``disk_tier`` decides what of the optimizers' state, of weights and of gradients is on a disk, and which weights stay in their
-files.
-
 With several devices ``rank_steps`` has optimizers step once for all. ``agreement`` compares what must be the same on all ranks,
 and says whether as many processes were started as the trainer says and how they reach each other.
 ``host_strategy`` chooses Lightning's base class by their number.

@@ -1,6 +1,6 @@
-"""Files that are written beside those that they will replace, and read again if they were replaced meanwhile.
+"""Writes files beside the files that they replace, and reads files that may be replaced meanwhile.
 
-What killed writers have left goes before the next one.
+Files that killed writers have left are removed before the next one is written.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 def create_part(file: Path) -> tuple[Path, BinaryIO]:
-    """Creates a file beside the one that is to be written, which no other process writes.
+    """Creates a file beside the file that it will replace, and locks it. No other process writes it.
 
-    Files that others have left go first, if their writers were killed: those hold no locks any more.
+    Files that killed writers have left are removed first: their locks are free.
     """
-    name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()  # a file's name may be as long as names can be
-    for left in file.parent.iterdir():  # glob() would keep a compiled pattern for each name
+    name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()  # the name may already have the greatest length
+    for left in file.parent.iterdir():  # glob() would cache a compiled pattern for each name
         if not (left.name.startswith(f".{name}.") and left.suffix == ".part"):
             continue
         with suppress(FileNotFoundError), left.open("rb") as old:
@@ -41,24 +41,24 @@ def create_part(file: Path) -> tuple[Path, BinaryIO]:
     while True:
         part = file.with_name(f".{name}.{uuid4().hex}.part")
         stream = part.open("xb")
-        # Before it was locked, another process may have taken it for one that was left, and has removed it, or is about to.
+        # Before it was locked, another process may have found it unlocked, and may have removed it.
         if _locked(stream) is not False and part.exists():
             return part, stream
         stream.close()
 
 
 def beside(part: Path) -> Path:
-    """The folder that belongs to such a file, and goes with it."""
+    """Returns the folder that belongs to such a file. It is removed with the file."""
     return part.with_suffix(".parts")
 
 
 def aside(part: Path) -> Path:
-    """Where a folder is for the moment in which another one takes its name."""
+    """Returns the name of a folder while another folder takes its name."""
     return part.with_suffix(".old")
 
 
 def _locked(stream: IO[bytes]) -> bool | None:
-    """Locks a file until it is closed. Returns True; False if others hold it, None if no file can be locked."""
+    """Locks a file until it is closed. Returns True; False if another process holds the lock, None if locks do not work."""
     if fcntl is None:
         return None
     try:
@@ -71,7 +71,7 @@ def _locked(stream: IO[bytes]) -> bool | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Writes the new name to the disk, too, so that it survives a loss of power."""
+    """Writes the new name of a file to the disk, so that it survives a loss of power."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -82,11 +82,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def cause_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
-    """Returns the error that stopped ``torch.save``, which raises one about the file's length while handling it.
+    """Returns the error that stopped ``torch.save``, which raises another one about the length of the file while handling it.
 
     Args:
-        error: as it was caught.
-        handled: the error that was under way before; it is not the cause.
+        error: the error that was caught.
+        handled: the error that was being handled before; it is not the cause.
     """
     while isinstance(error, RuntimeError) and error.__context__ not in (None, handled):
         error = error.__context__
@@ -94,7 +94,7 @@ def cause_of(error: BaseException, handled: BaseException | None = None) -> Base
 
 
 def not_written(error: BaseException, path: Path, who: str = "") -> BaseException:
-    """Returns what is raised where a checkpoint could not be written because of an error: that of a disk names the file."""
+    """Returns the error to raise if a checkpoint could not be written. An error of the operating system names the file."""
     if not isinstance(error, OSError):
         return error
     kept = "; the previous one of this name is as it was" if path.exists() else ""
@@ -107,7 +107,7 @@ def identity_of(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def read_whole(path: Path, read: Callable[[], T]) -> T:
-    """Returns what ``read`` returns of a file or a folder; it reads again if another one has taken the name meanwhile."""
+    """Calls ``read`` for a file or a folder, and calls it again if another one has taken its name meanwhile."""
     while True:
         before = identity_of(path.stat())
         try:
@@ -116,7 +116,7 @@ def read_whole(path: Path, read: Callable[[], T]) -> T:
             if before == identity_of(path.stat()):
                 raise
         else:
-            with suppress(FileNotFoundError):  # removed since: what was read is whole
+            with suppress(FileNotFoundError):  # removed after it was read: the result is complete
                 if before != identity_of(path.stat()):
                     continue
             return found

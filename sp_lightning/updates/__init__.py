@@ -3,8 +3,7 @@
 ``background`` runs the updates of layers while the next forward, or the rest of backward, goes on: on one device, and on several,
 where the primary's thread works and the others wait for it. ``fused`` says which steps run fused, and which can be taken apart
 by layers; ``like_gpu`` says which have the bits of a GPU. ``pieces`` makes one walk over memory of widening, unscaling, clipping,
-stepping and casting. ``scaler`` is the gradient scaler for the host. ``state_on_disk`` has the optimizer's state on a disk;
-``state_transfers`` reads its bytes ahead and writes them behind.
+stepping and casting. ``scaler`` is the gradient scaler for the host.
 
 The user's optimizer and the layers (``weights``) come in. Updated weights on the host go out; code that reads them waits for
 them. The wing may import ``weights`` and the wings below. What takes a step apart is the engine's ``layerwise``.
