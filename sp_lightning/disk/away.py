@@ -1,4 +1,4 @@
-"""Stand-ins for tensors that are on a disk. Computing with one reads it; in a forked process, which cannot, it raises."""
+"""Tensors whose values are on a disk. Computing with one reads it; in a forked process, which cannot read it, that raises."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sp_lightning.torch_compat.private import save_by_way_of, take_for_parameter
 
 
 class OnDiskTensor(AbsentTensor):
-    """A tensor whose values are on a disk. Its ``data`` is one NaN, or one zero, seen in the tensor's shape.
+    """A tensor whose values are on a disk. Its ``data`` is one NaN, or one zero, expanded to the shape of the tensor.
 
     Attributes:
-        owner: reads it: a :class:`~sp_lightning.disk.state_on_disk.StateOnDisk`.
-        stored: what the owner knows it by.
-        span: where its bytes are in what is stored, with its shape and its strides.
-        process: the one that can read it.
+        owner: the :class:`~sp_lightning.disk.state_on_disk.StateOnDisk` that reads it.
+        stored: the owner's record of it.
+        span: its place in the stored bytes, with its shape and its strides.
+        process: the process that can read it.
     """
 
     owner: Any
@@ -40,9 +40,9 @@ class OnDiskTensor(AbsentTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not kwargs and _moves_to_host(func, args):  # Lightning moves all state there at the end of a run
+        if not kwargs and _moves_to_host(func, args):  # Lightning calls this for all state at the end of a run
             return args[0]
-        if func in UNCHANGED_BY_UPDATES:  # the stand-in's data has it, too
+        if func in UNCHANGED_BY_UPDATES:  # metadata, which the data has, too
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
@@ -57,7 +57,7 @@ class OnDiskTensor(AbsentTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         load([self])
-        return copy.deepcopy(self, memo)  # its class is that of ordinary tensors again
+        return copy.deepcopy(self, memo)  # it is an ordinary tensor now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         storages = getattr(_writing, "storages", None)
@@ -79,11 +79,11 @@ def _moves_to_host(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 _writing = threading.local()
-"""``storages``: while a thread writes a file, the storages in its pickle that stand for tensors on a disk, by their ``id``."""
+"""``storages``: while a thread writes a file, the storages in its pickle that represent tensors on a disk, by ``id``."""
 
 
 def send_away(tensor: Tensor, owner: Any, span: Span, stored: Any = None) -> None:
-    """Takes a tensor's memory from it. The caller has its values, and sees to it that ``owner`` can read them."""
+    """Makes a tensor an :class:`OnDiskTensor` and frees its memory. The caller has its values, and ``owner`` can read them."""
     nothing = torch.nan if span.dtype.is_floating_point or span.dtype.is_complex else 0
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = torch.full((), nothing, dtype=span.dtype, device="cpu").expand(span.shape)
@@ -92,23 +92,23 @@ def send_away(tensor: Tensor, owner: Any, span: Span, stored: Any = None) -> Non
 
 
 def return_to(tensor: OnDiskTensor, memory: Tensor) -> None:
-    """Makes a tensor that was away an ordinary one, with this memory."""
+    """Makes an :class:`OnDiskTensor` an ordinary tensor with this memory."""
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = memory
     tensor.__class__ = Tensor  # type: ignore[assignment]
-    for name in ("owner", "stored", "span", "process"):  # last, because another thread may look at it meanwhile
+    for name in ("owner", "stored", "span", "process"):  # last, because another thread may use the tensor meanwhile
         del vars(tensor)[name]
 
 
 def load(tensors: Sequence[OnDiskTensor], beside: Collection[Any] = ()) -> None:
-    """Reads tensors that are away, which are ordinary ones then. Those of one owner come together, and none goes before the call.
+    """Reads tensors for user code. They are ordinary tensors then.
 
     Args:
-        tensors: those that are looked at.
-        beside: what is looked at in the same call. None of it may leave memory meanwhile.
+        tensors: the tensors to read.
+        beside: other arguments of the same call, which must not be evicted meanwhile.
 
     Raises:
-        RuntimeError: this is a forked process, a worker of a ``DataLoader``, say: it has none of the threads that read files.
+        RuntimeError: this is a forked process (a ``DataLoader`` worker, for example), which has no threads that read files.
         OSError: the disk failed.
     """
     owners: dict[Any, list[OnDiskTensor]] = {}
@@ -119,14 +119,14 @@ def load(tensors: Sequence[OnDiskTensor], beside: Collection[Any] = ()) -> None:
                 f"This {found.get('what', 'tensor')} is on a disk, in a file of the training process. A forked process cannot "
                 "read it (a DataLoader's worker, for example). Copy it before the fork: tensor.clone()."
             )
-        if (owner := found.get("owner")) is not None:  # otherwise another thread has read it just now
+        if (owner := found.get("owner")) is not None:  # else another thread has just read it
             owners.setdefault(owner, []).append(tensor)
     for owner, its in owners.items():
         owner.bring_for_user(its, beside)
 
 
 def save(content: Any, stream: IO[bytes]) -> None:
-    """As ``torch.save``, but tensors that are on a disk pass through memory one after the other, and stay there."""
+    """Does what ``torch.save`` does. Tensors that are on a disk pass through memory one after the other, and stay on the disk."""
     leaves = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
     mapped = any(type(leaf) is Tensor and leaf.layout is torch.strided and is_on_disk(leaf) for leaf in leaves)
     if not mapped and not any(type(leaf) is OnDiskTensor for leaf in leaves):
@@ -154,7 +154,7 @@ def save(content: Any, stream: IO[bytes]) -> None:
 
 
 def leave_files(optimizer: Any) -> None:
-    """Copies state whose memory is still a checkpoint's file, which another program may cut off, and that nothing sends away."""
+    """Copies an optimizer's state out of the checkpoint that it is mapped from: another program may truncate that file."""
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         for leaf in tree_leaves(dict(state_of(optimizer))):
             if type(leaf) is Tensor:
@@ -162,7 +162,7 @@ def leave_files(optimizer: Any) -> None:
 
 
 def can_go_away(tensor: Any, least: int) -> bool:
-    """Whether a tensor may be sent away: a plain one, dense, of at least so many bytes, with a memory that is all its own."""
+    """Returns True if a tensor may go to the disk: it is plain and dense, has ``least`` bytes or more, and shares no memory."""
     if type(tensor) not in (Tensor, OnDiskTensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     if type(tensor) is OnDiskTensor:
@@ -174,17 +174,16 @@ def can_go_away(tensor: Any, least: int) -> bool:
     return dense and storage.nbytes() == tensor.nbytes and not tensor.storage_offset()
 
 
-# ---------------------------------------------------------------------- forked processes, which have no mapped scratch files
-
+# ---------------------------------------------------------------------- forked processes have no mapped scratch files
 
 _noted: Any = WeakIdKeyDictionary()
-"""By parameter that was noted to be on a disk, or to have its gradient there: the process that has the file."""
+"""For parameters that are on a disk, or have their gradients there: the process that has the file."""
 
 _tensor_grad: Any = Tensor.grad
 
 
 def note_on_disk(parameters: Sequence[nn.Parameter]) -> None:
-    """Notes parameters whose memory, or whose gradients', is mapped from a scratch file. A forked process does not have it."""
+    """Notes parameters that are mapped from a scratch file, or whose gradients are. A forked process lacks the mapping."""
     for parameter in parameters:
         _noted[parameter] = os.getpid()
 

@@ -1,10 +1,10 @@
-"""Files that are read and written past the page cache where the file system allows it, in pieces, by a few threads.
+"""Files that are read and written past the page cache if the file system allows it, in pieces, by a few threads.
 
-A scratch file is one of them: without a name, page-aligned, with room that is taken before it is needed.
+A scratch file is such a file without a name. Its parts are page-aligned, and its disk space is reserved in advance.
 
-Kept libraries were looked at. kvikio and DeepNVMe bring bytes to a GPU's memory or need a compiler; bindings of io_uring
-are compiled, too, and many containers forbid its calls; fsspec has no direct I/O. A few threads with ``preadv`` and
-``pwritev`` on pieces of some MiB keep a drive's queue full, so the standard library is enough here.
+Libraries were considered. kvikio and DeepNVMe read to GPU memory or need a compiler. Bindings of io_uring are compiled, and many
+containers forbid its calls. fsspec has no direct I/O. A few threads with ``preadv`` and ``pwritev`` on pieces of some MiB keep
+the queue of a drive full, so the standard library is enough.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from torch import Tensor
 from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.plan.units import human_bytes
 
-with suppress(ImportError):  # Windows has none, and no direct I/O
+with suppress(ImportError):  # Windows has no fcntl and no direct I/O
     import fcntl
 
 PIECE = 8 * 2**20
-"""Bytes that one call reads or writes. Several pieces are under way at once."""
+"""Bytes that one call reads or writes. Several pieces are in flight at once."""
 
 THREADS = 4
-"""Reads, and as many writes, that are under way at once: enough for a fast drive's queue, and few beside the threads that
-compute. They have threads of their own, because many drives, and limits of control groups, have a rate for each."""
+"""Reads in flight, and as many writes: enough for the queue of a fast drive, and few beside the threads that compute. Reads and
+writes have separate threads, because many drives, and limits of control groups, have a rate for each."""
 
 
 def aligned_memory(nbytes: int) -> Tensor:
-    """Returns whole pages of memory that begin at a page, which direct I/O needs.
+    """Returns whole pages of memory that begin at a page, as direct I/O needs them.
 
-    The pages are shared ones: a process that is forked while the disk writes them (a worker of a ``DataLoader``) has no copies.
+    The mapping is shared, so that a process that is forked during a transfer (a ``DataLoader`` worker) gets no copies.
     """
     return torch.frombuffer(mmap.mmap(-1, whole_pages(nbytes)), dtype=torch.uint8)
 
 
 class Transfer:
-    """Bytes on their way from or to files.
+    """Reads or writes in flight.
 
     Args:
         pieces: the calls.
@@ -58,20 +58,20 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
+        """True if :meth:`wait` would not block."""
         return all(piece.done() for piece in self._pieces)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Calls something once the last piece has been done: in a thread of the disk, or at once if all are done."""
+        """Calls ``call`` after the last piece, in a thread of the disk; at once if all pieces are done."""
         for piece in self._pieces:
             piece.add_done_callback(lambda _: call() if self.done else None)
 
     def finish(self) -> None:
-        """Waits until no call is under way: until then the memory is in use, even if one has failed."""
+        """Waits until no call uses the memory any more, also if one has failed."""
         wait(self._pieces)
 
     def wait(self) -> None:
-        """Waits until all bytes are there.
+        """Waits until all bytes are transferred.
 
         Raises:
             OSError: a read or a write failed.
@@ -84,7 +84,7 @@ class Transfer:
 def in_pieces(
     threads: ThreadPoolExecutor, call: Callable[[int, Tensor], None], offset: int, memory: Tensor
 ) -> list[Future[None]]:
-    """Has threads call something for each piece of memory, with the piece's place in a file."""
+    """Calls ``call`` in threads for each piece of memory, with the place of the piece in a file."""
     return [threads.submit(call, offset + at, memory[at : at + PIECE]) for at in range(0, memory.nbytes, PIECE)]
 
 
@@ -92,12 +92,12 @@ class DirectFile:
     """An open file.
 
     Args:
-        descriptor: the file's.
-        path: what errors name.
-        messages: what errors say if bytes cannot be read, cannot be written, and what ends too early; and what to do then.
+        descriptor: the descriptor of the file.
+        path: the name for errors.
+        messages: texts of errors: a read failed, a write failed, the name of a file that ends too early, and a remedy.
 
     Attributes:
-        direct: whether reads and writes go past the page cache.
+        direct: True if reads and writes bypass the page cache.
     """
 
     def __init__(self, descriptor: int, path: str, messages: tuple[str, str, str, str]) -> None:
@@ -107,11 +107,11 @@ class DirectFile:
         self.direct = self._switch(direct=True)
 
     def _switch(self, *, direct: bool) -> bool:
-        """Has reads and writes go past the page cache, or through it. Returns whether they go past it."""
+        """Turns direct I/O on or off. Returns True if it is on."""
         try:
             flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
-        except (AttributeError, OSError):  # the system has no direct I/O, or the file system has none
+        except (AttributeError, OSError):  # the system or the file system has no direct I/O
             return False
         return direct
 
@@ -120,13 +120,14 @@ class DirectFile:
 
         Args:
             memory: flat ``uint8``.
-            offset: where the pages begin in the file.
-            needed: bytes without which it is an error: the file may end within the last page. All if it is not given.
+            offset: the place of the pages in the file.
+            needed: the bytes that the file must have, because it may end within the last page; None for all.
 
         Raises:
-            OSError: the disk failed, or the file ends before the bytes that are needed.
+            OSError: the disk failed, or the file has fewer bytes.
         """
-        view, done, needed = buffer_of(memory), 0, memory.nbytes if needed is None else needed
+        view, done = buffer_of(memory), 0
+        needed = memory.nbytes if needed is None else needed
         unread, _, short, remedy = self._messages
         while done < needed:
             try:
@@ -138,7 +139,7 @@ class DirectFile:
                     missing = needed - done - count
                     raise OSError(errno.EIO, f"{short} ends {missing} bytes too early{remedy}", self.path)
                 if self.direct:
-                    count = count // PAGE * PAGE  # they go on at a page
+                    count = count // PAGE * PAGE  # the next read begins at a page
             done += count
         self._leave_cache(offset, memory.nbytes)
 
@@ -156,7 +157,7 @@ class DirectFile:
                 _, unwritten, _, remedy = self._messages
                 raise OSError(error.errno, f"{unwritten}: {error.strerror}{remedy}", self.path) from error
         if not self.direct:
-            os.fdatasync(self.descriptor)  # pages that are not on the disk yet cannot leave the page cache
+            os.fdatasync(self.descriptor)  # dirty pages cannot leave the page cache
         self._leave_cache(offset, memory.nbytes)
 
     def _leave_cache(self, offset: int, nbytes: int) -> None:
@@ -165,7 +166,7 @@ class DirectFile:
 
 
 def buffer_of(memory: Tensor) -> memoryview:
-    """Flat ``uint8`` host memory, as calls of the system take it."""
+    """Returns flat ``uint8`` host memory as a buffer for system calls."""
     array: Any = memory.numpy()
     return memoryview(array)
 
@@ -175,10 +176,10 @@ def buffer_of(memory: Tensor) -> memoryview:
 
 @dataclass(eq=False)
 class Extent:
-    """A part of a scratch file. Its place is free again once this object is gone.
+    """A part of a scratch file. Its place is free again when this object is deleted.
 
     Attributes:
-        offset, nbytes: where it is; both are multiples of a page.
+        offset, nbytes: its place and size, multiples of a page.
     """
 
     offset: int
@@ -194,18 +195,18 @@ _MESSAGES = (
 
 
 class ScratchFile(DirectFile):
-    """A file for one run. A process that is killed leaves nothing: the file has no name.
+    """A temporary file of one run. It has no name, so a killed process leaves nothing behind.
 
     Args:
-        folder: where it is.
-        what: it has, for messages.
-        promised: whether it is for mapped memory alone, which needs its room, and is not read and written past the page cache.
+        folder: its folder.
+        what: its contents, for messages.
+        promised: True if it is only mapped: it needs reserved disk space, and no direct I/O.
 
     Raises:
-        OSError: it cannot be created there.
+        OSError: it cannot be created.
 
     Attributes:
-        read_bytes, written_bytes: what was read and written so far.
+        read_bytes, written_bytes: the bytes that were read and written so far.
     """
 
     def __init__(self, folder: Path, what: str = "optimizer state", *, promised: bool = False) -> None:
@@ -217,12 +218,12 @@ class ScratchFile(DirectFile):
         self._writers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
         self.read_bytes = self.written_bytes = 0
         weakref.finalize(self, _close, self.descriptor, (self._readers, self._writers), os.getpid())
-        # What glibc does where a file system cannot promise room, it cannot do past the page cache.
+        # If a file system cannot reserve space, glibc writes to the file, which direct I/O does not allow.
         if self.direct and (promised or not self._works()):
             self.direct = self._switch(direct=False)
 
     def _works(self) -> bool:
-        """Tries whether a page can be written and read: some file systems say that only then."""
+        """Writes and reads a page: some file systems refuse direct I/O only then."""
         memory = buffer_of(aligned_memory(PAGE))
         try:
             os.pwritev(self.descriptor, [memory], 0)
@@ -233,14 +234,14 @@ class ScratchFile(DirectFile):
             return False
 
     def reserve(self, nbytes: int, others: int = 0) -> None:
-        """Takes so much of the disk now, so that it cannot be full later.
+        """Reserves disk space, so that the disk cannot be full later.
 
         Args:
-            nbytes: how much.
-            others: what the run has taken of the disk already, for the error.
+            nbytes: the bytes to reserve beyond those in use.
+            others: the bytes that the run has taken in other files, for the error.
 
         Raises:
-            OSError: the disk has no room for it.
+            OSError: the disk has no room.
         """
         wanted = self._end + nbytes
         if wanted <= self._reserved:
@@ -250,7 +251,7 @@ class ScratchFile(DirectFile):
         except OSError as error:
             if not self._promised and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return
-            os.ftruncate(self.descriptor, self._reserved)  # what it has taken of the rest is given back
+            os.ftruncate(self.descriptor, self._reserved)  # gives back a part that was reserved
             status = os.statvfs(self.path)
             free = human_bytes(self._reserved + status.f_bavail * status.f_frsize)
             what = self._what
@@ -265,7 +266,7 @@ class ScratchFile(DirectFile):
         self._reserved = wanted
 
     def allocate(self, nbytes: int) -> Extent:
-        """Returns a part of the file that is not in use.
+        """Returns a free part of the file.
 
         Raises:
             OSError: the disk is full.
@@ -281,12 +282,12 @@ class ScratchFile(DirectFile):
         return extent
 
     def begin_read(self, offset: int, memory: Tensor) -> Transfer:
-        """Begins to read bytes into memory; both begin at a page, and are whole pages."""
+        """Begins to read whole pages into memory that begins at a page."""
         self.read_bytes += memory.nbytes
         return Transfer(in_pieces(self._readers, lambda at, piece: self.read(piece, at), offset, memory))
 
     def begin_write(self, offset: int, memory: Tensor) -> Transfer:
-        """Begins to write bytes from memory; both begin at a page, and are whole pages."""
+        """Begins to write whole pages of memory that begins at a page."""
         self.written_bytes += memory.nbytes
         return Transfer(in_pieces(self._writers, lambda at, piece: self.write(piece, at), offset, memory))
 
@@ -295,14 +296,14 @@ _MORE_ROOM = "Free some, name a folder on another disk (SuperpipelineStrategy(di
 
 
 def refuse_full(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Refuses a disk that has no room for all that a run will put there, before it has anything.
+    """Raises an error if the disk has no room for the scratch files of a run, before any is written.
 
     Args:
-        folder: where scratch files will be.
-        sizes: bytes, by what they are for. Optimizer state, whose size the optimizers decide, is to come on top.
+        folder: the folder of the scratch files.
+        sizes: bytes by their use, without optimizer state, which is not known yet.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk has no room.
     """
     status = os.statvfs(folder)
     needed, free = sum(sizes.values()), status.f_bavail * status.f_frsize
@@ -320,7 +321,7 @@ def _create(folder: Path) -> int:
     """Creates a file without a name, and returns its descriptor.
 
     Raises:
-        OSError: it cannot be created there.
+        OSError: it cannot be created.
     """
     try:
         return _without_name(folder)
@@ -345,7 +346,7 @@ def _without_name(folder: Path) -> int:
     try:
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
     except (AttributeError, OSError) as error:
-        # The file system has no files without names, or the system has none: a kernel before 3.11 takes this for a folder.
+        # The file system or the system has no files without names: a kernel before 3.11 takes this for a folder.
         if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
             raise
     created, name = tempfile.mkstemp(prefix=".superpipeline-", dir=folder)
@@ -357,13 +358,13 @@ def _without_name(folder: Path) -> int:
 
 
 def _close(descriptor: int, threads: Sequence[ThreadPoolExecutor], process: int) -> None:
-    for pool in threads if os.getpid() == process else ():  # a forked child has none of the threads
-        pool.shutdown(wait=False)  # whatever is under way has the file, so nothing is
+    for pool in threads if os.getpid() == process else ():  # a forked process has none of the threads
+        pool.shutdown(wait=False)  # transfers hold the file, so none is in flight
     os.close(descriptor)
 
 
 def file_system(folder: Path) -> str:
-    """The kind of file system that a folder is on, as Linux names it (``ext4``); an empty string if it is not known."""
+    """Returns the type of a folder's file system (``ext4``); an empty string if it is unknown."""
     try:
         device = os.stat(folder).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

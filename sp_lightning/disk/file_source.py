@@ -1,4 +1,4 @@
-"""The source of layers' bytes where weights are in files: they are read to staging memory, and those of the next layers ahead."""
+"""The source of layers' bytes if weights are in files: reads them to staging memory, and the next layers' ahead."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from sp_lightning.layers.slots import Slots, Staged
 from sp_lightning.updates.background import BackgroundUpdates
 
 WINDOW = 3
-"""Layers that are staged at once: one that is copied to the device, and those that are read meanwhile."""
+"""Layers in staging memory at once: one that is uploaded, and two that are read meanwhile."""
 
 
 @dataclass(eq=False)
 class _Buffer:
-    """Staging memory.
+    """Staging memory of the largest layer's size.
 
     Attributes:
-        memory: of the largest layer's size.
-        layer: whose bytes it has, or will have.
-        transfer: of those from the file.
-        staged: how often the layer had been fetched when they were given to a transfer to the device; None before.
+        memory: the memory.
+        layer: the layer whose bytes it has, or will have.
+        transfer: the read from the file.
+        staged: how often the layer had been uploaded when the upload from this buffer was prepared; None before.
     """
 
     memory: PinnedMemory
@@ -45,14 +45,14 @@ class _Buffer:
 
     @property
     def issued(self) -> bool:
-        """Whether the transfer to the device was issued."""
+        """True if the upload was issued."""
         return self.staged is not None and self.layer is not None and self.layer.fetches > self.staged
 
 
 class FileSource(HostSource):
-    """The source of one device where weights of some layers are in files.
+    """The source of one device with weights of some layers in files.
 
-    The order of the last fetches says which layer is read next: the one that came after the same two.
+    The order of the last uploads predicts which layer is read next: the one that followed the same two layers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FileSource(HostSource):
         return buffer.bytes[: layer.planned.nbytes], None
 
     def _read(self, layer: StreamedLayer) -> _Buffer | None:
-        """Returns the buffer with a layer's bytes, which may be on their way; None if there is none to spare."""
+        """Returns a buffer with a layer's bytes, which may be in flight; None if no buffer is free."""
         for buffer in self._buffers:
             if buffer.layer is layer and buffer.staged is None:
                 return buffer
@@ -118,7 +118,7 @@ class FileSource(HostSource):
         return free
 
     def _taken_back(self) -> _Buffer | None:
-        """A new buffer, or the one that was given to the device first, once the device has its bytes."""
+        """Returns a new buffer, or the one whose upload was issued first, after that upload."""
         if len(self._buffers) < WINDOW:
             return self._another()
         first = next((buffer for buffer in self._buffers if buffer.issued), None)
@@ -134,7 +134,7 @@ class FileSource(HostSource):
         return buffer
 
     def _make_one_free(self) -> None:
-        """Takes a buffer that was read in vain, or, if all of them leave in one transfer, another one."""
+        """Frees a buffer that was read in vain. If all buffers belong to one upload, makes another one."""
         buffer = next((each for each in self._buffers if each.staged is None), None) or self._another()
         if buffer.transfer is not None:
             buffer.transfer.finish()

@@ -1,8 +1,8 @@
-"""Weights and gradients on a disk: host memory that is mapped from a scratch file, few layers' pages of it in memory at a time.
+"""Weights and gradients on a disk: memory that is mapped from a scratch file, with the pages of a few layers resident.
 
-User code finds ordinary tensors: what it touches comes, and what it writes is written out when its layer goes. So nothing
-has to be told of reads and writes, and results cannot depend on it. The file has nothing in common with that of optimizer
-state, which is read and written past the page cache; its room is taken before it is mapped, and it never becomes shorter.
+User code finds ordinary tensors: the system reads pages that it touches, and pages that it writes are written to the file when
+their layer is evicted. So reads and writes need no notice, and results cannot depend on them. Optimizer state has another file,
+which is read and written past the page cache. The space of this file is reserved before it is mapped; it never shrinks.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import BlockMemory
 
 _PAGE_OUT = 21  # of Linux 5.4
-_POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
-_ZERO_RANGE = 0x10 | 0x01  # of fallocate: blocks stay the file's; what they have is neither written nor read
-_WRITE_OUT = 1 | 2 | 4  # wait for what is under way, begin the rest, wait for it
+_POPULATE_READ = 22  # of Linux 5.14; a failed read is an error then, not a signal
+_ZERO_RANGE = 0x10 | 0x01  # of fallocate: blocks stay allocated; their contents are neither written nor read
+_WRITE_OUT = 1 | 2 | 4  # wait for writes in flight, begin the others, wait for them
 
 
 class MappedFile:
-    """A file without a name, whose parts are mapped.
+    """A scratch file whose parts are mapped.
 
     Args:
-        folder: where it is.
-        what: what it has, for messages.
+        folder: its folder.
+        what: its contents, for messages.
 
     Attributes:
-        read_bytes, written_bytes: what was asked to be read and written so far.
+        read_bytes, written_bytes: the bytes that were requested to be read and written so far.
     """
 
     def __init__(self, folder: Path, what: str = "weights") -> None:
@@ -51,7 +51,7 @@ class MappedFile:
         self._file = ScratchFile(folder, what, promised=True)
         self._lock = threading.RLock()
         self._in_memory: deque[MappedMemory] = deque()
-        # By thread: the background's updates have an order of their own.
+        # By thread: updates in the background have another order.
         self._uses = defaultdict[int, AccessPredictor[MappedMemory]](lambda: AccessPredictor(2))
         self._leaving: deque[Future[None]] = deque()
         self._failure: OSError | None = None
@@ -60,7 +60,7 @@ class MappedFile:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def allocate(self, nbytes: int, pin: bool) -> MappedMemory:
-        """Returns memory, which cannot be page-locked: that would keep it in memory.
+        """Returns memory. It is never page-locked, which would keep it resident.
 
         Raises:
             OSError: the disk has no room, or its files cannot be mapped.
@@ -70,7 +70,7 @@ class MappedFile:
         return MappedMemory(self, extent.offset, nbytes, map_pages(self._file, extent))
 
     def reserve(self, nbytes: int) -> None:
-        """Takes room on the disk for memory that will be allocated.
+        """Reserves disk space for memory that will be allocated.
 
         Raises:
             OSError: the disk has no room.
@@ -78,10 +78,10 @@ class MappedFile:
         self._file.reserve(nbytes)
 
     def use(self, memory: MappedMemory) -> None:
-        """Has a block's pages in memory. Those of the block that was used longest ago go, and those of the next one are read.
+        """Brings a block's pages to memory, evicts the least recently used block, and reads the next one ahead.
 
         Raises:
-            OSError: a read or an earlier write has failed.
+            OSError: the read, or an earlier write, failed.
         """
         with self._lock:
             self.read_bytes += memory.nbytes * self._enter(memory)
@@ -89,24 +89,24 @@ class MappedFile:
             uses.note(memory)
             following = next(uses.coming(), None)
         number = memory.advise(_POPULATE_READ)
-        if number not in (0, errno.EINVAL):  # an older kernel reads when they are touched
+        if number not in (0, errno.EINVAL):  # an older kernel reads pages when they are touched
             raise self._failed("read", errno.EIO if number == errno.EFAULT else number)
         if following is not None and following is not memory:
             following.advise(mmap.MADV_WILLNEED)
 
     def renew(self, memory: MappedMemory) -> None:
-        """Has a block in memory all of which is going to be written: what it had is gone, and nothing is read.
+        """Prepares a block for writing all of it: its contents are dropped, and nothing is read.
 
         Raises:
-            OSError: an earlier write has failed.
+            OSError: an earlier write failed.
         """
         with self._lock:
             self._enter(memory)
-        # Where the file system cannot do that, pages are read when they are written.
+        # If the file system does not support that, pages are read when they are written.
         libc.fallocate(self._file.descriptor, _ZERO_RANGE, memory.begin, len(memory.pages))
 
     def _enter(self, memory: MappedMemory) -> bool:
-        """Makes a block the one that was used last. Returns whether its pages have to come."""
+        """Makes a block the most recently used one. Returns True if its pages have to be read."""
         if self._failure is not None:
             raise self._failure
         while self._leaving and (len(self._leaving) > WINDOW or self._leaving[0].done()):
@@ -120,17 +120,17 @@ class MappedFile:
         return came
 
     def leave(self) -> None:
-        """Has all pages leave memory."""
+        """Evicts all pages."""
         with self._lock:
             while self._in_memory:
                 self._leave(self._in_memory.popleft())
         self.sync()
 
     def sync(self) -> None:
-        """Waits for what is being written.
+        """Waits for all writes.
 
         Raises:
-            OSError: a write has failed.
+            OSError: a write failed.
         """
         with self._lock:
             while self._leaving:
@@ -142,12 +142,12 @@ class MappedFile:
         try:
             leaving.result()
         except OSError as error:
-            self._failure = error  # the file does not have what the pages had
+            self._failure = error  # the pages are lost
             raise
 
     def _leave(self, memory: MappedMemory) -> None:
         self.written_bytes += memory.nbytes
-        # Of a shared mapping this takes the pages; what was written is the file's still.
+        # In a shared mapping this unmaps the pages; the page cache keeps what was written.
         memory.advise(mmap.MADV_DONTNEED)
         self._leaving.append(self._thread.submit(self._write_out, memory))
 
@@ -158,7 +158,7 @@ class MappedFile:
         os.posix_fadvise(descriptor, memory.begin, size, os.POSIX_FADV_DONTNEED)
 
     def _failed(self, what: str, number: int) -> OSError:
-        """The error for what could not be read or written."""
+        """Returns the error for a failed read or write."""
         return OSError(
             number,
             f"{self._what.capitalize()} on the disk could not be {what}: {os.strerror(number)}. The step was not finished; go on "
@@ -168,15 +168,15 @@ class MappedFile:
 
 
 class MappedMemory(BlockMemory):
-    """The memory of a block whose weights are on a disk, or its gradients.
+    """The memory of a block whose weights or gradients are on a disk.
 
     Attributes:
-        begin: where it is in the file.
-        nbytes: how much it is.
-        pages: what :func:`map_pages` has returned.
+        begin: its place in the file.
+        nbytes: its size.
+        pages: the mapping of :func:`map_pages`.
     """
 
-    pinned = True  # there is nothing to warn of: it is not meant to be
+    pinned = True  # avoids a warning: this memory is never page-locked
 
     def __init__(self, file: MappedFile, begin: int, nbytes: int, pages: Any) -> None:
         self._file = file
@@ -192,15 +192,13 @@ class MappedMemory(BlockMemory):
         self._map(other.begin, other.pages)
 
     def use(self) -> None:
-        """Has the pages in memory, because they are going to be read or written."""
         self._file.use(self)
 
     def renew(self) -> None:
-        """Has pages in memory all of which are going to be written."""
         self._file.renew(self)
 
     def advise(self, advice: int) -> int:
-        """As :func:`~sp_lightning.disk.mapped_file.advise`, of all pages."""
+        """Calls :func:`~sp_lightning.disk.mapped_file.advise` for all pages."""
         return advise(self.common.data_ptr(), len(self.pages), advice)
 
 
@@ -221,44 +219,44 @@ def _load() -> Any:
 
 
 libc: Any = None
-"""The C library; None where it lacks what is needed here."""
+"""The C library; None if it lacks a function that is needed here."""
 with suppress(OSError, AttributeError, TypeError):
     libc = _load()
 
 
 def supported() -> bool:
-    """Whether the system has what this needs."""
+    """Returns True if the system has what this file needs."""
     return libc is not None and hasattr(mmap, "MADV_DONTFORK")
 
 
 _mapped: dict[int, int] = {}
-"""Where each mapping ends, by where it begins. Any thread may ask, and a forked process; so nothing waits for a lock."""
+"""The end of each mapping by its beginning. Any thread, or a forked process, may read it, so there is no lock."""
 
 
 def is_on_disk(tensor: Any) -> bool:
-    """Whether the memory of a plain tensor, or of a storage, is mapped from a scratch file, of this run or an earlier one."""
+    """Returns True if a plain tensor or a storage is mapped from a scratch file, of this run or an earlier one."""
     if not _mapped:
         return False
-    with torch.DisableTorchFunctionSubclass():  # a stand-in is not brought by this
+    with torch.DisableTorchFunctionSubclass():  # does not read an OnDiskTensor
         address = tensor.data_ptr()
-    # A list of numbers alone: garbage may be collected while a list of pairs is made, and what is collected unmaps.
+    # A list of numbers: making a list of pairs may collect garbage, which may unmap.
     begins = sorted(_mapped)
     at = bisect_right(begins, address) - 1
     return at >= 0 and address < _mapped.get(begins[at], 0)
 
 
 def map_pages(file: ScratchFile, extent: Extent) -> Any:
-    """Maps a part of a file, as long as there is a tensor of it. ``mmap`` would hold a descriptor for each mapping.
+    """Maps a part of a file while a tensor views it. ``mmap`` would hold a descriptor for each mapping.
 
     Args:
         file: the file.
-        extent: the part, whose place is free again once it is mapped no longer.
+        extent: the part. Its place is free again after it is unmapped.
 
     Returns:
         An object with the buffer protocol.
 
     Raises:
-        OSError: they cannot be mapped.
+        OSError: it cannot be mapped.
     """
     size = extent.nbytes
     address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file.descriptor, extent.offset)
@@ -274,28 +272,28 @@ def map_pages(file: ScratchFile, extent: Extent) -> Any:
     pages = _array_of(size).from_address(address)
     _mapped[address] = address + size
     finalizer = weakref.finalize(pages, _unmap, os.getpid(), address, extent)
-    finalizer.atexit = False  # others may read them until the process ends
+    finalizer.atexit = False  # tensors may be read until the process ends
     return pages
 
 
 @cache
 def _array_of(size: int) -> Any:
-    return type("Pages", (ctypes.c_char * size,), {})  # a class of Python's own may have finalizers
+    return type("Pages", (ctypes.c_char * size,), {})  # finalizers need a class that Python makes
 
 
 def _unmap(process: int, address: int, extent: Extent) -> None:
-    if os.getpid() == process:  # a forked process has other things at that address
+    if os.getpid() == process:  # a forked process has other memory at that address
         _mapped.pop(address, None)
         libc.munmap(address, extent.nbytes)
 
 
 def page_out(address: int, nbytes: int) -> None:
-    """Has pages leave memory that a file has, too, but for those that have other bytes as well; what was written is kept."""
+    """Evicts the whole pages of a mapped area. Private pages that were written are kept."""
     begin, end = whole_pages(address), (address + nbytes) // PAGE * PAGE
     if end > begin:
         advise(begin, end - begin, _PAGE_OUT)
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:
-    """Tells the system what becomes of pages, without holding up Python's other threads. Returns its error, or 0."""
+    """Calls ``madvise`` without the GIL. Returns its error number, or 0."""
     return ctypes.get_errno() if libc.madvise(address, nbytes, advice) else 0

@@ -1,4 +1,4 @@
-"""The engine's parts of one device where weights are in the user's files, or trained weights and gradients in scratch files."""
+"""The engine's parts if weights are in the user's files, or trained weights and gradients in scratch files. One device only."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from sp_lightning.store.block_memory import Allocate, Staging
 
 
 class FilePlacement(Placement):
-    """The parts of one device where weights of some layers stay in the files that a user has them in.
+    """Weights of some layers stay in the user's files.
 
     Args:
-        places: where the weights of these layers are, by the layers' names; None for weights that come to memory.
-        remark, nbytes: what a user should know of it, and the bytes of those weights.
+        places: the places of the weights by the names of the layers; None for weights that are copied to memory.
+        remark: a sentence for the user.
+        nbytes: the bytes of weights in files.
     """
 
     def __init__(self, places: Mapping[str, Sequence[FilePlace | None]], remark: str, nbytes: int) -> None:
@@ -56,16 +57,16 @@ class FilePlacement(Placement):
 
 
 class ScratchPlacement(Placement):
-    """The parts of one device where trained weights of some layers, or gradients, are in scratch files.
+    """Trained weights or gradients of some layers are in scratch files.
 
     Args:
-        inner: says where other weights are.
-        folder: where the files are.
-        on_disk: what is there.
-        remark: what a user should know of it.
+        inner: the placement of the other weights.
+        folder: the folder of the scratch files.
+        on_disk: the weights and gradients in scratch files.
+        remark: a sentence for the user.
 
     Raises:
-        OSError: no file can be created in the folder, or it has no room.
+        OSError: no file can be created in the folder, or the disk has no room.
     """
 
     def __init__(self, inner: Placement, folder: Path, on_disk: OnDisk, remark: str) -> None:
@@ -102,9 +103,9 @@ class ScratchPlacement(Placement):
         sources = [(parameter.data_ptr(), parameter.nbytes) for _, parameter in layer.parameters]
         block = HostBlock(layer, planned, device, staging, self.file.allocate, **options)
         note_on_disk(block.parameters)
-        for source in sources:  # they may be a mapped file's, which stays mapped until all of it was absorbed
+        for source in sources:  # they may be mapped from a file, which stays mapped until all of it is absorbed
             page_out(*source)
-        block.memory.use()  # those that were absorbed before it go
+        block.memory.use()  # evicts the least recently absorbed block
         return_free_memory()
         return block
 
@@ -118,7 +119,7 @@ class ScratchPlacement(Placement):
         return replace(
             ledger,
             weights=ledger.weights - weights,
-            gradients=max(0, ledger.gradients - gradients),  # fewer, if the mode was chosen after what is on the disk
+            gradients=max(0, ledger.gradients - gradients),  # fewer if the mode of updates was chosen later
             weights_on_disk=weights,
             gradients_on_disk=gradients,
         )
@@ -130,5 +131,5 @@ def on_disk(placement: Placement) -> OnDisk:
 
 
 def _room_for_gradients(layer: PlannedLayer) -> int:
-    """Bytes of a file that a layer's gradients take at most, in its block and in its masters'."""
+    """Returns the most bytes of a layer's gradients in a file, with those of its masters."""
     return whole_pages(layer.gradient_bytes + ALIGNMENT * (len(layer.spans) + len(layer.casts))) + PAGE

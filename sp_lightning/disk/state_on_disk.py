@@ -1,4 +1,4 @@
-"""The optimizer's state on a disk. That of a layer is in memory while it is updated, and the next one's is read meanwhile."""
+"""Optimizer state on a disk. A layer's state is in memory while the layer is updated; the next layer's is read meanwhile."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import tree_leaves
 
 LEAST = 2**16
-"""Bytes of the smallest tensor that goes to the disk. Numbers of steps and the state of biases and norms stay in memory."""
+"""Bytes of the smallest tensor that goes to the disk. Step counters and the state of biases and norms stay in memory."""
 
 
 class StateOnDisk:
-    """The state of a run's optimizers, that of some layers on a disk.
+    """The state of a run's optimizers, of which some layers' is on a disk.
 
-    A layer's state in one optimizer has one extent of the file. It is read to a buffer, of which the optimizer's
-    tensors are views during the update, and written from there. The layers that were updated next in the last step are read
-    ahead, as far as there are buffers: in forward, when nothing is updated, too. Writes are waited for when buffers are needed.
+    A layer's state in one optimizer is one extent of the file. It is read into a buffer. During the update the optimizer's
+    tensors are views of the buffer; afterwards the buffer is written. State is read ahead in the order of the last step, as far
+    as there are buffers, in forward as well. A write is waited for when its buffer is needed.
 
     Args:
-        file: where state is written.
-        placement: which layers' state stays in memory, and how much memory the others' passes through.
-        still: a context in which no update is under way, for user code that looks at state, in any thread.
+        file: the scratch file.
+        placement: which layers' state stays in memory, and the memory of the buffers.
+        still: a context in which no update is under way, for user code that reads state, in any thread.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class StateOnDisk:
         self._transfers = StateTransfers(file, placement.staging, self._coming)
         self._stay = frozenset(placement.in_memory)
         self._still = still
-        # Several threads of users' may look at state, and the disk's go on by themselves.
+        # Several threads of the user may read state, while threads of the disk read ahead.
         self._lock = self._transfers.lock
         self._stored: dict[Key, Stored] = {}
         self._updates = AccessPredictor[Key](1)
-        self._roomy: set[Key] = set()  # those for whose new state there was room, whether it came or not
-        self._seen: list[tuple[Tensor, Stored, Span]] = []  # what users have looked at, and where it was
-        self._looking: set[int] = set()  # the threads that have
+        self._roomy: set[Key] = set()  # for these, room for new state was made
+        self._seen: list[tuple[Tensor, Stored, Span]] = []  # tensors that user code has read, and their places
+        self._looking: set[int] = set()  # the threads that have read state
 
     # ------------------------------------------------------------------ around an update
 
     def load(self, key: Key, part_of: Any) -> None:
-        """Has the state of a layer in memory before its update.
+        """Reads the state of a layer to memory before its update.
 
         Args:
-            key: the layer, and the user's optimizer.
+            key: the layer and the user's optimizer.
             part_of: the layer's part of that optimizer, with the optimizer's state.
 
         Raises:
@@ -72,13 +72,13 @@ class StateOnDisk:
         """
         tensors = _tensors(part_of)
         away = [tensor for tensor in tensors if type(tensor) is OnDiskTensor]
-        # An earlier run had them, or they were given to a layer whose state stays in memory, where nothing writes them.
+        # An earlier run has stored them, or user code has moved them to a layer whose state stays in memory.
         for tensor in [tensor for tensor in away if tensor.owner is not self or key[0].name in self._stay]:
             tensor.bring()
         away = [tensor for tensor in away if type(tensor) is OnDiskTensor]
         with self._lock:
             none_yet = not tensors and key[0].name not in self._stay and key not in self._roomy
-            # A step may make state for parameters that have a gradient.
+            # The first step makes state for parameters that have a gradient.
             if none_yet and any(p.grad is not None for group in part_of.param_groups for p in group["params"]):
                 self._transfers.make_room()
                 self._roomy.add(key)
@@ -92,14 +92,14 @@ class StateOnDisk:
             self._transfers.read_ahead()
 
     def _coming(self) -> Iterator[Stored]:
-        """What the updates after the last one will load, if they have the order of the last step."""
+        """Returns what the next updates will load if they have the order of the last step."""
         return (self._stored[key] for key in self._updates.coming() if key in self._stored)
 
     def store(self, key: Key, part_of: Any) -> None:
-        """Writes the state of a layer after its update, unless it stays. Small tensors, and those with views, stay in memory.
+        """Writes the state of a layer after its update, unless it stays in memory. Small tensors and tensors with views stay.
 
         Args:
-            key, part_of: as for :meth:`load`.
+            key, part_of: see :meth:`load`.
         """
         leaving = [tensor for tensor in _tensors(part_of) if can_go_away(tensor, LEAST)]
         if not leaving or key[0].name in self._stay:
@@ -119,16 +119,16 @@ class StateOnDisk:
             for each in old:
                 if each is not stored:
                     self._transfers.release(each)
-            # What users have looked at and what is stored again, or was replaced, is forgotten: its place has other bytes now.
+            # Forget what user code has read if it is stored again or was replaced: its old place has other bytes now.
             again = set(map(id, leaving))
             self._seen = [seen for seen in self._seen if seen[1] is not stored and id(seen[0]) not in again]
             self._transfers.write(stored)
 
     def absorb(self, optimizers: Iterable[Optimizer], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
-        """Writes state that has come from elsewhere: from a checkpoint, or from an optimizer's own set-up.
+        """Writes state that no update has made: that of a checkpoint, or of an optimizer's own set-up.
 
         Args:
-            optimizers: all of the run. No update is under way.
+            optimizers: all optimizers of the run. No update is under way.
             layer_of: the layer that a parameter is updated with.
         """
         with torch.DisableTorchFunctionSubclass(), torch.no_grad(), no_inference_mode(), self._lock:
@@ -144,7 +144,7 @@ class StateOnDisk:
                 part_of = SimpleNamespace(state=state_of(key[1]), param_groups=[{"params": parameters}])
                 self.load(key, part_of)
                 self.store(key, part_of)
-            self._updates = AccessPredictor(1)  # updates have an order of their own
+            self._updates = AccessPredictor(1)  # updates have another order
 
     def _stored_for(self, key: Key, tensors: Sequence[Tensor]) -> Stored:
         spans, end = list[Span](), 0
@@ -153,11 +153,11 @@ class StateOnDisk:
             spans.append(Span("", end, tensor.nbytes, tensor.shape, tuple(stride), tensor.dtype))
             end += whole_pages(tensor.nbytes)
         found = self._stored.get(key)
-        # Users exchange tensors, and parameters get other places in their groups. There a write would overwrite other tensors.
+        # After user code has exchanged tensors, or reordered parameters in groups, writing there would overwrite other tensors.
         same = found is not None and found.spans == tuple(spans) and _are(found.tensors, tensors)
         if found is None or not same:
             found = self._stored[key] = Stored(self._transfers.file.allocate(end), tuple(spans))
-        elif found in self._transfers.behind:  # all of it was looked at since
+        elif found in self._transfers.behind:  # user code has read all of it since
             self._transfers.written(found)
         elif found in self._transfers.ahead:
             self._transfers.release(found)
@@ -166,11 +166,10 @@ class StateOnDisk:
     # ------------------------------------------------------------------ what users see
 
     def bring_for_user(self, tensors: Sequence[OnDiskTensor], beside: Collection[Any]) -> None:
-        """Gives tensors that user code looks at memory of their own, until their next update or until others need the room."""
+        """Reads tensors for user code. They stay in memory until their next update, or until other tensors need the room."""
         with self._still(), self._lock, no_dispatch_modes(), torch.no_grad():
-            tensors = [
-                tensor for tensor in tensors if type(tensor) is OnDiskTensor
-            ]  # another thread may have been first
+            # Another thread may have been first.
+            tensors = [tensor for tensor in tensors if type(tensor) is OnDiskTensor]
             self._looking.add(threading.get_ident())
             if self._alone():
                 self._make_room(sum(tensor.span.nbytes for tensor in tensors), set(map(id, beside)))
@@ -180,15 +179,16 @@ class StateOnDisk:
                 self._seen.append((tensor, stored, span))
 
     def _alone(self) -> bool:
-        """Whether no other thread may be computing with what was looked at: its memory would be freed under an operator.
+        """Returns True if no other thread may compute with tensors that user code has read: their memory may be freed.
 
-        That a thread reads what another one has loaded is not noticed, so any thread that may be a user's counts.
+        A thread that reads what another one has loaded is not noticed, so each thread counts that may be the user's.
         """
         others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-        ours = "superpipeline"  # how our threads' names begin
+        ours = "superpipeline"  # how the names of our threads begin
         return all((each.daemon and each.ident not in self._looking) or each.name.startswith(ours) for each in others)
 
     def give(self, tensor: OnDiskTensor) -> None:
+        """Reads a tensor to memory of its own."""
         span = replace(tensor.span, offset=0)
         with no_inference_mode():
             memory = torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="cpu")
@@ -196,11 +196,11 @@ class StateOnDisk:
         return_to(tensor, memory)
 
     def _make_room(self, nbytes: int, beside: Collection[int]) -> None:
-        """Writes tensors that were looked at, the first ones first, so that no more are in memory than buffers may be.
+        """Evicts tensors that user code has read, the oldest first, so that they take no more memory than the buffers may.
 
         Args:
-            nbytes: of those that come.
-            beside: the ``id`` of what stays, because the same call looks at it.
+            nbytes: the bytes of the tensors that are read next.
+            beside: the ``id`` of tensors that stay, because the same call uses them.
         """
         nbytes += sum(span.nbytes for _, _, span in self._seen)
         for seen in [each for each in self._seen if id(each[0]) not in beside]:
@@ -216,10 +216,10 @@ class StateOnDisk:
                 self._transfers.release(stored)
                 self._transfers.file.begin_write(stored.extent.offset + span.offset, memory).wait()
                 send_away(tensor, self, span, stored)
-                self._seen = [each for each in self._seen if each is not seen]  # "==" would look at the tensors
+                self._seen = [each for each in self._seen if each is not seen]  # "==" would read the tensors
 
     def read(self, tensor: OnDiskTensor) -> Tensor:
-        """Returns the bytes of one tensor, from the disk or from the buffer that they are in just now."""
+        """Returns the bytes of a tensor, from the disk or from a buffer. The tensor stays on the disk."""
         with self._still():
             return self._read(tensor)
 
@@ -230,7 +230,7 @@ class StateOnDisk:
             if stored in self._transfers.ahead:
                 try:
                     stored.transfer.wait()
-                except OSError:  # it was read ahead for an update, which will read it again
+                except OSError:  # reading ahead failed; the update reads again
                     self._transfers.release(stored)
             if stored.buffer is None:
                 self._transfers.file.begin_read(stored.extent.offset + span.offset, memory).wait()
@@ -240,7 +240,7 @@ class StateOnDisk:
 
 
 def _tensors(optimizer: Any) -> list[Tensor]:
-    """All tensors of the state of an optimizer's parameters, each once."""
+    """Returns all tensors of the state of an optimizer's parameters, each once."""
     state = state_of(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     leaves = (leaf for p in parameters if p in state for leaf in tree_leaves(state[p]) if isinstance(leaf, Tensor))

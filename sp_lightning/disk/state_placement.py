@@ -1,6 +1,6 @@
-"""What is on a disk because host memory does not hold it: optimizer state first, then what is trained; and weights in files.
+"""Chooses what is on a disk: optimizer state first, then gradients and trained weights; and which weights stay in files.
 
-:class:`AccessPredictor` guesses which of it is used next.
+:class:`AccessPredictor` predicts what is used next.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Which layers' state is in host memory, and which is on a disk.
+    """Which layers' optimizer state is in host memory, and which is on a disk.
 
     Attributes:
-        in_memory, on_disk: bytes of state, by the layer.
-        staging: bytes of host memory that the state on the disk passes through.
-        room: bytes of host memory that there are for all of it; None if nobody knows.
+        in_memory, on_disk: bytes of state, by layer.
+        staging: bytes of host memory for state in flight to and from the disk.
+        room: bytes of host memory for all state; None if the system does not report them.
     """
 
     in_memory: Mapping[str, int]
@@ -36,59 +36,61 @@ class StatePlacement:
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory that the state takes."""
+        """Host memory for the state."""
         return sum(self.in_memory.values()) + self.staging
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes on the disk, which each step reads and writes."""
+        """Bytes on the disk. Each step reads and writes them."""
         return sum(self.on_disk.values())
 
     def __str__(self) -> str:
-        """One sentence: what is where, and why."""
+        """One sentence for the user."""
         total = sum(self.in_memory.values()) + self.disk_bytes
         if not total:
             return "The optimizers have no state that could be on the disk."
-        below, of = human_bytes(self.disk_bytes), "it" if not self.on_disk else "both"
-        why = "" if self.room is None else f", because {human_bytes(self.room)} of host memory are left for {of}"
+        why = ""
+        if self.room is not None:
+            of = "both" if self.on_disk else "it"
+            why = f", because {human_bytes(self.room)} of host memory are left for {of}"
         if not self.on_disk:
             return f"All {human_bytes(total)} of optimizer state are in host memory; nothing is on the disk{why}."
         return (
-            f"{below} of optimizer state, of {len(self.on_disk)} layers, are on the disk and pass through "
+            f"{human_bytes(self.disk_bytes)} of optimizer state, of {len(self.on_disk)} layers, are on the disk and pass through "
             f"{human_bytes(self.staging)} of host memory; {human_bytes(total - self.disk_bytes)} stay in memory{why}."
         )
 
 
 def staging_bytes(sizes: Mapping[str, int]) -> int:
-    """Host memory for state on its way: of three usual layers (read, updated, written), or twice that of the largest.
+    """Returns host memory for state in flight: three median layers (read, updated, written), or twice the largest layer.
 
-    An optimizer makes a layer's state in memory of its own at first, from which it is copied. Less than three is slower.
+    Twice, because an optimizer makes a layer's first state in memory of its own, from which it is copied.
     """
     return max(2 * max(sizes.values()), 3 * int(median(sizes.values()))) if sizes else 0
 
 
 def least_room(sizes: Mapping[str, int]) -> int:
-    """Host memory without which state cannot be placed: some layers' whole, and the largest of the others' on its way."""
+    """Returns the least host memory for state: some layers' stays, and the largest of the other layers' is in flight."""
     return min(sum(sizes.values()), _fewest(sizes)[0])
 
 
 def _fewest(sizes: Mapping[str, int]) -> tuple[int, list[str]]:
-    """The least that layers take of which some are on the disk; and which are in memory then, the largest ones."""
+    """Returns the least memory if some state is on the disk, and the layers whose state is in memory then: the largest ones."""
     names = sorted(sizes, key=sizes.__getitem__, reverse=True)
     taken = ((sum(sizes[each] for each in names[:i]) + 2 * sizes[names[i]], names[:i]) for i in range(len(names)))
     return min(taken, key=itemgetter(0), default=(0, []))
 
 
 def place_state(sizes: Mapping[str, int], room: int | None, given: int | float | None = None) -> StatePlacement:
-    """Leaves in memory as much state as there is room for, that of the largest layers first: so less is staged.
+    """Keeps as much state in memory as there is room for, that of the largest layers first, which makes staging small.
 
     Args:
         sizes: bytes of the state of each layer.
-        room: bytes of host memory for it; None for no limit.
+        room: bytes of host memory for state; None for no limit.
         given: ``host_memory``, for the error.
 
     Raises:
-        MemoryError: there is not even room for what is staged.
+        MemoryError: there is no room even for staging.
     """
     if room is None or sum(sizes.values()) <= room:
         return StatePlacement(sizes, {}, 0, room)
@@ -105,23 +107,23 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
         rest = {other: nbytes for other, nbytes in below.items() if other != name}
         if sum(above.values()) + sizes[name] + staging_bytes(rest) <= room:
             below, above[name] = rest, sizes[name]
-    if sum(above.values()) + 2 * max(below.values()) > room:  # there is not room for three usual layers
+    if sum(above.values()) + 2 * max(below.values()) > room:  # no room for three median layers
         above = {name: sizes[name] for name in names}
         below = {name: nbytes for name, nbytes in sizes.items() if name not in above}
     return StatePlacement(above, below, min(staging_bytes(below), room - sum(above.values())), room)
 
 
 WINDOW = 4
-"""Layers whose trained weights on a disk are in memory at a time: fetched, updated, and written out. So with gradients."""
+"""How many layers have their trained weights, or their gradients, in memory at a time if these are on a disk."""
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """What of trained layers is on a disk, beside the optimizers' state.
+    """The trained weights and gradients that are on a disk.
 
     Attributes:
-        weights: the layers and masters whose weights are there.
-        gradients: the layers whose gradients, and those of their masters, are there.
+        weights: the layers and masters whose weights are on the disk.
+        gradients: the layers whose gradients are on the disk, with those of their masters.
     """
 
     weights: tuple[PlannedLayer, ...] = ()
@@ -129,42 +131,42 @@ class OnDisk:
 
     @property
     def any(self) -> bool:
-        """Whether anything is there."""
+        """True if anything is on the disk."""
         return bool(self.weights or self.gradients)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that are there."""
+        """Bytes of weights on the disk."""
         return sum(layer.nbytes for layer in self.weights)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that are there."""
+        """Bytes of gradients on the disk."""
         return sum(layer.gradient_bytes for layer in self.gradients)
 
     @property
     def window(self) -> int:
-        """Bytes of memory that all of it passes through."""
+        """Bytes of memory that weights and gradients on the disk pass through."""
         weights = max((layer.nbytes for layer in self.weights), default=0)
         return WINDOW * (weights + max((layer.gradient_bytes for layer in self.gradients), default=0))
 
     @property
     def spared(self) -> int:
-        """Bytes of memory that it leaves to others."""
+        """Bytes of memory that the disk saves."""
         return self.weight_bytes + self.gradient_bytes - self.window
 
 
 def choose_on_disk(plan: Plan, missing: int, but: Collection[str] = (), *, gradients: bool) -> OnDisk:
-    """Returns what of trained layers is on a disk, because so many bytes of host memory are missing.
+    """Chooses the trained weights and gradients that are on the disk.
 
-    Masters go first, because nothing but their update reads them; then gradients, which are written and read once in a step;
-    then layers, in their order, whose weights are read three times.
+    Masters go first, because only their update reads them; then gradients, which are written and read once in a step; then the
+    weights of layers, in their order, which are read three times.
 
     Args:
         plan: the layers.
-        missing: bytes, although all state is on the disk.
-        but: the names of layers whose weights are not asked.
-        gradients: whether all layers' gradients are in memory at once, so that some may be on the disk.
+        missing: bytes of host memory that are missing although all state is on the disk.
+        but: the names of layers whose weights stay where they are.
+        gradients: True if all gradients would be in memory at once, so that some may be on the disk.
     """
     chosen = OnDisk()
     trained = [layer for layer in plan.layers if layer.gradient_bytes and not layer.rows and layer.name not in but]
@@ -184,21 +186,22 @@ def choose_on_disk(plan: Plan, missing: int, but: Collection[str] = (), *, gradi
 def choose_in_files(
     sizes: Mapping[str, int], others: int, room: int, staging: int, given: int | float | None = None
 ) -> list[str]:
-    """Returns which layers leave weights in the files that they are in: as few as there is room for the others.
+    """Chooses the layers whose weights stay in their files: as few as host memory allows.
 
     Args:
-        sizes: bytes of those weights, by the layer.
-        others: bytes that come to memory whatever stays.
+        sizes: bytes of these weights, by layer.
+        others: bytes that must be in memory.
         room: bytes of host memory.
-        staging: bytes of it for layers on their way, if there are any.
+        staging: bytes of it for layers in flight, if any layer stays in a file.
         given: ``host_memory``, for the error.
 
     Raises:
-        MemoryError: there is not even room for what does not stay.
+        MemoryError: there is no room even for what must be in memory.
     """
     if others + sum(sizes.values()) <= room:
         return []
-    kept, stay = others + staging, list[str]()
+    kept = others + staging
+    stay: list[str] = []
     for name, nbytes in sizes.items():
         if kept + nbytes <= room:
             kept += nbytes
@@ -216,10 +219,10 @@ def choose_in_files(
 
 
 class AccessPredictor(Generic[T]):
-    """Guesses what comes next: what came the last time after the same one, or the same few. A wrong guess costs a read.
+    """Predicts the next access: the one that followed the same last accesses before. A wrong prediction costs a read.
 
     Args:
-        depth: how many of the last ones decide. With two, layers that come forwards and then backwards are told apart.
+        depth: how many of the last accesses count. With two, the layers of forward and of backward are told apart.
     """
 
     def __init__(self, depth: int) -> None:
@@ -227,15 +230,15 @@ class AccessPredictor(Generic[T]):
         self._next: dict[tuple[T, ...], T] = {}
 
     def note(self, used: T) -> None:
-        """Something is used now."""
+        """Records an access."""
         self._next[tuple(self._last)] = used
         self._last.append(used)
 
     def coming(self, *, itself: bool = False) -> Iterator[T]:
-        """What is used next, in that order, until it comes round to what is used now.
+        """Yields the next accesses in order, until the present one comes again.
 
         Args:
-            itself: whether what is used now is the last of them, for who needs it anew each time.
+            itself: True to yield the present one as the last.
         """
         last = self._last.copy()
         while (following := self._next.get(tuple(last))) is not None:

@@ -1,4 +1,4 @@
-"""The bytes of an optimizer's state between a disk and host memory: read ahead, in use, and written behind."""
+"""Reads optimizer state from a disk ahead of its use, and writes it behind, through reused buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sp_lightning.device.layout import Span, whole_pages
 from sp_lightning.disk.direct_file import Extent, ScratchFile, Transfer, aligned_memory
 
 _NOTHING = Transfer(())
-"""A transfer that is over."""
+"""A transfer that is complete."""
 
 
 @dataclass(eq=False)
@@ -22,11 +22,11 @@ class Stored:
     """The state of one layer on the disk.
 
     Attributes:
-        extent: where it is.
-        spans: where each tensor is in it.
-        tensors: those that are there. Users may have given them to another layer's parameters.
-        buffer: memory with the same bytes, as long as they are read or written.
-        transfer: of those bytes; of none once they are there.
+        extent: its place in the file.
+        spans: the place of each tensor in the extent.
+        tensors: the tensors. User code may have moved them to another layer's parameters.
+        buffer: memory with the same bytes, while they are read, used or written.
+        transfer: the read or write of the buffer.
     """
 
     extent: Extent
@@ -37,22 +37,20 @@ class Stored:
 
 
 class StateTransfers:
-    """The transfers of optimizers' state, through buffers of whole pages that are used again and again.
-
-    The caller of a method has the lock. A disk's thread has it, too, when it goes on by itself.
+    """Reads and writes optimizer state through buffers of whole pages. Callers of all methods hold ``lock``.
 
     Args:
-        file: where state is written.
-        limit: the most bytes of all buffers together. One larger buffer is lent if nothing else is.
-        coming: returns what updates will probably ask for next, in that order.
+        file: the scratch file.
+        limit: the most bytes of all buffers together. A larger buffer is lent only if no other one is.
+        coming: returns what updates will probably load next, in this order.
 
     Attributes:
         file, limit: as given.
-        lock: the lock of all who use this.
-        ahead: what was read ahead, or is being read.
-        behind: what is being written.
-        nbytes: bytes of all buffers now.
-        peak_bytes: the most bytes that they were.
+        lock: protects this object. A thread of the disk takes it, too, to read ahead.
+        ahead: state that was read ahead, or is being read.
+        behind: state that is being written.
+        nbytes: the bytes of all buffers now.
+        peak_bytes: the most bytes of all buffers so far.
     """
 
     def __init__(self, file: ScratchFile, limit: int, coming: Callable[[], Iterable[Stored]]) -> None:
@@ -66,13 +64,13 @@ class StateTransfers:
         self.behind: list[Stored] = []
 
     def load(self, stored: Stored) -> None:
-        """Has a layer's bytes in its buffer.
+        """Reads a layer's bytes into its buffer, or waits until they are read.
 
         Raises:
             OSError: the disk failed.
         """
         if stored in self.behind:
-            stored.transfer.wait()  # the bytes are still there
+            stored.transfer.wait()  # the buffer still has the bytes
             self.behind.remove(stored)
         elif stored.buffer is None:
             self._read(stored, self.take(stored.extent.nbytes))
@@ -86,17 +84,17 @@ class StateTransfers:
         stored.transfer = _NOTHING
 
     def write(self, stored: Stored) -> None:
-        """Begins to write a layer's buffer. Once it is written, what is coming is read into its memory."""
+        """Begins to write a layer's buffer. After the write, the next state is read into its memory."""
         assert stored.buffer is not None
         stored.transfer = self.file.begin_write(stored.extent.offset, stored.buffer)
         self.behind.append(stored)
         stored.transfer.then(self._go_on)
 
     def read_ahead(self) -> None:
-        """Reads what is coming, as far as the limit leaves memory for it.
+        """Reads the next state, as far as the limit leaves memory for it.
 
         Raises:
-            OSError: a write that has ended failed.
+            OSError: an earlier write failed.
         """
         self._collect()
         for stored in self._coming():
@@ -109,23 +107,23 @@ class StateTransfers:
 
     def _read(self, stored: Stored, buffer: Tensor) -> None:
         stored.transfer = self.file.begin_read(stored.extent.offset, buffer)
-        stored.buffer = buffer  # only now, because a process that ends begins no read
+        stored.buffer = buffer  # after the line above, which raises if the process ends
 
     def _go_on(self) -> None:
-        """Reads ahead into the memory of what was written. Runs in a thread of the disk.
+        """Reads ahead into the memory of a buffer that was written. Runs in a thread of the disk.
 
-        It never waits: the thread that has the lock may wait for this one, and goes on by itself.
+        It never waits for the lock: the thread that holds the lock may wait for this one, and reads ahead itself.
         """
         if self.lock.acquire(blocking=False):
             try:
-                # The thread that needs the memory gets the error of a write. There is another one if the process ends.
+                # The thread that needs the memory gets the error of a write. A RuntimeError means that the process ends.
                 with suppress(OSError, RuntimeError):
                     self.read_ahead()
             finally:
                 self.lock.release()
 
     def make_room(self) -> None:
-        """Leaves the memory of all buffers to state that an optimizer is about to make, in memory of its own.
+        """Frees all buffers, because an optimizer is about to make state in memory of its own.
 
         Raises:
             OSError: a write failed.
@@ -138,7 +136,7 @@ class StateTransfers:
             self.nbytes -= self._idle.pop().nbytes
 
     def lend(self, nbytes: int) -> Tensor | None:
-        """Returns a buffer of at least so many bytes, in whole pages; None if the limit leaves no memory for it now."""
+        """Lends a buffer of at least ``nbytes`` bytes, in whole pages; None if the limit leaves no memory for it now."""
         nbytes = whole_pages(nbytes)
         for index, buffer in enumerate(self._idle):
             if buffer.nbytes == nbytes:
@@ -148,21 +146,21 @@ class StateTransfers:
         return None if self.nbytes and self.nbytes + nbytes > self.limit else self.lend_more(nbytes)
 
     def lend_more(self, nbytes: int) -> Tensor:
-        """Returns a new buffer, whatever the limit is. It is freed once it is given back."""
+        """Lends a new buffer beyond the limit. It is freed when it is given back."""
         memory = aligned_memory(nbytes)
         self.nbytes += memory.nbytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return memory
 
     def give_back(self, buffer: Tensor) -> None:
-        """Takes a buffer back that is neither read nor written any more."""
+        """Takes a buffer back. No transfer uses it any more."""
         if self.nbytes > self.limit:
             self.nbytes -= buffer.nbytes
         else:
             self._idle.append(buffer)
 
     def take(self, nbytes: int) -> Tensor:
-        """Takes a buffer. If there is none, it waits for what is written, or drops what was read ahead last.
+        """Lends a buffer. If none is free, waits for a write, or drops what was read ahead last.
 
         Raises:
             OSError: a write failed.
@@ -173,17 +171,17 @@ class StateTransfers:
                 self.written(self.behind[0])
             elif self.ahead:
                 self.release(self.ahead[-1])
-            else:  # one update has all of it: users have exchanged tensors of several layers
+            else:  # one update uses all buffers: user code has exchanged tensors of several layers
                 return self.lend_more(nbytes)
         return buffer
 
     def _collect(self) -> None:
-        """Takes back the buffers of writes that are done."""
+        """Takes back the buffers of complete writes."""
         for stored in [each for each in self.behind if each.transfer.done]:
             self.written(stored)
 
     def written(self, stored: Stored) -> None:
-        """Waits until a layer is written, and gives its buffer back.
+        """Waits for the write of a layer, and gives its buffer back.
 
         Raises:
             OSError: the write failed. The bytes stay in the buffer.
@@ -193,7 +191,7 @@ class StateTransfers:
         self.release(stored)
 
     def release(self, stored: Stored) -> None:
-        """Gives a buffer back, once no transfer writes to it any more."""
+        """Gives a buffer back after its transfer."""
         if stored in self.ahead:
             self.ahead.remove(stored)
         stored.transfer.finish()

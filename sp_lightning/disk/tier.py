@@ -1,6 +1,6 @@
-"""What of a run is on a disk, as far as host memory does not hold it: optimizer state first, then gradients and trained weights.
+"""Chooses what host memory does not hold: optimizer state goes to the disk first, then gradients and trained weights.
 
-Weights that are in the user's files stay there: in training those of frozen weights, otherwise any.
+Frozen weights, and all weights outside of training, may stay in the user's files.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
 
 
 class DiskTier(StateStore):
-    """Keeps optimizer state of one run on a disk, as far as host memory does not hold it.
+    """The state store of one run with a disk.
 
     Args:
-        folder: where the scratch file is.
-        host_memory: bytes that the process may take, or a share of what is free; None for all that is free.
-        log: where a user's messages go.
+        folder: the folder of the scratch file.
+        host_memory: bytes that the process may take, or a share of the free memory; None for all free memory.
+        log: the logger for messages to the user.
 
     Raises:
         OSError: no file can be created in the folder.
 
     Attributes:
-        placement: what is where, once :meth:`place` has decided it.
-        state: loads and stores optimizers' state; None if all of it is in memory.
-        steps: how many steps optimizers have taken.
+        placement: which state is in memory and which is on the disk, from :meth:`place`.
+        state: brings and takes state; None if all state is in memory.
+        steps: the number of optimizer steps so far.
     """
 
     option = "disk="
@@ -69,7 +69,7 @@ class DiskTier(StateStore):
         self._host_memory = host_memory
         self.state: StateOnDisk | None = None
         self.steps = 0
-        self._moved_first = 0  # bytes, in the first step, in which there is no state to be read
+        self._moved_first = 0  # bytes in the first step, which has no state to read
         if file_system(folder) in ("tmpfs", "ramfs"):
             tmpfs = "is on a tmpfs, which is host memory and no disk. It saves none: name a folder on a drive."
             say_once(log, f"Superpipeline: disk={str(folder)!r} {tmpfs}")
@@ -86,19 +86,19 @@ class DiskTier(StateStore):
         elsewhere: int,
         beside: int,
     ) -> None:
-        """Decides which layers' state is on the disk, and reserves room for it there.
+        """Chooses the layers whose state is on the disk, and reserves disk space for it.
 
         Args:
-            optimizers: whose state it is.
+            optimizers: the optimizers.
             layer_of: the layer that a parameter is updated with.
             still: a context in which no update is under way.
-            others: bytes of host memory that gradients will take, and the device's own memory if it computes on the host.
-            elsewhere: bytes that other processes have taken, if several have ``host_memory`` in common.
-            beside: bytes of weights and gradients that are on the disk.
+            others: bytes of host memory for gradients, and for the memory of a device that computes on the host.
+            elsewhere: bytes that other processes have taken, if they share ``host_memory``.
+            beside: bytes of weights and gradients on the disk.
 
         Raises:
-            ValueError: the size of an optimizer's state is not known.
-            MemoryError: host memory does not suffice even so.
+            ValueError: the size of an optimizer's state is unknown before the first step.
+            MemoryError: host memory is too small even with a disk.
             OSError: the disk has no room.
         """
         small, large = _state_bytes(optimizers, layer_of)
@@ -164,24 +164,24 @@ def open_store(
     still: Callable[[], AbstractContextManager[None]],
     log: logging.Logger,
 ) -> tuple[StateStore, int]:
-    """Decides what of the optimizers' state is on the disk.
+    """Opens the state store of a run with a disk.
 
-    With several devices the primary decides, whose optimizers have the state. The memory of all processes of the node counts.
+    With several devices the primary opens one, because its optimizers have the state. The memory of all processes counts.
 
     Args:
         run: the run, with its engine.
-        options: the user's, with a disk.
-        optimizers: whose state it is.
-        ledger: host memory as far as it is known.
+        options: the user's options.
+        optimizers: the optimizers.
+        ledger: host memory without the store.
         still: a context in which no update is under way.
-        log: where a user's messages go.
+        log: the logger for messages to the user.
 
     Returns:
         The store of this process, and the bytes of host memory that the state takes.
 
     Raises:
-        ValueError: the size of an optimizer's state is not known.
-        MemoryError: host memory does not suffice even with a disk.
+        ValueError: the size of an optimizer's state is unknown before the first step.
+        MemoryError: host memory is too small even with a disk.
         OSError: the disk has no room.
     """
     free_garbage()
@@ -191,7 +191,7 @@ def open_store(
     if run.group.primary:
         assert options.disk is not None
         store = tier = DiskTier(options.disk, options.host_memory, log)
-        run.placement.leave()  # the memory that is counted next has none of them; those of a window come
+        run.placement.leave()  # they must not be in the memory that is measured next
         streamer, below = run.engine, on_disk(run.placement)
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
         others = ledger.gradients + on_host + below.window
@@ -205,10 +205,10 @@ def open_store(
 def _state_bytes(
     optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]
 ) -> tuple[int, Counter[str]]:
-    """Bytes of state that stay in host memory, as of small parameters, and those that may go to the disk, by their layers.
+    """Returns the bytes of state that must stay in host memory (that of small parameters), and the others by layer.
 
     Raises:
-        ValueError: the size of an optimizer's state is not known.
+        ValueError: the size of an optimizer's state is unknown before the first step.
     """
     size, on_disk = 0, Counter[str]()
     for optimizer in optimizers:
@@ -232,11 +232,11 @@ def _state_bytes(
 # ---------------------------------------------------------------------- where weights and gradients are
 
 _STATE = 2
-"""Tensors of state that an optimizer has for a parameter, as Adam has, before there is one."""
+"""The assumed number of state tensors for each parameter, as Adam has, before the optimizer is made."""
 
 _UNTIL_STATE = 16 * 2**20
-"""What the process itself may take until the optimizers' state is placed: the engine's objects, stacks of threads (3 MiB were
-measured). Without it, sizes of host_memory just above those at which one layer less goes to the disk would be refused."""
+"""Bytes that the process may take until the optimizers' state is placed: the engine's objects, stacks of threads (3 MiB were
+measured). Without this reserve, some sizes of host_memory would be an error only because one layer too few is on the disk."""
 
 
 Places = Sequence[FilePlace | None]
@@ -244,13 +244,13 @@ Places = Sequence[FilePlace | None]
 
 @dataclass
 class WeightsInFiles:
-    """What of a model is in files.
+    """The weights of a model that are in files.
 
     Attributes:
-        places: the layers that can leave weights there, with the place of each weight.
-        sizes: bytes of those weights, by the layer.
-        others: bytes that come to memory whatever stays: weights that have to, and casts.
-        resident: bytes of the files that the process has mapped to its memory, which it will not have any more.
+        places: the place of each weight, for the layers whose weights can stay in files.
+        sizes: the bytes of these weights, by layer.
+        others: the bytes that must be in memory: other weights, and casts.
+        resident: bytes of mapped files that are in memory now, and will not be.
     """
 
     places: dict[str, Places] = field(default_factory=dict)
@@ -260,26 +260,23 @@ class WeightsInFiles:
 
 
 def place(found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int) -> Placement:
-    """Decides where weights are.
+    """Chooses where weights and gradients are.
 
     Args:
         found, plan: the layers.
-        options: the user's.
-        device: where layers compute.
-        accumulate: how many micro-batches a step has; 0 if no weights are trained.
-
-    Returns:
-        The engine's parts for it.
+        options: the user's options.
+        device: the device of the layers.
+        accumulate: the micro-batches of a step; 0 if nothing is trained.
 
     Raises:
-        MemoryError: there is not even room for what does not stay in files.
+        MemoryError: host memory is too small even for what cannot stay in files.
         OSError: no file can be created in the folder.
     """
     assert options.disk is not None
     return_large_blocks()
     free_garbage()
     files = WeightsInFiles()
-    with suppress(FileNotFoundError, PermissionError):  # not every system says what is mapped
+    with suppress(FileNotFoundError, PermissionError):  # not every system lists what is mapped
         files = _in_files(found, plan, training=accumulate > 0)
     inner = _place_in_files(files, found, plan, options.host_memory, device, training=accumulate > 0)
     if not accumulate or not supported():
@@ -291,7 +288,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     if not chosen.any:
         return inner
     sizes = {"trained weights": chosen.weight_bytes, "gradients": chosen.gradient_bytes}
-    with suppress(FileNotFoundError):  # there is an error of its own for that
+    with suppress(FileNotFoundError):  # creating a file there raises a better error
         refuse_full(options.disk, sizes)
     what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)
     remark = (
@@ -310,17 +307,17 @@ def _place_in_files(
     *,
     training: bool,
 ) -> Placement:
-    """Weights stay where they are as far as host memory has no room for them.
+    """Leaves weights in files as far as host memory has no room for them.
 
     Raises:
-        MemoryError: there is not even room for what does not stay.
+        MemoryError: host memory is too small even for what cannot stay in files.
     """
     room = room_for(host_memory)
     if room is None:
         return ONE_DEVICE
     if device.type == "cpu":  # the slots are host memory, too
         room -= plan.slot_bytes + plan.residents.nbytes
-    if training:  # gradients of what is trained, and two tensors of Adam's state, take as much each
+    if training:  # gradients, and two tensors of Adam's state
         room -= 3 * sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if p.requires_grad)
     room += files.resident
     if not files.places:
@@ -354,7 +351,7 @@ def missing_bytes(
     device: torch.device,
     accumulate: int,
 ) -> int:
-    """Returns how much host memory is missing for weights, gradients, and the state of layers on its way."""
+    """Returns the bytes of host memory that are missing for weights, gradients, and state in flight."""
     room = room_for(options.host_memory)
     if room is None:
         return 0
@@ -364,7 +361,7 @@ def missing_bytes(
     early = options.optimizer_overlap == "backward"
     needed += make_ledger(plan, (), Steps(early, accumulate, clips=None, scales=False)).gradients
     needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained) + _UNTIL_STATE
-    return needed + plan.allocated_bytes * (device.type == "cpu") - room  # there, device memory is host memory
+    return needed + plan.allocated_bytes * (device.type == "cpu") - room  # device memory is host memory, too
 
 
 def _layers(found: Found) -> Sequence[Layer]:

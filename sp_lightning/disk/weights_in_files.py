@@ -1,7 +1,7 @@
-"""Weights in the files that a user has them in: which are nowhere else, how they are read, and a layer that has some there.
+"""Weights that stay in the user's files: how they are found and read, and the block of a layer that has some.
 
-A weight is nowhere but in a file if its memory is a private mapping of the file, and no page of it was written. Nothing is
-written to files.
+The values of a weight are those of a file if its memory is a private mapping of the file, and no page of it was written.
+Files are never written.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from sp_lightning.trainer.part_files import identity_of
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Where a weight is in a file, contiguous and in its own dtype.
+    """The place of a weight in a file, contiguous and in its own dtype.
 
     Attributes:
         path: the file.
-        offset: bytes from its beginning, aligned to nothing.
-        identity: what changes if the file is replaced or written.
+        offset: bytes from its beginning, without alignment.
+        identity: numbers of which one changes if the file is replaced or written.
     """
 
     path: str
@@ -53,10 +53,10 @@ class FilePlace:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the file is the one that it was.
+        """True if the file was neither replaced nor written.
 
         Raises:
-            OSError: there is none of its name.
+            OSError: there is no file of this name.
         """
         return identity_of(os.stat(self.path)) == self.identity
 
@@ -64,17 +64,16 @@ class FilePlace:
 class Mappings:
     """The files that are mapped to this process's memory, as Linux lists them.
 
-    safetensors, ``torch.load(mmap=True)`` and transformers' ``from_pretrained`` leave weights so. A page that was written has
-    been copied; until then it is the file's.
+    safetensors, ``torch.load(mmap=True)`` and transformers' ``from_pretrained`` map weights from files.
 
     Attributes:
-        resident_bytes: bytes of files in the memory of the weights that :meth:`place` has found.
+        resident_bytes: the bytes in memory of weights that :meth:`place` has found.
     """
 
     def __init__(self) -> None:
         self.resident_bytes = 0
         self._mappings: list[tuple[int, int, int, int, str]] = []
-        pages_in_memory(0, 1)  # not every process may ask
+        pages_in_memory(0, 1)  # raises if this process may not read that
         for line in Path("/proc/self/maps").read_text().splitlines():
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[4] != "0" and fields[1].endswith("p"):
@@ -82,7 +81,7 @@ class Mappings:
                 self._mappings.append((begin, end, int(fields[2], 16), int(fields[4]), fields[5]))
 
     def place(self, tensor: Tensor) -> FilePlace | None:
-        """Where the bytes of a tensor are in a file; None if they are anywhere else, too."""
+        """Returns the place of a tensor in a file; None if its values are not those of a file."""
         address = tensor.data_ptr()
         index = bisect_right(self._mappings, address, key=itemgetter(0)) - 1
         if index < 0 or not tensor.nbytes:
@@ -91,7 +90,7 @@ class Mappings:
         if address + tensor.nbytes > end or not os.path.isfile(path):
             return None
         identity = identity_of(os.stat(path))
-        # A file that was replaced since it was mapped has another node: these values are in no file any more.
+        # A file that was replaced after it was mapped has another node: no file has these values any more.
         if identity[0] != node or (pages := pages_in_memory(address, tensor.nbytes)) is None:
             return None
         self.resident_bytes += PAGE * pages
@@ -99,15 +98,15 @@ class Mappings:
 
 
 BOUNCE = THREADS * (PIECE + PAGE)
-"""Bytes of the memory that pages pass through before their bytes are copied to where they belong."""
+"""Bytes of the buffers that pages are read into, before their bytes are copied to their places."""
 
 
 class WeightReader:
-    """Reads weights past the page cache where the file system allows it.
+    """Reads weights past the page cache if the file system allows it.
 
-    The pages around a weight are read, and its bytes are copied to an aligned place: kernels compute other last bits on other
-    alignments. A file is opened once and kept open, so that another one of its name changes nothing. Its size and the time of
-    its last change are looked at before each read and after it.
+    The pages around a weight are read, and its bytes are copied to an aligned place: kernels compute other last bits at other
+    alignments. A file stays open, so that a new file of its name changes nothing. Its size and the time of its last change are
+    compared before and after each read.
     """
 
     def __init__(self) -> None:
@@ -116,10 +115,10 @@ class WeightReader:
         self._bounce = threading.local()
 
     def open(self, place: FilePlace) -> None:
-        """Opens a file, which is to be as it was when it was found.
+        """Opens a file.
 
         Raises:
-            OSError: it is another one now, or cannot be opened.
+            OSError: it was changed since it was found, or cannot be opened.
         """
         if place.path not in self._files:
             descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -128,10 +127,10 @@ class WeightReader:
             _refuse_changed(file, place)
 
     def read(self, places: Sequence[FilePlace], targets: Sequence[Tensor]) -> Transfer:
-        """Begins to read weights to memory, flat ``uint8``.
+        """Begins to read weights to flat ``uint8`` memory.
 
         Raises:
-            OSError: a file was changed since it was opened.
+            OSError: a file was changed since it was found.
         """
         pieces = []
         for place, target in zip(places, targets, strict=True):
@@ -147,7 +146,7 @@ class WeightReader:
             self._bounce.memory = aligned_memory(PIECE + PAGE)
         bounce: Tensor = self._bounce.memory
         file.read(bounce[: whole_pages(needed)], offset - before, needed)
-        _refuse_changed(file, place)  # while it was read
+        _refuse_changed(file, place)  # it may have been changed during the read
         target.copy_(bounce[before:needed])
 
 
@@ -155,10 +154,10 @@ _MESSAGES = "Weights could not be read", "", "This file of weights", ""
 
 
 def _refuse_changed(file: DirectFile, place: FilePlace) -> None:
-    """Refuses to read a file that another program has written or replaced since it was found.
+    """Raises an error if another program has changed a file since it was found.
 
     Raises:
-        OSError: its size or the time of its last change is another one.
+        OSError: its size or the time of its last change differs.
     """
     if identity_of(os.fstat(file.descriptor)) != place.identity:
         raise OSError(
@@ -188,26 +187,26 @@ class SparseMemory(BlockMemory):
 
 
 class FileBlock(HostBlock):
-    """A block with memory for some weights and for casts. The others stay in the user's memory, which is mapped from files.
+    """A block with memory for casts and for some weights. The other weights stay in the user's memory, mapped from files.
 
-    User code finds ordinary parameters there: what it reads comes by itself, and a page that it writes is a private one from
-    then on. A fetch reads files past the page cache, and copies from memory what was written.
+    User code finds ordinary parameters: the system reads pages that it touches, and pages that it writes become private. An
+    upload reads files past the page cache, and copies weights that were written from memory.
 
     Args:
-        layer, args, pin: as for a :class:`~sp_lightning.store.block.HostBlock`, whose ``allocate`` is not asked.
-        reader: reads files, which it has open.
-        places: where each parameter is; None for those that come to memory.
+        layer, args, pin: as for :class:`~sp_lightning.store.block.HostBlock`. ``allocate`` is not called.
+        reader: reads the files.
+        places: the place of each parameter in a file; None for parameters that are copied to memory.
 
     Attributes:
-        in_file: indices of the parameters whose values are those of the file.
-        pin: whether memory that fetches read is page-locked.
+        in_file: the indices of parameters whose values are those of the file.
+        pin: True if memory that uploads read is page-locked.
     """
 
     def __init__(
         self, layer: Layer, *args: Any, reader: WeightReader, places: Sequence[FilePlace | None], pin: bool
     ) -> None:
         self._places = {index: place for index, place in enumerate(places) if place is not None}
-        # Kept: graphs may ask for values that a user has replaced, and an address says nothing of memory that is gone.
+        # Keeps the mappings: graphs may need values that the user has replaced, and an address may be reused.
         with no_inference_mode(), torch.DisableTorchFunctionSubclass():
             self._mapped = {index: layer.parameters[index][1].data for index in self._places}
         self.in_file = set(self._places)
@@ -235,14 +234,14 @@ class FileBlock(HostBlock):
             return self._mapped[index].reshape(-1).view(torch.uint8)
 
     def read(self, memory: Tensor) -> Transfer:
-        """Begins to read what is in files to memory of the block's size, each weight to its place."""
+        """Begins to read weights from files to memory of the block's size, each weight to its place."""
         indices = sorted(self.in_file)
         targets = [bytes_of(memory, self.planned.spans[index]) for index in indices]
         return self._reader.read([self._places[index] for index in indices], targets)
 
     def complete(self, memory: Tensor) -> None:
-        """Copies what is not in files, or not any more, to such memory, which has been read to."""
-        # User code may have written the mapping since the read began: torch counts no write of numpy's, the system does.
+        """Copies the other weights, and casts, to memory that :meth:`read` has read to."""
+        # User code may have written the mapping since the read began. torch does not count writes of NumPy; the system does.
         for index in self.in_file - self.retyped:
             if was_written(self._mapped[index]):
                 self.in_file.discard(index)
@@ -254,23 +253,23 @@ class FileBlock(HostBlock):
 
 
 _left_in_files: Any = WeakIdKeyDictionary()
-"""The places of parameters that runs have left in files, their addresses and their memory."""
+"""For parameters that runs have left in files: the place, the address and the storage."""
 
 
 def place_of(tensor: Tensor) -> FilePlace | None:
-    """The place of a parameter that a run has left in its file, and that has the file's values still."""
+    """Returns the place of a parameter that a run has left in its file; None if it does not have the file's values any more."""
     if (left := _left_in_files.get(tensor)) is None:
         return None
     place, address, memory = left
     with torch.DisableTorchFunctionSubclass():
-        # Other memory may have the address of memory that is gone; and the same memory may be seen in another order.
+        # An address may be reused, and a parameter may view the same memory in another order.
         same = (
             not memory.expired() and memory == StorageWeakRef(tensor.untyped_storage()) and tensor.data_ptr() == address
         )
         in_order = same and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         try:
             return place if in_order and place.unchanged and not was_written(tensor) else None
-        except OSError:  # the file has no name any more
+        except OSError:  # the file was removed
             return None
 
 

@@ -1,4 +1,4 @@
-"""The host store as the source of layers' bytes: updated, cast anew, and with the memory that users gave to parameters."""
+"""The host store as the source of uploads: waits for updates, refreshes casts, absorbs memory that parameters got."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class HostSource(BlockSource):
 
     Args:
         layers: all layers.
-        slots: the slots, whose transfers read the host's memory.
-        updates: the updates that may be under way.
-        device: is told of reads and writes.
-        watch: is told which weights were adopted, if ``debug_writes`` looks for writes; otherwise None.
+        slots: the slots, whose uploads read the host's memory.
+        updates: the updates that may be in flight.
+        device: records reads and writes.
+        watch: notes which weights were adopted (``debug_writes``); otherwise None.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class HostSource(BlockSource):
         self._watch = watch
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Returns True if a fetch need not wait: the update is done, and its results are on the host, or the fetch copies them on
-        the device.
+        """Returns True if an upload need not wait: the update is done, and its results are on the host, or the upload copies them
+        on the device.
         """
         update = layer.owner.update
         if update is None:
@@ -50,16 +50,16 @@ class HostSource(BlockSource):
         return update.done() and (bool(layer.made) or self._device.has_happened(layer.owner.landed))
 
     def wait(self, layer: StreamedLayer) -> None:
-        """Waits for the layer's update, so that a fetch may follow."""
+        """Waits for the layer's update, so that an upload may follow."""
         self._landing(layer)
 
     def _landing(self, layer: StreamedLayer) -> Any:
-        """Waits for the layer's update. If a fetch can copy its results on the device, the host does not wait for their download.
+        """Waits for the layer's update. If an upload can copy its results on the device, the host does not wait for the download.
 
-        Otherwise it does: a fetch that waits on the upload stream would delay the uploads of the next layers' steps behind it.
+        Otherwise the host waits: an upload that waits on the upload stream would delay the uploads behind it.
 
         Returns:
-            The event after which the host has them; None if it has.
+            The event after which the host has the results; None if it has them.
         """
         landed = self._updates.wait_until_issued(layer)
         if landed is None or (layer.made and self._fetches_as_updated(layer)):
@@ -68,7 +68,7 @@ class HostSource(BlockSource):
         return None
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns the bytes of the layer's block, in which the casts are those of the present masters."""
+        """Returns the bytes of the layer's block, with casts of the present masters."""
         landed = self._landing(layer)
         if landed is not None:
             return layer.block.weights, landed
@@ -84,7 +84,7 @@ class HostSource(BlockSource):
         return layer.block.weights, None
 
     def _fetches_as_updated(self, layer: StreamedLayer) -> bool:
-        """Returns True if a fetch of the whole layer can follow its update without work on the host."""
+        """Returns True if an upload of the whole layer can follow its update without work on the host."""
         slot, blocks = layer.slot, [member.block for member in layer.family]
         return (
             type(layer.rows) is AllRows
@@ -103,32 +103,31 @@ class HostSource(BlockSource):
             raise
 
     def synchronize(self) -> None:
-        """Lets the host wait until no transfer reads its weights any more, because what comes now may write them."""
+        """Waits until no upload reads the host's weights any more, because the next code may write them."""
         self._slots.synchronize(Wait.UPDATE_AFTER_FETCH)
         for layer in self._layers:
             if layer.kind is Kind.RESIDENTS:
                 self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-            if (
-                layer.owner.update is None and not layer.owner.kept
-            ):  # an optimizer, a hook or a callback may write it now
+            # An optimizer, a hook or a callback may write it now.
+            if layer.owner.update is None and not layer.owner.kept:
                 self._device.access(layer.block.weights, None, write=True)
 
     def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
-        """Marks the copies of these layers as out of date, because their weights may have been written on the host."""
+        """Marks copies of these layers as stale, because their weights may have been written on the host."""
         for layer in layers:
             layer.invalidate()
-            # User code that writes weights waits for their updates first, and for what is on the device to come. A layer whose
-            # update is under way, or that the device has, was therefore not written.
+            # User code that writes weights waits for updates and downloads first. So a layer whose update is in flight, or that
+            # only the device has, was not written.
             if layer.owner.update is None and not layer.owner.kept:
                 layer.casts.invalidate()
 
     def adopt(self) -> None:
-        """Absorbs the memory that the user gave to parameters of any layer."""
+        """Absorbs memory that the user has given to parameters of any layer."""
         for layer in self._layers:
             self._adopt(layer)
 
     def _adopt(self, layer: StreamedLayer) -> None:
-        """Absorbs the memory that the user gave to the layer's parameters (``param.data = other``)."""
+        """Absorbs memory that the user has given to the layer's parameters (``param.data = other``)."""
         block = layer.block
         displaced = block.displaced
         if not displaced:
@@ -142,7 +141,7 @@ class HostSource(BlockSource):
         block.adopt()
         layer.parameters.adopted()
         if layer.owner is not layer:
-            layer.owner.casts.invalidate()  # the masters have other values although their block has the same memory
+            layer.owner.casts.invalidate()  # the masters have new values in the same memory
         if self._watch is not None:
             for index in displaced:
                 self._watch.look_at(block, index)
@@ -158,7 +157,7 @@ class HostSource(BlockSource):
 
 
 def tied(name: str, other: str) -> str:
-    """The error message for a parameter that was given another parameter's memory."""
+    """Returns the error message for a parameter that got another parameter's memory."""
     return (
         f"Parameter {name!r} was given the memory of {other!r} (param.data = other.data); moving them would part them "
         f"silently. Tie them by sharing one object (module_b.weight = module_a.weight), or give it a copy: "

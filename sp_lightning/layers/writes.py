@@ -1,8 +1,10 @@
-"""Which weights were written: digests by which equal values are known, and the classes that compare them.
+"""Detects writes of weights that torch's versions do not show, by comparing digests of values.
 
-Where a version shows a write, :class:`~sp_lightning.layers.parameter_group.ParameterGroup` counts it. Here is what no version
-shows: views that outlive their step (:class:`ViewDigests`), their layer's use of the memory (:class:`StaleViews`) or their
-weight's (:class:`ExchangedMemory`), and the host's weights within a step (:class:`WeightWatch`).
+If a version shows a write, :class:`~sp_lightning.layers.parameter_group.ParameterGroup` counts it. The classes here compare
+
+- views that outlive their step (:class:`ViewDigests`);
+- views of memory that their layer has left (:class:`StaleViews`), or their weight (:class:`ExchangedMemory`);
+- weights on the host within a step (:class:`WeightWatch`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from sp_lightning.model.wrapped import parts
 from sp_lightning.store.block import HostBlock
 
 known_digests: Any = WeakIdKeyDictionary()
-"""For weights whose values need not be read each time: a function that returns the digest of such a weight."""
+"""For weights whose values need not be read each time: a function that returns the digest of the weight."""
 
 
 def digest(tensor: Tensor) -> str:
@@ -36,7 +38,7 @@ def digest(tensor: Tensor) -> str:
 def digest_of_values(tensor: Tensor) -> str:
     """Returns the same. It reads the weight's memory once."""
     result = hashlib.sha256(usedforsecurity=False)
-    with DisableTorchFunctionSubclass():  # within a step a host parameter would give the device's values
+    with DisableTorchFunctionSubclass():  # within a step, a host parameter would return the device's values
         detached = tensor.detach()
     for _, plain in parts("", detached):
         memory = plain.cpu().resolve_conj().resolve_neg().contiguous()
@@ -47,15 +49,15 @@ def digest_of_values(tensor: Tensor) -> str:
 
 
 class ViewDigests:
-    """The values that a layer's weights had in such memory and on the host, at a moment when both were alike.
+    """Digests of a layer's weights on the device and on the host, from a moment when both were equal.
 
-    On plain Lightning a view and its weight are one memory. Here they are two, and nothing tells of a write to either:
-    not a version (``.data``), nor a call (numpy). So both are compared with what they were, and the one that was written
-    is copied to the other one. The caller has waited for everything that writes them.
+    With plain Lightning, a view and its weight are one memory. Here they are two, and a write to one is shown neither by a
+    version (``.data``) nor by a call (NumPy). So both are compared with their digests, and the one that was written is copied to
+    the other. The caller has waited for everything that writes them.
 
     Args:
-        group: the layer's device parameters, and the host's.
-        values: the present values on the device.
+        group: the parameters of the layer.
+        values: the values on the device.
     """
 
     def __init__(self, group: ParameterGroup, values: Iterable[Tensor]) -> None:
@@ -63,11 +65,10 @@ class ViewDigests:
         self._host = [digest(host) for host in group.hosts]
 
     def written(self, group: ParameterGroup, values: Iterable[Tensor], *, refuse: bool = True) -> list[int]:
-        """The indices of the weights that were written on the device since, and not on the host.
+        """Returns the indices of the weights that were written on the device only.
 
         Raises:
-            RuntimeError: a weight was written on the host as well, so that one of the two writes would be lost, and
-                ``refuse`` is set.
+            RuntimeError: a weight was written on the host, too, so that one write would be lost, and ``refuse`` is set.
         """
         device = [digest(value) for value in values]
         written = [index for index, (old, new) in enumerate(zip(self._device, device, strict=True)) if old != new]
@@ -82,29 +83,29 @@ class ViewDigests:
 
 
 class StaleViews:
-    """Views of memory that its layer has left because one of its weights was given other memory; the others went on elsewhere.
+    """Views of memory that a layer has left because one of its weights got other memory: its other weights moved, too.
 
-    What is written through such a view is lost, so it is refused.
+    A write through such a view would be lost, so it raises an error.
     """
 
     def __init__(self) -> None:
         self._left: list[tuple[Lease, Tensor, list[tuple[str, Tensor, str]]]] = []
 
     def note(self, lease: Lease, memory: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes what memory shows of the weights that went on elsewhere, by their names, for right until nobody has its lease."""
+        """Notes the values of the weights that moved, by name. They must not change while the lease of the memory is in use."""
         self._left.append((lease, memory, [(name, value, digest(value)) for name, value in others]))
 
     def compare(self, settle: Callable[[Tensor], None], *, refuse: bool) -> None:
-        """Compares what the memories show with what was noted. Those that nobody can see any more are forgotten.
+        """Compares the memory with the values that were noted, and forgets memory that nobody views any more.
 
         Args:
-            settle: waits until everything is done that writes a memory.
-            refuse: whether such a write is an error.
+            settle: waits for everything that writes a memory.
+            refuse: True if a write is an error.
 
         Raises:
-            RuntimeError: a weight was written through such a view.
+            RuntimeError: a weight was written through an old view.
         """
-        if not self._left:  # nearly always; it is asked several times for each layer
+        if not self._left:  # nearly always; this is called several times for each layer
             return
         before, self._left = self._left, [left for left in self._left if left[0].in_use]
         for _, memory, others in before if refuse else ():
@@ -120,28 +121,28 @@ class StaleViews:
 
 
 class ExchangedMemory:
-    """Slots' memory that weights had before they were given other memory (``param.data = other``), while user code views it.
+    """Memory of slots that weights had before they got other memory (``param.data = other``), while user code views it.
 
-    With plain autograd, a graph that has saved a view of a weight sees what is written to that memory afterwards. Here the
-    graph has a copy, or the forward runs again. So whoever needs the old values is told of such a write.
+    With plain autograd, a graph that has saved a view of a weight sees later writes to that memory. Here the graph has a copy, or
+    the forward runs again. So users of the old values are notified of such a write.
     """
 
     def __init__(self) -> None:
         self._noted: list[tuple[Lease, Tensor, Tensor, str, weakref.ref[Any], Callable[[], None]]] = []
 
     def note(self, lease: Lease, memory: Tensor, value: Tensor, needed_by: Any, written: Callable[[], None]) -> None:
-        """Notes the present value of a weight, which is about to be given other memory.
+        """Notes the value of a weight that is about to get other memory.
 
         Args:
-            lease, memory: the slot's. The caller has waited for everything that writes the memory.
-            value: the view of it that the weight is.
-            needed_by: what needs the value to stay as it is, as long as this object lives.
-            written: called if it does not.
+            lease, memory: those of the slot. The caller has waited for everything that writes the memory.
+            value: the weight's view of the memory.
+            needed_by: an object that needs the value to stay the same while it lives.
+            written: called if the value was written.
         """
         self._noted.append((lease, memory, value, digest(value), weakref.ref(needed_by), written))
 
     def compare(self, settle: Callable[[Tensor], None]) -> None:
-        """Compares what is there with what was noted. ``settle`` waits until everything is done that writes a memory."""
+        """Compares the memory with the values that were noted. ``settle`` waits for everything that writes a memory."""
         before, self._noted = self._noted, []  # nearly always empty
         for noted in before:
             lease, memory, value, before_it, needed_by, written = noted
@@ -154,7 +155,7 @@ class ExchangedMemory:
                 self._noted.append(noted)
 
     def forget_dropped(self) -> None:
-        """Forgets memory that nobody views any more, before it is used for other values."""
+        """Forgets memory that nobody views any more, before it is overwritten."""
         if self._noted:
             self._noted = [noted for noted in self._noted if noted[0].in_use]
 
@@ -164,10 +165,10 @@ _Look = tuple[int, int, str]
 
 
 class WeightWatch:
-    """Compares the digests of the host's weights with those of the last look, by a pass over all weights.
+    """Compares the weights in the host store with digests that were noted before (``debug_writes=True``).
 
     Args:
-        blocks: the host store. What is written on the device is not compared here.
+        blocks: the host store.
     """
 
     def __init__(self, blocks: Sequence[HostBlock]) -> None:
@@ -175,7 +176,7 @@ class WeightWatch:
         self._looks: dict[tuple[HostBlock, int], _Look] = {}
 
     def look(self) -> None:
-        """Takes the present values of all weights for right."""
+        """Notes the values of all weights."""
         self._looks = self._look_at_all()
 
     def _look_at_all(self) -> dict[tuple[HostBlock, int], _Look]:
@@ -183,30 +184,30 @@ class WeightWatch:
             return dict(zip(self._places, threads.map(_look, self._places), strict=True))
 
     def forget(self) -> None:
-        """Forgets the last look, because what comes next may write the host's weights."""
+        """Forgets all values, because the next code may write the host's weights."""
         self._looks = {}
 
     def look_at(self, block: HostBlock, index: int) -> None:
-        """Takes the present value of one weight for right, because the engine has written it."""
+        """Notes the value of one weight, which the engine has written."""
         self._looks[block, index] = _look((block, index))
 
     def compare(self) -> None:
-        """Compares all weights with the last look, if there was one.
+        """Compares all weights with their noted values.
 
         Raises:
-            RuntimeError: a weight has other values although its version and its address are the same.
+            RuntimeError: a weight has another value although its version and its address are the same.
         """
         for place, now in self._look_at_all().items() if self._looks else ():
             self._compare(place, now)
 
     def compare_one(self, block: HostBlock, index: int) -> None:
-        """Does what :meth:`compare` does for one weight, before the engine overwrites it with what is on the device."""
+        """Compares one weight before the engine overwrites it with the device's value."""
         if (block, index) in self._looks:
             self._compare((block, index), _look((block, index)))
 
     def _compare(self, place: tuple[HostBlock, int], now: _Look) -> None:
         before = self._looks.get(place, now)
-        if now[:2] == before[:2] and now != before:  # other versions and addresses are noticed elsewhere
+        if now[:2] == before[:2] and now != before:  # writes that change a version or an address are noticed elsewhere
             self._looks = {}  # the error is raised only once
             raise RuntimeError(
                 f"Parameter {place[0].planned.spans[place[1]].name!r} was written within a step in a way that torch does not "

@@ -1,4 +1,4 @@
-"""How much host memory is available: what the system has free, within what the control group allows."""
+"""How much host memory is available: the free memory of the system, within the limit of the control group."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.plan.units import human_bytes
 
-# A v1 control group without a limit says a number near 2⁶³.
+# A v1 control group without a limit reports a number near 2⁶³.
 _UNLIMITED = 2**60
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can take without being killed, swap included. None if the system is not Linux.
+    """Returns the bytes that this process can take without being killed, with swap; None if the system is not Linux.
 
     Args:
-        root: the root of the file system that is read.
+        root: the root of the file system to read.
     """
     free = _field(root / "proc/meminfo", "MemAvailable")
     if free is None:
@@ -25,11 +25,11 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process has taken, those of its libraries included. 0 if the system is not Linux.
+    """Returns the bytes of memory that this process has taken, with its libraries; 0 if the system is not Linux.
 
-    Pages of mapped data (a checkpoint that is resumed from, weights that stay in their files) that this process has not written
-    do not count: the system takes them back when somebody needs memory. Those of a file that was just copied are dirty until
-    the disk has them; of a private mapping, only anonymous pages are the process's own.
+    Pages of mapped data (a checkpoint that training resumes from, weights that stay in files) do not count unless this process
+    has written them: the system can reclaim them. Pages of a file that was just written are dirty until they are on the disk. In
+    a private mapping, only anonymous pages belong to the process.
     """
     taken = _field(root / "proc/self/status", "VmRSS")
     if taken is None:
@@ -47,25 +47,22 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
 _OF_PRIVATE = {"Rss:": 1, "Anonymous:": -1}
 _OF_SHARED = {"Shared_Clean:": 1, "Private_Clean:": 1}
-"""Which lines of a mapping of data add up to what is not the process's own memory."""
+"""Lines of a mapping of data whose sum is not the process's own memory, with their signs."""
 
 
 def host_memory() -> tuple[int, int] | None:
-    """Bytes of host memory that this process has taken, and that it can have in all. None if the system is not Linux."""
+    """Returns the bytes that this process has taken, and that it can take in all; None if the system is not Linux."""
     taken, available = resident_bytes(), available_bytes()
     return None if available is None else (taken, taken + available)
 
 
 def anonymous_bytes() -> int:
-    """Bytes of memory that this process has for itself alone: neither files nor what several processes share.
-
-    0 if the system is not Linux.
-    """
+    """Returns the bytes of private memory: neither files nor memory that processes share; 0 if the system is not Linux."""
     return _field(Path("/proc/self/status"), "RssAnon") or 0
 
 
 def _of_groups(root: Path) -> list[int]:
-    """What the process's control group and each group above it leave: the limit less what is taken and not reclaimable."""
+    """Returns what the control group of the process and each group above it leave: the limit less unreclaimable memory."""
     found = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "none", ""][:3]
@@ -89,7 +86,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _field(file: Path, field: str) -> int | None:
-    """The bytes of a field of a file that has lines such as ``VmRSS:  12 kB``."""
+    """Returns the bytes of a field of a file with lines such as ``VmRSS:  12 kB``."""
     fields = dict(line.split(":", 1) for line in _lines(file) if ":" in line)
     return int(fields[field].split()[0]) * 1024 if field in fields else None
 
@@ -100,7 +97,7 @@ def _number(file: Path) -> int | None:
 
 
 def _reclaimable(file: Path) -> int:
-    """Bytes of the page cache that the kernel would give back. A v1 group counts the groups below it in ``total_…``."""
+    """Returns the bytes of the page cache that can be reclaimed. A v1 group counts the groups below it in ``total_…``."""
     pairs = dict(line.split(maxsplit=1) for line in _lines(file) if len(line.split()) == 2)
     text = pairs.get("total_inactive_file", pairs.get("inactive_file", "0"))
     return int(text) if text.isdecimal() else 0
