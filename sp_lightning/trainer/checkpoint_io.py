@@ -1,7 +1,7 @@
 """Checkpoint files: written beside the old file and renamed, read through a memory map of the file.
 
-Lightning's own ``TorchCheckpointIO`` writes a checkpoint to memory first, which is a second copy of the model and the
-optimizer state, and it reads all of a file to memory. A model that fills the host leaves room for neither.
+Lightning's own ``TorchCheckpointIO`` writes a checkpoint to memory first, which is a second copy of the model and of the
+optimizer state. It also reads all of a file to memory. A model that fills host memory leaves room for neither.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ from sp_lightning.trainer.part_files import cause_of, create_part, not_written, 
 
 BESIDE_AVERAGES = "current_model_state"
 """The key of a checkpoint under which Lightning's ``WeightAveraging`` keeps the model's own state."""
-# Code that restores weights copies them out of the file. Everything else, optimizer state too, is used as it was loaded.
+# Code that restores weights copies them out of the file. Everything else, such as optimizer state, is used as it was loaded.
 _STAY_IN_THE_FILE = frozenset({"state_dict", BESIDE_AVERAGES})
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes and reads the files of Lightning's ``TorchCheckpointIO`` without copies in host memory.
 
-    It is the strategy's default. A file is there as a whole or not at all, whatever happens while it is written: it is
-    written to a ``.part`` file beside it, brought to the disk, and renamed. For files that are not on this machine
-    Lightning's class does the work.
+    It is the strategy's default. A checkpoint is written to a ``.part`` file, synced to the disk, and renamed, so that a file is
+    complete or absent, whatever happens meanwhile. Lightning's class reads and writes files that are not on this machine.
 
     Attributes:
-        state_stays: whether optimizers' state stays in the file, too, because the code that restores it copies it out of there.
+        state_stays: True if optimizer state stays in the file, too, because the code that restores it copies it.
     """
 
     state_stays = False
@@ -54,19 +53,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Writes a checkpoint.
 
         Args:
-            checkpoint: what to write.
-            path: the file's name, or its URL.
-            storage_options: for fsspec; with these, Lightning's class writes the file.
+            checkpoint: the checkpoint.
+            path: the name of the file, or its URL.
+            storage_options: options for fsspec. With these, Lightning's class writes the file.
 
         Raises:
-            OSError: the file could not be written; a previous file of this name is as it was.
+            OSError: the file could not be written. A previous file of this name is unchanged.
         """
         file = local_path(path)
         if file is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        handled = sys.exception()  # a checkpoint may be taken because of an error
+        handled = sys.exception()  # a checkpoint may be saved because of an error
         part: Path | None = None
         try:
             part, stream = create_part(file)
@@ -87,17 +86,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         sync_folder(file.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint. Its weights stay in the file until they are copied to where they belong.
+        """Reads a checkpoint. Its weights stay in the file until they are copied to their places.
 
         Args:
-            path: the name of a file, or of a folder that several processes have written, or a URL.
-            map_location: as in ``torch.load``; a folder's tensors come to the host.
-            weights_only: None means True, for files of other machines, too; False runs whatever code the file holds.
+            path: the name of a file or of a folder that several processes have written, or a URL.
+            map_location: as in ``torch.load``. Tensors of a folder are loaded to the CPU.
+            weights_only: None means True, also for files of other machines. False runs code that the file contains.
 
         Raises:
             FileNotFoundError: there is no such file.
-            pickle.UnpicklingError: the file holds other objects than tensors and plain values.
-            ValueError: the file ends too early, or is no checkpoint.
+            pickle.UnpicklingError: the file has objects other than tensors and plain values.
+            ValueError: the file ends too early, or is not a checkpoint.
         """
         file = local_path(path)
         try:
@@ -111,7 +110,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 if not mapped:
                     _refuse_no_checkpoint(file)
                 options = {"map_location": map_location, "weights_only": weights_only, "mmap": mapped}
-                checkpoint = read_whole(file, lambda: torch.load(file, **options))  # opens it twice to map it
+                checkpoint = read_whole(file, lambda: torch.load(file, **options))  # opens the file twice to map it
         except pickle.UnpicklingError as error:
             error.add_note(
                 "Checkpoints are read with weights_only=True, because others can run code when they are read. If you trust "
@@ -154,7 +153,7 @@ class CheckpointFormat:
 
 
 def _in_memory(value: Tensor) -> Tensor:
-    """A copy of a tensor that lies in the file. A wrapped one (torchao's 8-bit states) may not know how to copy itself."""
+    """Copies a tensor out of the file. A wrapped tensor (torchao's 8-bit states) may not support ``clone``."""
     return rebuild(value, (part.clone() for _, part in parts("", value)))
 
 
@@ -163,15 +162,15 @@ def load(
 ) -> dict[str, Any]:
     """Returns a checkpoint for a trainer to restore.
 
-    A weight stays in the file only if torch's own code will copy it to its place. All others are copied to memory: user
-    code may keep them, while another process writes the file or cuts it off.
+    A weight stays in the file only if torch's own code will copy it to its place. Other weights are copied to memory, because
+    user code may keep them while another process writes or truncates the file.
 
     Args:
-        path: the file's name, or its URL.
+        path: the name of the file, or its URL.
         io: the ``CheckpointIO`` that reads it, or a wrapper around one.
-        module: the one whose weights are in the file.
-        weights_only: as in :meth:`AtomicCheckpointIO.load_checkpoint`.
-        state_stays: whether the caller copies optimizers' state out of the file, layer by layer.
+        module: the module whose weights are in the file.
+        weights_only: see :meth:`AtomicCheckpointIO.load_checkpoint`.
+        state_stays: True if the caller copies optimizer state out of the file, layer by layer.
     """
     base = io
     while wraps_another(base):
@@ -192,7 +191,7 @@ def load(
 
 
 def _users_see_what_is_loaded(module: pl.LightningModule) -> bool:
-    """Whether user code sees the weights that are loaded. torch's code alone would copy them, and forget them."""
+    """Returns True if user code may see the loaded weights. torch's own code copies them and drops them."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
     if any(loads_in_its_own_way(child) for child in module.modules() if any(True for _ in child.parameters())):
@@ -214,10 +213,10 @@ def local_path(path: Any) -> Path | None:
 
 
 def _refuse_no_checkpoint(file: Path) -> None:
-    """Refuses a file that is neither a zip nor an older file of torch's, whose unpickler would name a byte.
+    """Raises a clear error for a file that is neither a zip nor an older file of torch.
 
     Raises:
-        ValueError: the file is no checkpoint.
+        ValueError: the file is not a checkpoint.
     """
     with file.open("rb") as stream:
         begins, size = stream.read(16), file.stat().st_size
@@ -225,7 +224,7 @@ def _refuse_no_checkpoint(file: Path) -> None:
         raise ValueError(
             f"{file} ends too early ({size} bytes): the process that wrote it was stopped. Take an earlier one."
         )
-    if begins[:1] != b"\x80" and not tarfile.is_tarfile(file):  # torch's files before 1.6, which it still reads
+    if begins[:1] != b"\x80" and not tarfile.is_tarfile(file):  # files of torch before 1.6, which torch still reads
         content = f"its {size} bytes begin with {begins!r}" if begins else "it is empty"
         raise ValueError(
             f"{file} is not a checkpoint: {content}. Expected a file that ModelCheckpoint or trainer.save_checkpoint wrote."

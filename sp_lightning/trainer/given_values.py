@@ -1,7 +1,6 @@
-"""Where modules on the meta device get their values from: files of weights (safetensors, torch), or a trainer's checkpoint.
+"""Gives modules on the meta device their values, from files of weights (safetensors, torch) or from a trainer's checkpoint.
 
-They take over the memory in which the file is mapped, and the host store copies them from there, layer by layer. So host
-memory holds the model once, whatever is read.
+Parameters become views of the mapped file, and the host store copies them layer by layer. So host memory holds the model once.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from sp_lightning.observe.messages import less_host_memory
 from sp_lightning.plan.host_memory import MACHINE, HostBudget, check_host
 
 _ALIGNMENT = 64
-"""Bytes, as in torch's files. Kernels may give other bits for memory that begins elsewhere, as in a folder's files."""
+"""Bytes, as in torch's files. At other alignments, as in the files of a folder, kernels may compute other bits."""
 
 
 class GivenValues:
-    """Gives modules on the meta device the values that a user has for them.
+    """Gives modules on the meta device the user's values.
 
     Args:
-        path: the file that the option ``weights`` names; None without.
-        stay: whether weights may stay in the file as far as host memory has no room for them.
+        path: the file of ``load_weights_from``; None without.
+        stay: True if weights may stay in the file as far as host memory has no room for them.
         budget: limits host memory.
     """
 
@@ -47,18 +46,18 @@ class GivenValues:
         self._read = False
 
     def restore(self, module: pl.LightningModule, state: Mapping[str, Any]) -> set[str]:
-        """Prepares a module for a checkpoint's state, which is loaded next: torch loads nothing into the meta device.
+        """Prepares a module for loading a checkpoint's state: torch cannot load into parameters on the meta device.
 
         Args:
             module: the root.
-            state: the state dictionary in the checkpoint.
+            state: the state dictionary of the checkpoint.
 
         Returns:
-            The names of the parameters that have values from the checkpoint for the first time.
+            The names of the parameters that get their first values from the checkpoint.
         """
         found = find_without_values(module)
         if found and self._path is not None:
-            # What the checkpoint has is written over what the file has, which loads it to memory.
+            # The checkpoint overwrites values of the file, so these are in memory.
             self._read_file(module, found, self._path, [each for each in found if state.keys() & each.names])
             return set()
         self._check_room(found)
@@ -72,15 +71,15 @@ class GivenValues:
         return restored
 
     def complete(self, module: pl.LightningModule, *, training: bool) -> None:
-        """Gives a module all values that it can be given, before its set-up. What is left is refused there.
+        """Gives a module all available values before set-up, which raises an error for parameters without values.
 
         Args:
             module: the module.
-            training: whether weights that are not frozen are trained, and come to memory.
+            training: True if weights that are not frozen are trained, and so must be in memory.
 
         Raises:
-            ValueError: there is a file, and the module has values already, or the file does not fit.
-            MemoryError: the host has no room for the weights that come to memory.
+            ValueError: the module has values already, or the file does not fit.
+            MemoryError: host memory has no room for the weights that must be in memory.
         """
         found = find_without_values(module)
         if self._path is not None:
@@ -98,7 +97,7 @@ class GivenValues:
     def _read_file(
         self, module: pl.LightningModule, found: list[WithoutValues], path: Path, written: list[WithoutValues]
     ) -> None:
-        """Gives values from the file; what is in ``written`` does not stay there."""
+        """Gives values from the file. Weights in ``written`` must be in memory."""
         shapes, read = open_weights(path)
         prefix = _find_prefix(module, found, shapes, path)
         self._check_room(written if self._stay else found)
@@ -125,7 +124,7 @@ def _strip(name: str, prefix: str) -> str:
 
 
 def _find_prefix(module: nn.Module, found: list[WithoutValues], in_file: Shapes, path: Path) -> str:
-    """What a file's names lack to be the module's: the name of the sub-module whose file it is, with a dot.
+    """Returns the prefix that the names in a file lack: the name of the sub-module whose file it is, with a dot.
 
     Raises:
         ValueError: no prefix fits all names and shapes.
@@ -164,21 +163,21 @@ def _listed(names: list[str], shapes: Shapes) -> str:
 # ---------------------------------------------------------------------- files of weights: nothing is read before it is asked for
 
 _MAPPED_TOGETHER = 2**26
-"""Bytes that are read through one mapping of a safetensors file. It goes with the last of them, and their pages with it."""
+"""Bytes that are read through one mapping of a safetensors file. The mapping and its pages are freed with the last tensor."""
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each weight in a file, by its name."""
+"""The shape of each weight in a file, by name."""
 
 Read = Callable[[str], Tensor]
-"""Returns a weight in a file, where it stays until it is copied. It may be written: the file does not change."""
+"""Returns a weight, mapped from the file. It may be written, which does not change the file."""
 
 
 def _open_safetensors(path: Path, files: Mapping[str, Path] | None = None) -> tuple[Shapes, Read]:
     """Opens a file of safetensors, or the files that an index names.
 
     Args:
-        files: the file in which each weight is, by its name; None for all that are in ``path``.
+        files: the file of each weight, by name; None if all weights are in ``path``.
         path: the file.
 
     Raises:
@@ -212,11 +211,11 @@ def _open_safetensors(path: Path, files: Mapping[str, Path] | None = None) -> tu
 
 
 def _open_torch(path: Path) -> tuple[Shapes, Read]:
-    """Opens a checkpoint of Lightning's, or a state dictionary that ``torch.save`` wrote.
+    """Opens a checkpoint of Lightning, or a state dictionary that ``torch.save`` has written.
 
     Raises:
-        ValueError: the file has something else.
-        pickle.UnpicklingError: the file holds other objects than tensors and plain values.
+        ValueError: the file has other contents.
+        pickle.UnpicklingError: the file has objects other than tensors and plain values.
     """
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     state = content.get("state_dict", content) if isinstance(content, dict) else content
@@ -235,11 +234,11 @@ def open_weights(path: Path) -> tuple[Shapes, Read]:
     """Opens a file of weights.
 
     Args:
-        path: a file, a folder as ``save_pretrained`` writes it, or the index in it.
+        path: a file, a folder that ``save_pretrained`` has written, or the index in it.
 
     Raises:
-        FileNotFoundError: it is not there, or a file that its index names is not there.
-        ValueError: a folder has none, or several.
+        FileNotFoundError: the file, or a file that the index names, is missing.
+        ValueError: the folder has no such file, or several.
     """
     if path.is_dir():
         path = _in_folder(path)
@@ -255,7 +254,7 @@ def open_weights(path: Path) -> tuple[Shapes, Read]:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The index of a folder, or its only file."""
+    """Returns the index of a folder, or its only file."""
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
         found = sorted(folder.glob(pattern))
         if len(found) == 1:

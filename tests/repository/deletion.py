@@ -41,10 +41,21 @@ print("works")
 
 MISSING = "needs sp_lightning/{folder}, which is not installed"
 
+REFUSES_HOST_MEMORY = """
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.registry import MissingCapabilityError
+try:
+    SuperpipelineStrategy(host_memory="1GiB")
+except MissingCapabilityError:
+    pass
+else:
+    raise SystemExit("host_memory= has raised no error")
+"""
+
 ASKED_FOR: dict[str, tuple[str, str]] = {
     "activations": (FIT.format(options='activations="recompute"', devices=1), MISSING),
     "comparison": ("import sp_lightning; sp_lightning.check", MISSING),
-    "disk": (FIT.format(options='disk="."', devices=1), MISSING),
+    "disk": (REFUSES_HOST_MEMORY + FIT.format(options='disk="."', devices=1), MISSING),
     "experts": (FIT.format(options="k=1", devices=1), "works"),
     "gpu_steps": (FIT.format(options='optimizer_on="gpu"', devices=1), MISSING),
     "kernels": (FIT.format(options='k=1, optimizer_overlap="forward"', devices=1), "works"),
