@@ -3,7 +3,7 @@
 - a module is called (:meth:`Access.enter`, :meth:`Access.leave`, by way of :mod:`sp_lightning.engine.module_calls`),
 - autograd unpacks a weight that it saved (:mod:`sp_lightning.engine.saved_tensors`),
 - anything else computes with a weight whose layer is away (:meth:`Access.on_demand`, by way of a stand-in's class),
-- a table's rows are looked up (:meth:`Access.reading_rows`).
+- a batch looks up rows of a table (:meth:`Access.reading_rows`).
 
 A wrong guess of the prefetch, which fetches layers before a call asks for them, costs a fetch and never a result.
 """
@@ -80,7 +80,7 @@ class Access(Part):
             RuntimeError: the call is another thread's, and no forward runs that it could help in.
         """
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
-            visits = ()  # the table's rows are enough
+            visits = ()  # only rows are needed
         self._refuse_transforms_and_traces(visits)
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
@@ -251,12 +251,13 @@ class Access(Part):
 
     @contextmanager
     def reading_rows(self, layer: StreamedLayer) -> Iterator[Staged | None]:
-        """A context in which a table's host weight is up to date and is not written.
+        """A context in which a table's weight on the host is current and is not written.
 
-        It yields the weight's bytes, to gather rows from; None if the whole weight is on the device, where it may be written.
+        It yields the weight's bytes, to gather rows from. If the whole weight is on the device, it yields None, because the
+        weight may be written there.
 
         Raises:
-            RuntimeError: the running backward has updated the table already.
+            RuntimeError: the running backward has already updated the table.
         """
         with held(self.lock):
             layer.refuse_updated()

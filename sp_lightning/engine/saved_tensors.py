@@ -37,7 +37,7 @@ class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValue
     - place: where it lies in the slot; None for a weight itself.
     - values: the values of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows if it
       is given other memory (``param.data = other``), whereas a view keeps the old memory.
-    - rows: the experts that it needs, if they are stacked; None for all of them.
+    - rows: the rows of the layer that it needs; None for all rows.
     """
 
     __slots__ = ()

@@ -5,8 +5,8 @@ from a :class:`~sp_lightning.layers.slots.BlockSource`; ``prefetch`` says what c
 with several devices each a part. ``parameter_group`` and ``device_parameter`` are what modules hold in a step, ``swap`` puts
 them there, with the ``buffers`` that have to be beside them; ``writes`` finds by digests what was written where no version
 shows it. ``lent_weights`` gives modules the weights of layers in use, and takes back what they wrote there. ``residents`` stay
-on the device. ``casts`` travel in place of float32 weights, made of them in ``host_casts``. All rows of a layer come, but for
-those of ``expert_rows``, which an ``expert_cache`` may keep, and of ``embedding_rows``. ``gradients`` go back to the host,
+on the device. ``casts`` travel in place of float32 weights, made of them in ``host_casts``. A layer is uploaded whole,
+unless a :class:`~sp_lightning.model.rows.RowFinder` has given it other rows. ``gradients`` go back to the host,
 where a ``narrow_gradient`` keeps the dtype in which it came until user code asks for it. ``gradient_sink`` is what the engine
 knows of that, and has the transfers; with several devices ``reduced_gradients`` sums them on the way, each layer by a
 ``rank_sum``, into the ``gradient_places`` that all ranks have.

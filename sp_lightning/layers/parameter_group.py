@@ -85,7 +85,7 @@ class EngineCallbacks(Protocol):
         """Called before an operation that was given the host's weights of a layer is given the device's instead."""
 
     def reading_rows(self, layer: Any) -> AbstractContextManager[tuple[Tensor, Any] | None]:
-        """A context in which no update writes a table's weight; yields its bytes, or None if all of it is on the device."""
+        """A context in which no update writes a table's weight. Yields its bytes; None if all of it is on the device."""
 
 
 class ParameterGroup:
@@ -101,9 +101,9 @@ class ParameterGroup:
 
     Attributes:
         layer, doors: the layer, and the engine that is asked for it; set by :meth:`connect`.
-        by_rows: whether only rows of some parameters come to the device: these stay stand-ins (:meth:`notice_uses_of`).
-        compute: computes with a stand-in of which only rows are needed: it is given the stand-in and the arguments of
-            ``__torch_function__``, and returns NotImplemented if the whole layer has to come. None where all rows come.
+        by_rows: whether only rows of some parameters may be on the device. These stay stand-ins (:meth:`notice_uses_of`).
+        compute: runs an operation with a stand-in of which only rows are needed; None if the layer is uploaded whole. It takes
+            the stand-in and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
         resting: whether they are on the device although no call uses the layer.
         shared: whether several threads use the parameters.
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
@@ -161,10 +161,10 @@ class ParameterGroup:
         self._versions, self._host_versions = versions(self.counters), versions(hosts)
         self._addresses = addresses(hosts)
 
-    def notice_uses_of(self, stacks: Iterable[int]) -> None:
-        """Has every use of a stack noticed although its layer is on the device, because some of its rows may be away."""
+    def notice_uses_of(self, indices: Iterable[int]) -> None:
+        """Keeps stand-ins for these parameters while the layer is on the device, because some rows may be missing there."""
         self.by_rows = True
-        for index in stacks:
+        for index in indices:
             self._present[index] = self._absent[index]
 
     def connect(self, layer: Any, doors: EngineCallbacks) -> None:

@@ -157,10 +157,10 @@ class Prefetch:
         return [self._layers[index] for index in schedule(self._plan, training=training)]
 
     def _wanted(self, ring: int, layer: StreamedLayer) -> bool:
-        """Whether an absent layer is worth a fetch ahead of time.
+        """Returns True if an absent layer is worth a prefetch.
 
-        An expert is in training only: the many tokens of such a batch make it likely that it is used again. The few
-        tokens of a step of generation do not. Of stacked experts the last calls show which rows are.
+        An expert is prefetched only in training, where a batch has many tokens, so that it is probably used again. A step of
+        generation has few tokens. A layer that is uploaded by rows chooses the rows to prefetch from its last calls.
         """
         if layer.planned.ring != ring:
             return False

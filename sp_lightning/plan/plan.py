@@ -41,7 +41,7 @@ class PlannedLayer:
         casts: where each cast lies, behind the parameters.
         masters: the index, in :attr:`Plan.moving`, of the parameters that the casts are made of.
         narrow_bytes: bytes, in the casts' dtype, of those gradients that may come in it.
-        rows: how many experts its stacks hold, if only those travel that something is routed to; otherwise 0.
+        rows: the number of experts that its stacks hold, if single experts are uploaded; otherwise 0.
     """
 
     name: str
@@ -74,19 +74,19 @@ class Plan:
     Attributes:
         k, k_prime: how many layers are usable on the device at once, and how many move as one transfer.
         layers: the layers, in the order of the module tree.
-        rings: the slots, the smallest first; those of stacked experts behind the others, if they have slots of their own; then
-            a ring without slots for the masters, and one for the tables.
+        rings: the slots, in ascending size. If stacked experts have their own slots, these follow. Then come a ring without
+            slots for the masters, and one for the tables.
         residents: the parameters that stay on the device during a batch, as one more layer, which has no slot.
         order: the indices of the layers in the order in which a forward is expected to use them. A layer that owns a tied
             weight is in it several times.
         notes: what a user should know about this model.
         masters: the float32 parameters that travel as casts, as further layers. They have no slots, and come on demand.
-        tables: embeddings of which only rows travel. They have no slots, either.
-        experts: the indices of the layers that come only when something is routed to them.
+        tables: embeddings of which only rows are uploaded, as further layers without slots.
+        experts: the indices of the layers that are used only by tokens routed to them.
         plain: bytes of the weights, and of the gradients, that plain training has on the device; the optimizer's state
             comes on top.
         ranks, nodes: how many devices of a node sum their gradients, each with slots of its own, and how many nodes do.
-        cache_bytes: device memory that keeps stacked experts which were used.
+        cache_bytes: bytes of device memory for a cache of used experts.
         staying: bytes of modules that are moved whole and of buffers, and bytes of those modules' gradients.
         nothing: why nothing is streamed; empty if something is.
         steps_on_device: whether layers are stepped on the device.
@@ -172,7 +172,7 @@ class Plan:
         if not self.alone:
             return self._reduced_bytes + self.staying[1]
         largest = max((layer.gradient_bytes for layer in self.layers), default=0)
-        # While the gradients of experts arrive, those of the block around them may be there in part.
+        # While gradients of experts arrive, some gradients of the block around them may be on the device.
         flying = min(self.k_prime + 1 + bool(self.experts), len(self.layers)) * largest
         trained = (layer for layer in self.layers if layer.gradient_bytes)
         # A cast's gradient is on the device twice for a moment: autograd's own is copied, or is made float32 for a hook.
@@ -231,7 +231,7 @@ class Plan:
 
     @property
     def stack_bytes(self) -> int:
-        """Bytes of all stacked experts that come by rows."""
+        """Bytes of all stacked experts that are uploaded one by one."""
         return sum(layer.rows * layer.row_bytes for layer in self.layers if layer.rows)
 
     @property
