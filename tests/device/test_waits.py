@@ -86,9 +86,7 @@ def as_a_device_does() -> Iterator[None]:
     A copy to the host that is not told otherwise is done in the order of compute, and the host waits for it. And memory
     that compute has done with is written by the next kernel, which may come after another wait, not at once.
     """
-    from sp_lightning.experts.embedding_rows import EmbeddingRows
-
-    write, look_up, dispatch = HostBlock.write, EmbeddingRows._look_up, Watch.__torch_dispatch__
+    write, dispatch = HostBlock.write, Watch.__torch_dispatch__
     freed: list[Tensor] = []
 
     def block(device: Any) -> None:
@@ -97,10 +95,6 @@ def as_a_device_does() -> Iterator[None]:
     def written(self: HostBlock, index: int, value: Tensor) -> bool:
         block(self._device)
         return write(self, index, value)
-
-    def looked_up(self: EmbeddingRows, *args: Any, **options: Any) -> Any:
-        block(self._device)  # the indices come to the host
-        return look_up(self, *args, **options)
 
     def freeing(method: Callable[..., None]) -> Callable[..., None]:
         def later(self: Any, *args: Any, **options: Any) -> None:
@@ -123,11 +117,20 @@ def as_a_device_does() -> Iterator[None]:
 
     with (
         mock.patch.object(HostBlock, "write", written),
-        mock.patch.object(EmbeddingRows, "_look_up", looked_up),
         mock.patch.object(Gradients, "retire", freeing(Gradients.retire)),
         mock.patch.object(Watch, "__torch_dispatch__", dispatched),
         ExitStack() as stack,
     ):
+        if is_installed("experts"):
+            from sp_lightning.experts.embedding_rows import EmbeddingRows
+
+            look_up = EmbeddingRows._look_up
+
+            def looked_up(self: EmbeddingRows, *args: Any, **options: Any) -> Any:
+                block(self._device)  # the indices are copied to the host
+                return look_up(self, *args, **options)
+
+            stack.enter_context(mock.patch.object(EmbeddingRows, "_look_up", looked_up))
         if is_installed("activations"):
             from sp_lightning.activations.offload import Offload
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sp_lightning.plan.plan import Plan
+from sp_lightning.registry import is_installed
 from tests.support import experts, models, quantised, stacked, tables
 from tests.support.runs import Batches, Make
 
@@ -139,7 +140,7 @@ CASES |= {
     f"rows/{name}": Case(
         make, tables.numbers, f"rows of an embedding: {OF_TABLES[name]}", name in ("looked-up", "sparse"),
         frozenset() if name != "sparse" or clips_sparse_gradients() else BY_HAND - {"accumulate_grad_batches"},
-        shown_by=lambda plan: [table.name for table in plan.tables] == ["net.table"],
+        shown_by=lambda plan: [table.name for table in plan.tables] == ["net.table"] or not is_installed("experts"),
         fusible="sparse" not in name,
     )
     for name, make in tables.CASES.items()
@@ -175,7 +176,7 @@ OF_STACKED = {
 CASES |= {
     f"stacked/{name}": Case(
         make, batches, OF_STACKED[name], name == "called-twice",
-        shown_by=lambda plan: any(layer.rows for layer in plan.layers),
+        shown_by=lambda plan: any(layer.rows for layer in plan.layers) or not is_installed("experts"),
     )
     for name, (make, batches) in stacked.CASES.items()
 }  # fmt: skip

@@ -21,6 +21,7 @@ from sp_lightning.trainer import step_hooks
 from tests.support.engine import choose
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Outcome, fit, fused, loader, trainer_for
+from tests.support.needs import needs
 from tests.support.stacked import LeavesOut
 
 
@@ -223,6 +224,7 @@ class Text(Stack):
 
 
 def looked_up(strategy: Any) -> Outcome:
+    needs("experts")
     return fit(lambda: Module(Text()), vectors(), strategy)
 
 
@@ -237,7 +239,8 @@ def predicted(make: Any, batches: Any, strategy: Any) -> Outcome:
 
 
 def left_out_with_a_cache(strategy: Any, *, kept: int = 2, run: Callable[..., Outcome] | None = None) -> Outcome:
-    """So many experts are kept on the device, and go from there to slots within the order of compute."""
+    """A cache keeps this number of experts on the device. They are copied to slots on the compute stream."""
+    needs("experts")
     if isinstance(strategy, SuperpipelineStrategy):
         plan = make_plan(find_layers(LeavesOut()), k=2, k_prime=1, training=run is not None)
         kept *= max(layer.row_bytes for layer in plan.layers)
