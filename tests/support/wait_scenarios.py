@@ -20,8 +20,8 @@ from sp_lightning.plan.plan import make_plan
 from sp_lightning.trainer import step_hooks
 from tests.support.engine import choose
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.runs import Outcome, fit, fused, loader, trainer_for
 from tests.support.needs import needs
+from tests.support.runs import Outcome, fit, fused, loader, trainer_for
 from tests.support.stacked import LeavesOut
 
 
