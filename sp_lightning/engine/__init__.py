@@ -18,8 +18,8 @@ The parts, from below; each imports those before it only:
 - ``saved_tensors``, ``module_calls``, ``access``: the doors by which modules, autograd and user code ask for a layer (4) (6).
 - ``updating``: the engine as an optimizer's step sees it. ``layerwise`` takes such a step apart by layers, and ``clipping``
   measures norms while backward goes on, and leaves the multiplication to the updates.
-- ``turns``: with several devices, the bytes that this rank's user code has written, and the primary's turn
-  to change the weights of all ranks. ``placement`` says which parts one device has and which several have.
+- ``turns``: which process may change the weights, and when. ``placement`` makes the parts that differ with the place of the
+  weights and with the number of devices.
 - ``assembly``, ``streamer``: build the parts, and hand every call to one of them. A call of Lightning comes from
   ``trainer.loops``.
 

@@ -18,12 +18,12 @@ from sp_lightning.store.block_memory import Allocate, BlockMemory
 
 
 def shared_allocator(ranks: Ranks, device: Device, nbytes: int) -> Allocate:
-    """Returns what allocates blocks in memory that all ranks of a node have in common. Collective.
+    """Returns a function that allocates blocks in memory that all ranks of a node share. Collective.
 
     Args:
-        ranks: those who share it.
-        device: page-locks it.
-        nbytes: of all blocks, each in whole pages.
+        ranks: the ranks.
+        device: page-locks the memory.
+        nbytes: the bytes of all blocks, each in whole pages.
     """
     memory, used = ranks.share(nbytes, "weights"), 0
 
@@ -36,19 +36,19 @@ def shared_allocator(ranks: Ranks, device: Device, nbytes: int) -> Allocate:
 
 
 class SharedBlockMemory(BlockMemory):
-    """The memory of one of several ranks. What its user code writes is this rank's own until an update.
+    """The memory of a block, shared by all ranks of the node. Writes of user code are private to a rank until an update.
 
     Args:
-        memory: that of all blocks.
+        memory: the shared memory of all blocks.
         begin, nbytes: this block's part.
-        device: page-locks it.
-        pin: whether it does.
-        primary: whether this rank's parameters give the values.
+        device: page-locks the part.
+        pin: page-lock it.
+        primary: this rank's parameters give the initial values.
 
     Attributes:
-        view: this rank's view of the block, and of more.
-        primary: whether what this rank writes counts.
-        written: whether this rank has written pages of its own, as far as :meth:`look` has seen.
+        view: this rank's private view, of the block or of more.
+        primary: whether this rank's writes count.
+        written: whether this rank had private pages of the block at the last :meth:`look`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SharedBlockMemory(BlockMemory):
         self.primary = primary
         self._begin, self._pages = begin, whole_pages(nbytes)
         self._nbytes = nbytes
-        self._offset = begin  # in the view
+        self._offset = begin  # of the block in the view
         self.view = memory.own
         self.common = memory.common[begin : begin + nbytes]
         self.written = False
@@ -75,23 +75,23 @@ class SharedBlockMemory(BlockMemory):
 
     @property
     def fetched(self) -> Tensor:
-        """All of the block as this rank sees it, if it has written some of it."""
+        """The private view if this rank has written to it; else the shared memory."""
         return self.seen if self.written else self.common
 
     @property
     def area(self) -> tuple[OwnView, Page]:
-        """The view, and where the block lies in it. Memory that the block has left to others is in no block's area."""
+        """The view, and the block's pages in it."""
         return self.view, (self._offset, self._offset + self._pages)
 
     def look(self) -> bool:
-        """Looks whether this rank has written the block."""
+        """Returns True if this rank has private pages of the block."""
         self.written = bool(self.view.written(self._offset, self._offset + self._pages))
         return self.written
 
     def digest(self, spans: Sequence[Span]) -> int:
-        """Returns a number that says at which of these places this rank has other values than all ranks, and which; 0 if none.
+        """Returns a checksum of the names and values of the spans that differ from the shared values; 0 if none differs.
 
-        What was written and put back is no other value.
+        A value that was changed and restored does not differ.
         """
         view, (begin, end) = self.area
         found = 0
@@ -107,10 +107,10 @@ class SharedBlockMemory(BlockMemory):
 
 
 def merge(blocks: Iterable[BlockMemory]) -> int:
-    """Gives all ranks what the primary's user code has written of blocks, and drops what another rank's has.
+    """Shares the primary's private writes to blocks with all ranks, and drops those of another rank.
 
     Returns:
-        The bytes that this rank had written.
+        The bytes of this rank's private pages.
     """
     shared = [block for block in blocks if isinstance(block, SharedBlockMemory)]
     for block in shared:

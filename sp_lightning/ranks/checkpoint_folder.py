@@ -1,9 +1,8 @@
-"""Checkpoints that all ranks write together: a folder of torch.distributed.checkpoint, which splits the tensors between them.
+"""Checkpoints that all ranks write together, as a folder. torch.distributed.checkpoint splits the tensors between them.
 
-Rank 0 decides what is in it. Other ranks write what they have exactly as rank 0 has it: weights, which a node's ranks share but
-for what one of them has written since the last update, and on the first rank of each node the optimizers' state. Beside torch's
-files there is an index, with everything that is no large tensor, and with the place of those that are
-(:mod:`~sp_lightning.ranks.folder_reader` reads it).
+Rank 0 decides the content. Other ranks write tensors that they have in common with rank 0: weights, except for what a rank has
+written privately since the last update, and on the first rank of each node the optimizers' state. An index beside torch's files
+has everything that is not a large tensor, and the places of the large tensors (:mod:`~sp_lightning.ranks.folder_reader`).
 """
 
 from __future__ import annotations
@@ -31,23 +30,22 @@ from sp_lightning.ranks.folder_reader import INDEX, MARK, Keys, StoredTensor, is
 from sp_lightning.trainer.part_files import aside, beside, cause_of, create_part, not_written, sync_folder
 
 LEAST = 2**16
-"""Bytes of tensors that torch.distributed.checkpoint writes. Smaller ones are in the index."""
+"""Minimum bytes of a tensor that torch.distributed.checkpoint writes. Smaller ones are in the index."""
 THREADS = 4
-"""Threads with which a rank writes, each to a file of its own."""
+"""Threads with which a rank writes, each to its own file."""
 
 _WHOLE = {
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64
 }  # fmt: skip
 
 _TIMEOUT = timedelta(hours=6)
-"""How long ranks wait for the slowest one to write. torch's half an hour is less than a terabyte takes on many systems."""
+"""How long ranks wait for the slowest one to write. Writing a terabyte often takes longer than torch's half an hour."""
 
 
 def common_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
-    """What several processes have alike, by where a checkpoint has it.
+    """Returns the tensors that are equal on several processes, by their keys in a checkpoint.
 
-    It is the optimizers' state of this process, and the weights but for those that it has written since the last update:
-    they are its own until the next.
+    These are the optimizers' state of this process, and the weights that it has not written privately since the last update.
     """
     weights = module.named_parameters(remove_duplicate=False)
     found: dict[Keys, Tensor] = {("state_dict", name): each for name, each in weights if not was_written(each)}
@@ -55,7 +53,7 @@ def common_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[Keys, T
 
 
 def own_state(optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
-    """The optimizers' state of this process, by where a checkpoint has it."""
+    """Returns the optimizers' state of this process, by its keys in a checkpoint."""
     found: dict[Keys, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
         for index, state in optimizer.state_dict()["state"].items():
@@ -65,7 +63,7 @@ def own_state(optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
 
 
 def _take_out(value: Any, taken: dict[Keys, Tensor], path: Keys = ()) -> Any:
-    """Returns a checkpoint without its large tensors, which it puts into ``taken``."""
+    """Returns a checkpoint without its large tensors, which are added to ``taken``."""
     if type(value) is Tensor:
         if not _is_large(value):
             return value
@@ -92,13 +90,13 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Content:
-    """What rank 0 writes.
+    """The content of a folder, on rank 0.
 
     Attributes:
         rest: the checkpoint without its large tensors.
-        tensors: these, by their names in the folder.
-        paths: where each is in the checkpoint.
-        common: by the names of those that other ranks have, too, how they find them.
+        tensors: the large tensors, by their names in the folder.
+        paths: the keys of each large tensor in the checkpoint.
+        common: for each tensor that other ranks have as well, the keys by which they find it.
     """
 
     def __init__(self, checkpoint: Mapping[str, Any], shared: Mapping[Keys, Tensor]) -> None:
@@ -108,18 +106,18 @@ class _Content:
         self.paths: dict[str, list[Keys]] = {}
         self.common: dict[str, Keys] = {}
         names: dict[tuple[Any, ...], str] = {}
-        # What rank 0 alone has comes first, because torch gives each of the others to who has least to write so far.
+        # Tensors that only rank 0 has come first: torch assigns each further tensor to the rank with the least to write.
         for path in sorted(taken, key=lambda path: path[0] != "optimizer_states"):
             tensor = taken[path]
             name = names.get(_memory(tensor)) or self._new_name(path)
             names[_memory(tensor)] = name
             self.tensors[name] = tensor
             self.paths.setdefault(name, []).append(path)
-            if path in shared and _memory(shared[path]) == _memory(tensor):  # a hook may have put something else there
+            if path in shared and _memory(shared[path]) == _memory(tensor):  # a hook may have replaced the tensor
                 self.common.setdefault(name, path)
 
     def _new_name(self, path: Keys) -> str:
-        """A path with dots; with a number if another path reads like it."""
+        """Returns the keys joined by dots, with a number if that name is taken."""
         name = ".".join(map(str, path))
         names = chain([name], (f"{name}#{number}" for number in count(1)))
         return next(name for name in names if name not in self.tensors)
@@ -129,21 +127,20 @@ class _Content:
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Tensor], *, alone: bool = False) -> None:
-    """Writes a folder, or replaces it. Collective, but for who writes alone.
+    """Writes a folder, or replaces it. Collective, unless ``alone``.
 
-    It is there as a whole or not at all: it is written beside its place, and exchanged with what is there.
+    The folder is complete or does not exist: it is written under another name, and then exchanged.
 
     Args:
-        checkpoint: rank 0's is written.
-        folder: its name, on a file system that all ranks see.
-        shared: this rank's tensors that rank 0's checkpoint has, too (:func:`common_tensors`), if this rank may write for
-            rank 0; else nothing.
-        alone: this rank is rank 0, and writes all.
+        checkpoint: the checkpoint. Rank 0's is written.
+        folder: its path, on a file system that all ranks see.
+        shared: this rank's :func:`common_tensors`, which it may write for rank 0; empty if it may write none.
+        alone: only this rank writes, which is rank 0.
 
     Raises:
-        OSError: some rank could not write, or there is a folder of this name with other files; what had this name is as it was.
+        OSError: a rank could not write, or the folder exists with other files. A former checkpoint of this name is unchanged.
     """
-    # Who writes no folder need not import this.
+    # Imported here, because most runs write no folder.
     from torch.distributed.checkpoint import save
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -167,7 +164,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Ten
         others = {name: shared[path].detach() for name, path in common.items() if path in shared}
         writer = Writer(place, uuid4().hex, THREADS)
         try:
-            with warnings.catch_warnings():  # it says that it saves in a single process
+            with warnings.catch_warnings():  # torch warns that a single process saves
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 tensors = others if content is None else content.tensors
                 save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
@@ -179,7 +176,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Ten
 
 def _finish(content: _Content, stored: Mapping[str, Any], place: Path, folder: Path) -> None:
     lost = sorted(content.paths.keys() - stored.keys())
-    if lost:  # torch waits for its threads, and does not ask how they have ended
+    if lost:  # torch waits for its threads, but does not check their errors
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         why = "threads of torch.distributed.checkpoint have failed, as they say above, and have not written"
         raise OSError(errno.EIO, f"{why} {lost[0]!r}{more}")
@@ -200,7 +197,7 @@ def _finish(content: _Content, stored: Mapping[str, Any], place: Path, folder: P
 
 
 def _refuse_others(folder: Path) -> None:
-    """Refuses to replace a folder that is no checkpoint, or has other files in it."""
+    """Raises an error for a folder that is not a checkpoint, or has other files in it."""
     if folder.is_symlink() or not folder.is_dir():
         return
     names = sorted(each.name for each in folder.iterdir())
@@ -212,14 +209,14 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _exchange(new: Path, name: Path) -> None:
-    """Gives a name to a folder. What had the name is where the folder was, so that a file of this name is there at any time."""
+    """Exchanges a new folder with the one of this name, so that a checkpoint of this name exists at any time."""
     if not os.path.lexists(name):
         new.rename(name)
         return
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux 3.15
     rename = getattr(_libc(), "renameat2", None)
     if rename is None or rename(here, os.fsencode(new), here, os.fsencode(name), exchange):
-        # Where the file system cannot do that, for a moment there is nothing of this name.
+        # If the file system has no exchange, no checkpoint of this name exists for a moment.
         old = aside(new)
         name.rename(old)
         new.rename(name)
@@ -242,7 +239,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _group(alone: bool) -> Iterator[Any]:
-    """A group of all ranks, of its own: other threads may be in the midst of other collectives. None for one process."""
+    """A context with a separate group of all ranks, because other threads may be in collectives. None for one process."""
     if alone or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield None
         return
@@ -254,14 +251,14 @@ def _group(alone: bool) -> Iterator[Any]:
 
 
 def _on_first(group: Any, folder: Path, work: Callable[[], tuple[Any, Any] | None]) -> tuple[Any, Any]:
-    """Has rank 0 work.
+    """Runs ``work`` on rank 0.
 
     Returns:
-        The first part of what the work returns, on rank 0, else None; and on all ranks the second part.
+        The first result of ``work``, None on other ranks; and the second result, on all ranks.
 
     Raises:
-        BaseException: the work's error, on rank 0.
-        OSError, RuntimeError: the same on the others.
+        BaseException: the error of ``work``, on rank 0.
+        OSError, RuntimeError: the same error on other ranks.
     """
     result: Any = None
     found: list[Any] = [None, None]
@@ -282,7 +279,7 @@ def _on_first(group: Any, folder: Path, work: Callable[[], tuple[Any, Any] | Non
 
 
 def _all_see(group: Any, place: Path, folder: Path) -> None:
-    """Refuses a folder that some ranks do not see."""
+    """Raises an error if some ranks do not see the folder."""
     if group is None:
         return
     seen: list[Any] = [None] * dist.get_world_size()

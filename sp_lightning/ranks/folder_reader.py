@@ -1,8 +1,7 @@
-"""Reads checkpoints that all ranks have written together: an index, and the tensors in files of torch.distributed.checkpoint.
+"""Reads checkpoint folders that all ranks have written: an index, and tensors in files of torch.distributed.checkpoint.
 
-The index is read with ``weights_only=True``; the tensors are mapped, so that the ranks of a node that resume share the memory in
-which they are read. The names of the files have a number of their checkpoint's own in them, so that no index is ever read with
-the tensors of another one.
+The index is read with ``weights_only=True``. The tensors are mapped, so ranks of a node share their memory. Names of files have a
+number that is unique to the checkpoint, so an index is never read with the tensors of another checkpoint.
 """
 
 from __future__ import annotations
@@ -25,26 +24,24 @@ Keys = tuple[str | int, ...]
 
 
 StoredTensor = tuple[list[Keys], str, int, int]
-"""Where a tensor is in a folder: the keys that lead to it in the checkpoint, several for tied weights; and which part of a file
-``torch.save`` has written for it: the file, the offset, and the bytes."""
-
-# ---------------------------------------------------------------------- what is written
+"""The place of a tensor in a folder: its keys in the checkpoint (several for tied weights), the file, and the offset and bytes of
+what ``torch.save`` has written to it."""
 
 
 def is_folder(path: Path) -> bool:
-    """Whether this module has written a folder."""
+    """Returns True if a folder is a checkpoint of this format."""
     return (path / INDEX).is_file()
 
 
 def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Returns the checkpoint in a folder. Its large tensors are mapped: nothing is read, and what is written stays in memory.
+    """Returns the checkpoint in a folder. Its large tensors are mapped copy-on-write: they are read when they are used.
 
     Args:
-        folder: its name.
-        weights_only: as in ``torch.load``, for what is no large tensor.
+        folder: its path.
+        weights_only: as in ``torch.load``, for the index.
 
     Raises:
-        pickle.UnpicklingError: it has other objects than tensors and plain values.
+        pickle.UnpicklingError: the index has other objects than tensors and plain values.
         ValueError: a file is missing, damaged, or ends too early, or another program or version has written the folder.
     """
     if not is_folder(folder):
@@ -96,7 +93,7 @@ def _load_index(file: Path, weights_only: bool | None) -> Any:
 
 
 def _is_whole(stream: BinaryIO) -> bool:
-    """Whether a file that ``torch.save`` has written has the checksums that it had."""
+    """Returns True if the checksums of a file of ``torch.save`` are right."""
     try:
         with zipfile.ZipFile(stream) as archive:
             return archive.testzip() is None
@@ -109,9 +106,9 @@ def _damaged(file: Path) -> ValueError:
 
 
 def _mapped(mapped: mmap.mmap, shape: Tensor, offset: int) -> Tensor:
-    """A tensor over what ``torch.save`` has written at an offset. ``shape`` is as it was read, without values."""
+    """Returns a tensor over mapped memory that ``torch.save`` has written. ``shape`` is the tensor without values."""
     storage: Any = shape.untyped_storage()
-    begin = storage._checkpoint_offset  # which torch documents, in spite of its name
+    begin = storage._checkpoint_offset  # torch documents it, although the name is private
     count = storage.nbytes() // shape.element_size()
     flat = torch.frombuffer(mapped, dtype=shape.dtype, count=count, offset=offset + begin)
     return flat.as_strided(tuple(shape.shape), shape.stride(), shape.storage_offset())

@@ -1,4 +1,4 @@
-"""The writer of torch.distributed.checkpoint, whose files have a number of their checkpoint's own in their names."""
+"""torch.distributed.checkpoint's writer, with file names that are unique to the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sp_lightning.trainer.part_files import cause_of
 
 
 class Writer(FileSystemWriter):
-    """As torch's. What ends a write is raised as it is: torch raises an error about a file's length while handling it.
+    """Writes files as torch's writer does. A failed write raises its cause instead of torch's error about the file's length.
 
     Args:
-        folder: where the files go.
-        number: of this checkpoint, as rank 0 has chosen it: a text that no other one has.
-        threads: how many threads write, each to a file of its own.
+        folder: the folder for the files.
+        number: a text that is unique to the checkpoint. Rank 0's counts.
+        threads: the number of threads that write, each to its own file.
 
     Attributes:
-        stored: where each tensor is, by its name: on rank 0, once all have written.
+        stored: the place of each tensor by name, on rank 0 once all ranks have written.
     """
 
     stored: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        # torch 2.10 and 2.11 note this in a copy of the metadata, which is the file's alone.
+        # torch 2.10 and 2.11 write this only to a copy of the metadata.
         self.stored = {each.index.fqn: each.storage_data for written in results for each in written}
 
     def write_data(self, *arguments: Any, **options: Any) -> Any:

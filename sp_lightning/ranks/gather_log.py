@@ -11,14 +11,14 @@ from sp_lightning.ranks.shared_memory import SharedMemory
 
 _ROUND, _CLOSED, _RANKS = range(3)
 _KEPT, AHEAD = 256, 200
-"""So many announcements are in the log. A rank has at most so many that others have not made: fewer than are kept."""
+"""Announcements that the log keeps, and the maximum that a rank may be ahead of others. It must be smaller."""
 
 PATIENCE = 0.2
-"""Seconds that a rank waits for another's announcement before it closes the round."""
+"""Seconds that a rank waits for another rank's announcement before it closes the round."""
 
 
 def gather_log_bytes(size: int) -> int:
-    """Returns how much memory the log takes of so many ranks."""
+    """Returns the bytes of the log of ``size`` ranks."""
     return 8 * (_RANKS + 2 * size + _KEPT)
 
 
@@ -26,27 +26,27 @@ Until = Callable[[Callable[[], bool], str], None]
 
 
 class GatherLog:
-    """The gathers of one round, in the order in which all ranks announce them. A round is a step of the model.
+    """The gathers of one round, in the order of announcements. A round is a step of the model.
 
-    A gather takes place once all ranks have announced it. A rank that announces another one, has waited too long, or announces
-    no more *closes* the round: nothing more is announced in it. So what takes place is the same on all ranks, whenever they look.
+    A gather takes place once all ranks have announced it. A rank *closes* the round if it announces another gather, has waited
+    too long, or announces no more. Nothing can be announced in a closed round. So the same gathers take place on all ranks.
 
     Args:
-        memory: of :func:`gather_log_bytes`, which all ranks of the node have, full of zeros.
+        memory: shared memory of :func:`gather_log_bytes` bytes, filled with zeros.
         rank: this process's number on its node.
-        size: how many ranks the node has.
-        until: waits for something that other ranks bring about, as :meth:`sp_lightning.ranks.ranks.Ranks.until`.
-        until_free: waits for the lock of the log, which may not issue gathers meanwhile: that asks the log.
+        size: the number of ranks of the node.
+        until: waits for other ranks, as :meth:`sp_lightning.ranks.ranks.Ranks.until`.
+        until_free: waits for the lock of the log. It must not issue gathers meanwhile, because they use the log.
 
     Attributes:
-        parted: whether ranks have not agreed in this round, as far as this rank has seen.
+        parted: whether this rank has seen that ranks do not agree in this round.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, size: int, until: Until, until_free: Until) -> None:
         self._locked = partial(memory.locked, until_free)
         self._words: Any = memory.words("q")
-        self._active = _RANKS + rank  # whether the rank has gathers of the round that it may not have resolved
-        self._count = _RANKS + size + rank  # how many it has announced
+        self._active = _RANKS + rank  # whether this rank may have unresolved gathers in the round
+        self._count = _RANKS + size + rank  # the number of its announcements
         self._all_active = slice(_RANKS, _RANKS + size)
         self._counts = slice(_RANKS + size, _RANKS + 2 * size)
         self._log = _RANKS + 2 * size
@@ -55,11 +55,11 @@ class GatherLog:
         self.parted = False
 
     def begin(self, number: int, *, patient: bool = True) -> None:
-        """Begins a round, or closes it if some rank has not resolved all gathers of one before.
+        """Begins a round, or closes it if a rank has unresolved gathers in an earlier round.
 
         Args:
-            number: a larger one than those before. All ranks number their rounds alike, or make no gathers in them.
-            patient: whether to wait some time for those ranks. Otherwise the round is closed at once.
+            number: the number of the round, larger than earlier ones. If ranks use different numbers, no gather takes place.
+            patient: wait :data:`PATIENCE` seconds for such ranks. Otherwise the round is closed at once.
         """
         self._number, self.parted = number, False
         if patient:
@@ -84,17 +84,17 @@ class GatherLog:
         """Announces this rank's next gather.
 
         Args:
-            what: a number under which no rank announces anything else.
+            what: a number that identifies the gather on all ranks.
 
         Returns:
-            Its number in this round; None if it does not take place.
+            The number of the gather in this round; None if it does not take place.
         """
         words = self._words
         with self._locked():
             number, others = words[self._count], max(words[self._counts])
             place = self._log + number % _KEPT
             if words[_CLOSED] < self._number:
-                if number == others:  # the first rank that comes to this gather
+                if number == others:  # the first rank to announce this gather
                     words[place] = what
                 if words[place] == what:
                     words[self._count] = number + 1
@@ -104,14 +104,14 @@ class GatherLog:
         return None
 
     def verdict(self, number: int) -> bool | None:
-        """Returns whether a gather that this rank has announced in this round takes place; None if it cannot be told yet."""
+        """Returns whether a gather that this rank has announced takes place; None if that is not decided yet."""
         with self._locked():
             if number < min(self._words[self._counts]):
                 return True
             return False if self._words[_CLOSED] >= self._number else None
 
     def wait(self, number: int) -> bool:
-        """Waits for the :meth:`verdict`, for some time, and returns it."""
+        """Waits up to :data:`PATIENCE` seconds for the :meth:`verdict`, closes the round if there is none, and returns it."""
         late = monotonic() + PATIENCE
         there = "a layer that all devices fetch together"
         self._until(lambda: self.verdict(number) is not None or monotonic() > late, there)
@@ -120,17 +120,17 @@ class GatherLog:
         return bool(self.verdict(number))
 
     def close_round(self) -> None:
-        """Has no rank announce more in this round, because they do not agree."""
+        """Closes the round, because ranks do not agree."""
         self.parted = True
         self._close(self._number)
 
     def end(self) -> None:
-        """Ends the round, all of whose gathers are resolved here."""
+        """Ends the round. All its gathers are resolved on this rank."""
         self._close(self._number)
         self._words[self._active] = 0
 
     def close(self) -> None:
-        """Has no rank announce more in any round."""
+        """Closes all rounds."""
         self._close((1 << 63) - 1)
 
     def _close(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the gradients of several ranks lie: in memory that all of them have, each parameter's at a place of its own."""
+"""Shared memory for the gradients of several ranks, in which each parameter's gradient has a fixed place."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Family:
 
     Attributes:
         owner: the layer.
-        begin: where their place in the shared memory begins.
-        places: the parameters, with where each gradient lies there.
-        view: this rank's view of it, and ``offset`` where it begins in the view.
-        waiting: gradients on the device that have not left yet.
-        stashed: gradients on this rank's host that have not left yet.
-        came: the parameters that have had a gradient in this backward.
-        reduced: whether it has left in this backward.
-        slot: if it is updated in this backward, the memory that all ranks have for its gradients until then.
-        landed: then, the event after this rank's part has got there.
+        begin: the offset of the layer's part of the shared memory.
+        places: the parameters, with the span of each gradient in that part.
+        view: this rank's private view of the part, which begins at ``offset`` in the view.
+        waiting: gradients on the device that are not summed yet.
+        stashed: gradients in this rank's host memory that are not summed yet.
+        came: the parameters that got a gradient in this backward.
+        reduced: whether the layer was summed in this backward.
+        slot: shared memory for gradients of a layer that is updated in this backward; else None.
+        landed: the event after this rank's part of the sum has been copied to ``slot``.
         lent: the storage that was lent for each ``param.grad``.
-        overwritten: for parameters without a gradient on this rank, their present ``param.grad`` in this rank's part.
-        pages: bytes of the shared memory, in whole pages.
-        locked: whether the shared memory is page-locked.
+        overwritten: for parameters without a gradient on this rank, the former ``param.grad`` in this rank's part.
+        pages: size of the part in bytes, in whole pages.
+        locked: whether the part is page-locked.
     """
 
     owner: StreamedLayer
@@ -65,7 +65,7 @@ class Family:
         self.pages = whole_pages(total_bytes(tuple(self.places.values())))
 
     def end_backward(self) -> None:
-        """Forgets what belonged to this backward."""
+        """Resets what belongs to one backward."""
         self.waiting.clear()
         self.stashed.clear()
         self.came.clear()
@@ -73,30 +73,30 @@ class Family:
         self.reduced, self.slot = False, None
 
     def trainable(self) -> list[Place]:
-        """The parameters that are to get a gradient."""
+        """Returns the parameters that require a gradient."""
         return [(layer, index) for layer, index in self.places if layer.block.parameters[index].requires_grad]
 
     def of(self, place: Place) -> Tensor:
-        """This rank's view of a parameter's gradient."""
+        """Returns this rank's private view of a parameter's gradient."""
         return part(self.view.bytes[self.offset :], self.places[place])
 
     def shows(self, place: Place) -> bool:
-        """Whether ``param.grad`` is this rank's view of the place."""
+        """Returns True if ``param.grad`` is this rank's view of the place."""
         gradient = gradient_of(place)
         at = self.view.bytes.data_ptr() + self.offset + self.places[place].offset
         return gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() == at
 
 
 class GradientPlaces:
-    """The places of all gradients. Pages take memory once a gradient is in them.
+    """The places of all gradients. A page takes memory once a gradient is written to it.
 
     Args:
-        ranks: those who share the memory.
+        ranks: the ranks that share the memory.
         layers: all layers.
 
     Attributes:
-        families: the gradients of each layer that owns some.
-        slots: how many layers that are updated in backward have gradients at once; 0 if none is.
+        families: the gradients of each layer.
+        slots: the number of layers updated in backward that may have gradients at the same time; 0 if none is.
     """
 
     def __init__(self, ranks: Ranks, layers: Sequence[StreamedLayer]) -> None:
@@ -114,23 +114,23 @@ class GradientPlaces:
         self.families = {owner: Family(owner, at, spans, self._memory.own, at) for owner, at, spans in laid}
 
     def common(self, family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
-        """A part of what all ranks see of a parameter's gradient, flat ``uint8``."""
+        """Returns a part of a parameter's gradient in shared memory, flat ``uint8``."""
         at = family.places[place].offset + begin
         if family.slot is not None:
             return family.slot[at : at + nbytes]
         return self._memory.common[family.begin + at : family.begin + at + nbytes]
 
     def whole(self, family: Family, place: Place) -> Tensor:
-        """What all ranks see of a parameter's gradient, as a tensor of its shape."""
+        """Returns a parameter's gradient in shared memory, with the parameter's shape."""
         span = family.places[place]
         return part(self.common(family, place, 0, span.nbytes), replace(span, offset=0))
 
     def make_slots(self, count: int, staging: Staging) -> None:
-        """Makes page-locked memory for the gradients of so many layers that are updated in backward. Collective.
+        """Makes page-locked memory for the gradients of layers that are updated in backward. Collective.
 
         Args:
-            count: of layers. The largest of all ranks counts, since each may have chosen a window of its own.
-            staging: locks it.
+            count: the number of layers. The maximum over all ranks counts, because their windows may differ.
+            staging: page-locks the memory.
         """
         largest = torch.tensor([count])
         self._ranks.largest(largest)
@@ -140,7 +140,7 @@ class GradientPlaces:
         staging.lock(self._passing)
 
     def lock(self, staging: Staging) -> None:
-        """Page-locks the memory that gradients come to, as far as it is not: what is frozen takes no memory."""
+        """Page-locks the memory of gradients that is not locked yet. Frozen layers take no memory."""
         for family in self.families.values():
             if (
                 not family.locked
@@ -151,24 +151,24 @@ class GradientPlaces:
                 staging.lock(self._memory.common[family.begin : family.begin + family.pages])
 
     def take_slot(self, family: Family) -> None:
-        """Gives a layer the next slot. The layer that had it so many layers ago has been updated."""
+        """Gives a layer the next slot. The layer that used it before has been updated."""
         begin = self._taken % self.slots * self._slot_bytes
         self._taken += 1
         family.slot = self._passing[begin : begin + family.pages]
 
     def end_backward(self) -> None:
-        """The next backward begins with the first slot, so that a layer mostly finds the same pages."""
+        """Ends a backward. The next one begins with the first slot, so a layer usually gets the same pages."""
         self._taken = 0
         for family in self.families.values():
             family.end_backward()
 
     def keep_held(self, family: Family) -> None:
-        """If user code holds a gradient of an earlier step, leaves it to that and takes another view for this step's."""
+        """If user code holds a gradient of an earlier step, leaves it the view, and makes a new one for this step."""
         if any(not lent.expired() and gradient_of(place) is None for place, lent in family.lent.items()):
             self._leave(family)
 
     def _leave(self, family: Family) -> None:
-        """Leaves a family's view to user code that holds gradients in it, and takes another one."""
+        """Leaves a family's view to user code that holds gradients in it, and makes a new one."""
         gradients = {place: gradient_of(place) for place in family.places if family.shows(place)}
         family.view.keep(family.offset, family.offset + family.pages)
         family.view, family.offset = self._memory.view_anew(family.begin, family.begin + family.pages), 0
@@ -180,7 +180,7 @@ class GradientPlaces:
                 gradient.data = self._lend(family, place)
 
     def keep_others(self, family: Family) -> None:
-        """Leaves gradients that are not summed in this backward (of frozen parameters) to their parameters, as they are."""
+        """Copies gradients of frozen parameters, which are not summed in this backward, out of the view."""
         for place in family.places.keys() - family.trainable():
             gradient = gradient_of(place)
             if gradient is not None and family.shows(place):
@@ -188,11 +188,11 @@ class GradientPlaces:
                     gradient.data = gradient.clone()
 
     def forget_writes(self) -> None:
-        """Drops what this rank's user code has written to gradients, which are others now."""
+        """Drops this rank's private writes to gradients, which new sums have replaced."""
         self._keep_writes([family for family in self.families.values() if family.reduced], False)
 
     def show(self, family: Family, place: Place) -> None:
-        """Lets ``param.grad`` show what is at its place."""
+        """Makes ``param.grad`` a view of its place, or copies the sum to it."""
         layer, index = place
         parameter = layer.block.parameters[index]
         with no_inference_mode(), torch.no_grad():
@@ -203,9 +203,9 @@ class GradientPlaces:
                 gradient.copy_(family.of(place))
 
     def merge(self) -> None:
-        """Makes what the primary's user code has written to gradients that of all ranks, and forgets what another rank's has.
+        """Shares what the primary's user code has written to gradients, and drops what another rank's has.
 
-        A gradient that user code has put into ``param.grad`` moves to its place first.
+        A gradient that user code has assigned to ``param.grad`` is copied to its place first.
         """
         for family in self.families.values():
             for place in family.places:
@@ -224,10 +224,10 @@ class GradientPlaces:
             self._leave(family)
         with no_inference_mode(), torch.no_grad():
             family.of(place).copy_(gradient)
-            gradient.data = self._lend(family, place)  # other tensors of it show what becomes of it
+            gradient.data = self._lend(family, place)  # other references to the gradient see its new values
 
     def _lend(self, family: Family, place: Place) -> Tensor:
-        """The view of a place, with a storage of its own that shows whether a tensor holds it."""
+        """Returns a view of a place. It has its own storage, whose references show whether a tensor holds it."""
         span = family.places[place]
         memory = lend(family.view.bytes[family.offset + span.offset :][: span.nbytes])
         family.lent[place] = StorageWeakRef(memory.untyped_storage())
@@ -235,7 +235,7 @@ class GradientPlaces:
 
     @contextmanager
     def written_in_common(self, owners: Iterable[StreamedLayer]) -> Iterator[None]:
-        """While this is active, what is written to ``param.grad`` of these layers is written for all ranks."""
+        """A context in which writes to ``param.grad`` of these layers go to shared memory."""
         families = [self.families[owner] for owner in owners if owner in self.families]
         shown = [(family, place) for family in families for place in family.places if family.shows(place)]
         gradients = [gradient_of(place) for _, place in shown]
@@ -249,7 +249,7 @@ class GradientPlaces:
                 self._show_again(family, place, gradient)
 
     def _show_again(self, family: Family, place: Place, gradient: Tensor | None) -> None:
-        """After a turn: what an optimizer has put into ``param.grad`` is what all ranks see, unless it is None."""
+        """Ends a turn: copies a gradient that an optimizer has assigned to ``param.grad`` to shared memory."""
         now = gradient_of(place)
         if now is None:
             return
@@ -264,7 +264,7 @@ class GradientPlaces:
 
 
 def _alike(gradient: Tensor, place: Tensor) -> bool:
-    """Whether a gradient can be moved to its place without being another one there."""
+    """Returns True if a gradient has the dtype and the layout of its place."""
     return (
         type(gradient) is Tensor
         and gradient.layout is torch.strided
@@ -273,12 +273,11 @@ def _alike(gradient: Tensor, place: Tensor) -> bool:
 
 
 def gradient_of(place: Place) -> Tensor | None:
-    """A parameter's ``grad``."""
     return place[0].block.parameters[place[1]].grad
 
 
 def present(family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
-    """A copy of a part of ``param.grad``, which stays as it is if no rank has a gradient for it."""
+    """Returns a copy of a part of ``param.grad``, to restore it if no rank has a gradient for it."""
     gradient, shown = family.of(place), gradient_of(place)
     if shown is not None and shown.data_ptr() != gradient.data_ptr():
         gradient = torch.empty_like(gradient).copy_(shown)

@@ -30,11 +30,11 @@ from sp_lightning.updates.background import BackgroundUpdates
 
 
 class RankPlacement(Placement):
-    """The parts of one of several devices, each of which has a process.
+    """Makes the parts of the engine for one of several devices.
 
     Args:
         ranks: the processes.
-        sliced: whether they upload layers together.
+        sliced: the devices of a node upload layers together.
     """
 
     def __init__(self, ranks: Ranks, *, sliced: bool = False) -> None:
@@ -57,7 +57,7 @@ class RankPlacement(Placement):
         return self._gradients
 
     def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
-        if not device.computes_on_host:  # else the other ranks' models compute on these processors
+        if not device.computes_on_host:  # otherwise the models of other ranks compute on these processors
             device.background_threads = update_threads(self._ranks.size)
         return SharedUpdates(layers, device, self._ranks, self._gradients)
 
@@ -76,9 +76,9 @@ class RankPlacement(Placement):
 
 
 def update_threads(processes: int) -> int:
-    """How many threads the primary's updates take: those of all ranks, whose updates these are, but one for Python of each.
+    """Returns the number of threads for the primary's updates: those of all ranks, except one of each rank for Python.
 
-    Lightning gives each process its part of the processors, and torchrun gives it one.
+    Lightning gives each process its share of the processors, and torchrun gives it one.
     """
     own = max(1, torch.get_num_threads() - 1)
     return max(own, min(own * processes, len(os.sched_getaffinity(0)) - processes))

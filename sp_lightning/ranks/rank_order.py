@@ -1,8 +1,8 @@
-"""Means over ranks whose bits depend on the order of ranks alone.
+"""Means over ranks whose bits depend only on the order of ranks.
 
-A library's own sum depends on where an element lies in the buffer, so from three ranks on it gives other bits for other
-buffers (``bucket_cap_mb``). Here every rank receives the same part of everybody's tensor and adds in the order of ranks:
-on several nodes first the ranks of each node, then the nodes.
+In a library's sum, the order of addition depends on the position of an element in the buffer, so from three ranks on the bits
+depend on the size of the buffer (``bucket_cap_mb``). Here each rank receives one part of every rank's tensor, and adds in the
+order of ranks: on several nodes first the ranks of each node, then the nodes.
 """
 
 # Annotations are evaluated in this file, because DistributedDataParallel checks those of a hook.
@@ -17,12 +17,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def added_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of a dtype are added: half precision in float32."""
+    """Returns the dtype in which tensors of a dtype are added: float32 for half precision."""
     return torch.float32 if dtype in _HALF else dtype
 
 
 def sum_in_order(parts: Iterable[Tensor], out: Tensor) -> None:
-    """Writes the sum of tensors, added one after the other. A sum in half precision is rounded once, at its end."""
+    """Writes the sum of tensors, added one after the other. A sum in half precision is rounded once, at the end."""
     others = iter(parts)
     first = next(others)
     total = out.copy_(first) if added_in(out.dtype) is out.dtype else first.to(torch.float32, copy=True)
@@ -33,24 +33,24 @@ def sum_in_order(parts: Iterable[Tensor], out: Tensor) -> None:
 
 
 def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook for PyTorch's DistributedDataParallel, with which it gives the bits that superpipeline gives.
+    """A communication hook with which PyTorch's DistributedDataParallel has the bits of superpipeline.
 
-    Each rank multiplies its gradients by one over the number of ranks, as DistributedDataParallel does, and they are added
-    in the order of ranks. It works with every backend that has ``all_to_all_single``, on the CPU too::
+    Each rank multiplies its gradients by 1 / ranks, as DistributedDataParallel does, and they are added in the order of ranks. It
+    works with each backend that has ``all_to_all_single``, also on the CPU::
 
         ddp_model.register_comm_hook(None, sp_lightning.rank_order_hook)
 
-    On several nodes superpipeline adds up the ranks of each node and then the nodes. The hook does so if it is told how many
-    ranks each node has, as ``trainer.num_devices`` is::
+    On several nodes superpipeline adds up the ranks of each node and then the nodes. The hook does so if it is given the number
+    of ranks of each node (``trainer.num_devices``)::
 
         ddp_model.register_comm_hook(trainer.num_devices, sp_lightning.rank_order_hook)
 
     Args:
-        state: the process group; None for the default one; or the number of ranks on each node of the default one.
+        state: the process group; None for the default group; or the number of ranks of each node in the default group.
         bucket: the gradients.
 
     Raises:
-        ValueError: nodes with so many ranks do not make up the ranks that there are.
+        ValueError: the number of ranks is not a multiple of the ranks per node.
     """
     group: Any = None if isinstance(state, int) else state
     size, flat = dist.get_world_size(group), bucket.buffer()
@@ -78,5 +78,5 @@ def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBuck
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory. gloo does not know all dtypes, and nothing is computed with what is sent."""
+    """Returns the tensor's memory. gloo does not support all dtypes, and this data is only copied."""
     return tensor.view(torch.uint8)

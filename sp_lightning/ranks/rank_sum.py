@@ -1,8 +1,8 @@
-"""One layer's sum over the ranks: each sends a part of its gradients to each other one, and adds up what it receives.
+"""Sums one layer's gradients over the ranks: each rank sends a part to each other rank, and adds up the parts that it receives.
 
-What is sent is one flat tensor, cut into as many equal parts as the node has ranks. So each rank has one part of the sum, which
-may begin and end in the middle of a gradient. On several nodes the peers, which have the same part, then do the same with it,
-and send each other what they have summed.
+The gradients are sent as one flat tensor, cut into equal parts, one for each rank of the node. So each rank has one part of the
+sum, which may begin and end within a gradient. On several nodes, the peers, which have the same part, then sum it in the same
+way, and gather the result.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 
 @dataclass
 class _Run:
-    """Neighbouring gradients of one dtype in the tensor that is sent.
+    """Adjacent gradients of one dtype in the flat tensor.
 
     Attributes:
-        begin, end: where they begin and end there, in bytes; once they are summed, where this rank's part of them does.
+        begin, end: their first and last byte (exclusive) there; once they are summed, those of this rank's part.
         sent: the dtype in which they are sent.
-        summed: the dtype in which they are multiplied and added up: their parameters'.
-        total: this rank's part of the sum, flat. What other nodes' sums are added to is in float32 until then.
+        summed: the dtype in which they are scaled and added: that of their parameters.
+        total: this rank's part of the sum, flat. With several nodes, half precision is in float32 until all nodes are added.
     """
 
     begin: int
@@ -43,13 +43,13 @@ class _Run:
 RankSum = tuple[list[tuple[Place, int, Tensor]], list[Tensor]]
 """This rank's part of the sum of one layer's gradients, on the device.
 
-- for each gradient that has some of it: where that begins in the gradient, in bytes, and the bytes.
-- the memory that the part was made in, with its own. It has to stay until the part has left.
+- For each gradient in the part: the place, the offset in the gradient in bytes, and the bytes.
+- The memory that was used. It must stay until the part has been offloaded.
 """
 
 
 def is_narrow(family: Family) -> bool:
-    """Whether what this rank adds of each master's gradient is one tensor in the dtype of the casts, or nothing."""
+    """Returns True if this rank adds at most one tensor to each master's gradient, in the dtype of the casts."""
     narrow = True
     for place in family.trainable():
         cast, found = place[0].parameters.autocast, _found(family, place)
@@ -58,13 +58,13 @@ def is_narrow(family: Family) -> bool:
 
 
 def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool) -> RankSum:
-    """Sums a layer's gradients over the ranks, on a stream of its own. Collective; the host may go on.
+    """Sums a layer's gradients over the ranks on a separate stream. Collective; the host does not wait for the device.
 
     Args:
-        device: has the gradients.
-        ranks: those who sum.
-        family: the gradients. They are added to what is in ``param.grad``; where there is none, this rank adds zeros.
-        narrow: whether those of masters are sent in the dtype of the casts: whether :func:`is_narrow` holds on all ranks.
+        device: the device of the gradients.
+        ranks: the ranks to sum over.
+        family: the gradients. They are added to ``param.grad``; this rank adds zeros for a gradient that it does not have.
+        narrow: gradients of masters are sent in the dtype of the casts, because :func:`is_narrow` holds on all ranks.
     """
     places = family.trainable()
     own = [layer.block.parameters[index].dtype for layer, index in places]
@@ -104,14 +104,14 @@ def _parts(spans: Mapping[Place, Span], runs: Sequence[_Run]) -> Iterator[tuple[
 
 
 def _found(family: Family, place: Place) -> list[Tensor]:
-    """What this rank adds of a gradient, in order: ``param.grad``, what is on the host, and what is on the device."""
+    """Returns what this rank adds to a gradient, in order: ``param.grad``, the part on the host, the part on the device."""
     return [
         each for each in (gradient_of(place), family.stashed.get(place), family.waiting.get(place)) if each is not None
     ]
 
 
 def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Tensor) -> None:
-    """Writes what this rank adds to the tensor that is sent."""
+    """Writes this rank's gradients to the flat tensor."""
     for place, span in spans.items():
         target, found = part(sent, span), _found(family, place)
         if found:
@@ -125,23 +125,22 @@ def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Ten
 
 
 def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor) -> tuple[list[_Run], Tensor]:
-    """Adds the parts of all ranks, in their order, each multiplied by one over their number as DistributedDataParallel does.
+    """Adds the parts of all ranks, in their order, each multiplied by 1 / ranks, as DistributedDataParallel does.
 
     Args:
         device: allocates memory.
-        ranks: those who sum.
-        runs: what was sent.
+        ranks: the ranks to sum over.
+        runs: the gradients in the flat tensor.
         received: a row of bytes from each rank of the node.
 
     Returns:
-        The runs with their sums, and the memory in which these lie one behind the other, for as many equal parts as there are
-        nodes.
+        The runs of this rank's part with their sums, and the memory of these sums, padded to equal parts for all nodes.
     """
     nbytes = received.shape[1]
     first = ranks.rank * nbytes
     own = [replace(run, begin=max(run.begin, first), end=min(run.end, first + nbytes)) for run in runs]
     own = [run for run in own if run.begin < run.end]
-    # What other nodes' sums are added to is rounded after that alone.
+    # With several nodes, a sum in half precision is rounded only after those of all nodes are added.
     dtypes = [run.summed if ranks.nodes == 1 else added_in(run.summed) for run in own]
     sizes = [(run.end - run.begin) // run.sent.itemsize * each.itemsize for run, each in zip(own, dtypes, strict=True)]
     memory = device.empty(aligned(-(-sum(sizes) // ranks.nodes)) * ranks.nodes)
@@ -154,19 +153,19 @@ def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tens
 
 
 def _over_nodes(device: Device, ranks: Ranks, runs: Sequence[_Run], own: Tensor, what: str) -> list[Tensor]:
-    """Adds the sums of all nodes, in their order: each peer those of one part, which it sends to the others.
+    """Adds the sums of all nodes, in their order: each peer adds one part, and then gathers those of the other peers.
 
     Args:
         device: allocates memory.
-        ranks: those who sum.
-        runs: what is to be summed: this node's sums, which are replaced.
-        own: the memory in which they lie. It is overwritten.
-        what: what is sent, in words.
+        ranks: the ranks to sum over.
+        runs: this node's sums, which are replaced.
+        own: the memory of these sums, which is overwritten.
+        what: the name of the data, for errors.
 
     Returns:
         The memory that was used beside ``own``.
     """
-    if not runs:  # nor have the peers anything
+    if not runs:  # then the peers have none either
         return []
     received, nbytes = device.empty(own.nbytes), own.nbytes // ranks.nodes
     ranks.exchange_between_nodes(received, own, what)
@@ -187,7 +186,7 @@ def _over_nodes(device: Device, ranks: Ranks, runs: Sequence[_Run], own: Tensor,
 
 
 def _runs(spans: Iterable[Span], summed: Iterable[torch.dtype]) -> list[_Run]:
-    """Puts neighbours of the same dtypes together, with the padding between them."""
+    """Joins adjacent gradients of the same dtypes, with the padding between them."""
     runs: list[_Run] = []
     for span, dtype in zip(spans, summed, strict=True):
         end = span.offset + aligned(span.nbytes)

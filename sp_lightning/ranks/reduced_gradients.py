@@ -1,9 +1,9 @@
-"""Gradients of several ranks: each layer's are summed over the ranks once in a backward, and each rank drains its part.
+"""Gradients of several ranks: each layer's are summed once per backward, and each rank offloads its part of the sum.
 
-Ranks match what they send by its order alone, so all of them send the layers in one agreed order: that in which those of rank 0
-were complete in the last backward. A layer that is complete before its turn waits on the device; if more than
-``in_flight`` wait, the oldest goes to this rank's host memory until then. At the end of backward every rank sends what is left,
-with zeros for what it lacks, so ranks that took different paths stay together.
+Collectives match by their order alone, so all ranks sum the layers in one agreed order: the order in which rank 0's were complete
+in the last backward. A layer that is complete before its turn waits on the device. If more than ``in_flight`` layers wait, the
+oldest is moved to this rank's host memory until its turn. At the end of backward every rank sums the remaining layers, with zeros
+for gradients that it does not have. So ranks may take different paths through the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from sp_lightning.store.block_memory import Staging
 from sp_lightning.torch_compat.modes import no_inference_mode
 
 _NARROW, _EARLY = 1, 2
-"""What holds of a layer's gradients on all ranks: they may be sent in the dtype of casts; they are complete, and a step waits."""
+"""Bits that ranks agree on for a layer's gradients.
+
+``_NARROW``: they can be sent in the dtype of the casts. ``_EARLY``: they are complete, and an optimizer step waits for them.
+"""
 
 
 class ReducedGradients(GradientSink[None]):
@@ -33,13 +36,13 @@ class ReducedGradients(GradientSink[None]):
 
     Args:
         device: copies the gradients.
-        ranks: those that gradients are summed over.
+        ranks: the ranks to sum over.
         layers: all layers.
-        staging: page-locks the memory that gradients come to.
+        staging: page-locks the memory for gradients.
         in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
 
     Attributes:
-        places: where gradients are that all ranks see.
+        places: the shared memory of the gradients.
     """
 
     def __init__(
@@ -52,20 +55,20 @@ class ReducedGradients(GradientSink[None]):
         self._families = self.places.families
         self._order = sorted(self._families, key=lambda owner: (owner.kind is Kind.RESIDENTS, -owner.index))
         self._turn = 0
-        # In this backward, in the order in which they were complete here.
+        # The layers that are complete in this backward, in order.
         self._completed: dict[StreamedLayer, None] = {}
-        # Those with gradients on the device that wait for their turn. Of those in ``arriving`` others are still to come.
+        # Complete layers whose gradients wait on the device for their turn. Layers in ``arriving`` are not complete yet.
         self._ready: dict[Family, None] = {}
-        self._begun = False  # whether gradients have come in this backward
+        self._begun = False  # whether gradients have arrived in this backward
         self._wanted: Wanted | None = None  # in this backward
 
     # ------------------------------------------------------------------ gradients arrive
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
-        """Takes a gradient that autograd has finished. Returns whether all of its layer's have arrived.
+        """Takes a gradient from autograd. Returns True if all gradients of its layer have arrived.
 
         Raises:
-            RuntimeError: it cannot be summed over ranks, or its layer's gradients have left already.
+            RuntimeError: it cannot be summed over ranks, or its layer has been summed already.
         """
         name = layer.planned.spans[index].name
         self.expect()
@@ -85,12 +88,12 @@ class ReducedGradients(GradientSink[None]):
         family.came.add(place)
         self.device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes
-        # A layer that forward has used several times may get its gradients in parts, so none of them is known to be the last.
+        # If forward has called a layer several times, its gradients may come in parts, and the last one is not known.
         once = all(member.visits <= 1 for member in layer.owner.family)
         return once and len(family.waiting) == len(family.trainable()) and layer.owner.kind is not Kind.RESIDENTS
 
     def _to_dense(self, layer: StreamedLayer, name: str, gradient: Tensor) -> Tensor:
-        """Rows of a table, summed on the host in the order of their uses, as one dense gradient on the device."""
+        """Returns a table's sparse gradient as a dense one on the device. The host sums rows in the order of their uses."""
         if not layer.rows.sparse_on_device:
             raise RuntimeError(
                 f"The gradient of {name!r} is sparse, and those of several devices are not summed. Use sparse=False, or "
@@ -100,7 +103,7 @@ class ReducedGradients(GradientSink[None]):
         return each_row_once(gradient.to("cpu")).to_dense().to(self.device.device)
 
     def drain(self, layer: StreamedLayer) -> None:
-        """Notes that a layer's gradients are complete: they leave when it is their turn."""
+        """Notes that a layer's gradients are complete, and sums all layers whose turn it is."""
         owner = layer.owner
         family = self._families.get(owner)
         if family is None or family.reduced or not (family.waiting or family.stashed):
@@ -117,19 +120,19 @@ class ReducedGradients(GradientSink[None]):
         self._make_way()
 
     def _make_way(self) -> None:
-        """Lets as many transfers end as layers wait for their turn: together they keep to what the plan counts."""
+        """Waits for transfers until these and the waiting layers use no more memory than the plan counts."""
         self.retire(max(0, self.in_flight - 1 - len(self._ready)))
         self.finish()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
-        """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
+        """Moves gradients of other layers to the host, because the backward of ``layers`` begins."""
         owners = [layer.owner for layer in layers]
         for family in list(self.arriving):
             if family.owner not in owners and family.owner.kind is not Kind.RESIDENTS:
                 self._stash(family)
 
     def _stash(self, family: Family) -> None:
-        """Moves gradients to this rank's host memory, because there is no turn for them yet. The host waits for it."""
+        """Moves gradients to this rank's host memory until their turn. The host waits for the copy."""
         for place, gradient in family.waiting.items():
             there = self.device.receive(gradient)
             with no_inference_mode(), torch.no_grad():
@@ -141,7 +144,6 @@ class ReducedGradients(GradientSink[None]):
         self._gone(family)
 
     def _gone(self, family: Family) -> None:
-        """Its gradients are not on the device any more."""
         family.waiting.clear()
         self.arriving.pop(family, None)
         self._ready.pop(family, None)
@@ -149,19 +151,19 @@ class ReducedGradients(GradientSink[None]):
     # ------------------------------------------------------------------ a layer is summed
 
     def expect(self, wanted: Wanted | None = None) -> None:
-        """The backward of a loss begins: all ranks will sum their gradients, whether this one has any or not."""
+        """Called when the backward of a loss begins. All ranks sum gradients in it, even those without any."""
         if self._begun:
             return
         self._wanted = wanted
         compare_trained(self._ranks, self._families.values())
         if wanted is not None and not self.places.slots:
-            # For those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
+            # For k' + 1 transfers, one layer whose gradients have landed, and one whose update runs.
             self.places.make_slots(self.in_flight + 2, self._staging)
         self.places.lock(self._staging)
         self._begun = True
 
     def _next(self) -> None:
-        """Sends the layer whose turn it is, and receives this rank's part of all ranks' gradients of it."""
+        """Sums the gradients of the next layer over all ranks, and offloads this rank's part of the sum."""
         family = self._families[self._order[self._turn]]
         self._turn += 1
         if not family.trainable():
@@ -181,15 +183,15 @@ class ReducedGradients(GradientSink[None]):
             self._hand_over(family)
 
     def _agree_on(self, family: Family) -> int:
-        """Asks what holds of a layer's gradients on all ranks, where anything of it might."""
-        casts = family.owner.masters is not None  # such a layer's gradients mostly come in 16 bits
+        """Returns the bits ``_NARROW`` and ``_EARLY`` that hold on all ranks. Asks only if a bit may hold."""
+        casts = family.owner.masters is not None  # such a layer's gradients usually have 16 bits
         if not casts and self._wanted is None:
             return 0
         mine = _NARROW * (casts and is_narrow(family)) | _EARLY * self._may_be_early(family)
         return self._ranks.all_have(mine, "what holds of a layer's gradients")
 
     def _may_be_early(self, family: Family) -> bool:
-        """Whether a step waits for a layer all of whose gradients are here, and none of which is added to another one."""
+        """Returns True if a step waits for the layer, and all its gradients are here and not added to earlier ones."""
         if self._wanted is None or family.owner.kind is Kind.RESIDENTS:
             return False
         places = family.trainable()
@@ -197,7 +199,7 @@ class ReducedGradients(GradientSink[None]):
         return there and self._wanted(family.owner)
 
     def _hand_over(self, family: Family) -> None:
-        """Gives a layer to the optimizer's step, which waits until all ranks' parts of its gradients have landed."""
+        """Hands a layer to the optimizer step, which waits until the parts of all ranks have landed."""
         family.landed = self.device.record(Stream.DOWNLOAD)
         if self._ranks.primary:
             with no_inference_mode():
@@ -206,9 +208,9 @@ class ReducedGradients(GradientSink[None]):
         family.owner.parameters.doors.gradients_complete(family.owner)
 
     def landing(self, owner: StreamedLayer) -> Callable[[], None] | None:
-        """Waits until this rank's part of the gradients has landed, of a layer that is updated in backward.
+        """Returns a function that waits until this rank's part of the gradients has landed.
 
-        None for any other layer, whose gradients are all there.
+        Returns None for a layer that is not updated in backward: its gradients have landed already.
         """
         family = self._families.get(owner)
         if family is None or family.slot is None:
@@ -216,7 +218,7 @@ class ReducedGradients(GradientSink[None]):
         return partial(self.device.synchronize, family.landed, Wait.APPLY_AFTER_DRAIN)
 
     def _drain(self, family: Family, parts: list[tuple[Place, int, Tensor]], used: list[Tensor]) -> None:
-        """Copies this rank's part of a sum to where all ranks see it. ``used``: the memory that it was made in."""
+        """Copies this rank's part of a sum to shared memory. ``used`` is the memory to keep until then."""
         self.device_bytes += sum(each.nbytes for each in used)
         device, targets, sources = self.device, [], []
         for place, begin, source in parts:
@@ -230,7 +232,7 @@ class ReducedGradients(GradientSink[None]):
     # ------------------------------------------------------------------ backward ends
 
     def end(self, *, last: bool) -> None:
-        """Sends what is left, and lets ``param.grad`` show the sums once all ranks' parts are there."""
+        """Sums the remaining layers, and sets ``param.grad`` once the parts of all ranks have landed."""
         if not (self._begun and last):
             return
         try:
@@ -253,19 +255,19 @@ class ReducedGradients(GradientSink[None]):
                 self.places.show(family, place)
 
     def _agree_at_end(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
-        """At the end of backward, tells all ranks which parameters have a gradient on any, and takes over rank 0's order.
+        """At the end of backward, finds the parameters with a gradient on any rank, and adopts rank 0's order. Collective.
 
-        A ``param.grad`` that no rank has added to gets its bytes back: the sum has added zeros to it.
+        If no rank has added to a ``param.grad``, its former bytes are restored, because the sum has added zeros to it.
 
         Returns:
-            For each place whether any rank has a gradient, and whether any had a ``param.grad`` before.
+            For each place, whether any rank has a gradient, and whether any had a ``param.grad`` before.
         """
         count, indices = len(places), {owner: index for index, owner in enumerate(self._families)}
         came = [place in family.came for family, place in places]
         before = [gradient_of(place) is not None for _, place in places]
         order = [0] * len(indices)
         if self._ranks.first:
-            # As layers were complete in this backward. Which experts get tokens differs from rank to rank.
+            # In the order of completion. Experts come last: which of them get tokens differs from rank to rank.
             complete = dict.fromkeys([*self._completed, *self._order])
             order = [indices[owner] for owner in sorted(complete, key=lambda owner: owner.expert)]
         words = torch.tensor([*came, *before, *order], dtype=torch.int32)
@@ -283,7 +285,7 @@ class ReducedGradients(GradientSink[None]):
         return bits
 
     def drop(self) -> None:
-        """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
+        """Drops gradients that have not reached ``param.grad``, and resets what belongs to one backward."""
         self.drop_drains()
         self._turn, self._begun = 0, False
         self._completed.clear()

@@ -1,9 +1,9 @@
-"""Host memory that all processes of a node have in common, and of which each has a view of its own.
+"""Host memory that all processes of a node share, and of which each process has a private view.
 
-Every process maps the same memory twice. What it writes through :attr:`SharedMemory.common` all of them see. Through
-:attr:`SharedMemory.own` it sees the same values, but what it writes there stays its own: the system copies a page when it
-is first written. That is what user code sees of a weight, so that each process has a replica, as with one copy per
-process, and pays for pages that it writes alone.
+Each process maps the same memory twice. Writes through :attr:`SharedMemory.common` are seen by all processes.
+:attr:`SharedMemory.own` shows the same values, but writes to it are private: the system copies a page when it is first written
+(copy on write). User code sees weights through the private view, so each process has a replica, and only pages that it writes
+take memory.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch import Tensor
 
 from sp_lightning.device.pages import Page, written_pages
 
-with suppress(ImportError):  # Windows has none, and no devices that share memory
+with suppress(ImportError):  # Windows has no fcntl, and shares no memory
     import fcntl
 
 
 class SharedMemory:
-    """Memory of a node's processes.
+    """Memory that the processes of a node share.
 
     Attributes:
-        nbytes: how much it is, in bytes, a multiple of the page size.
-        common: all of it, flat ``uint8``: what is written here is seen by all processes.
-        own: this process's view of all of it.
+        nbytes: its size in bytes, a multiple of the page size.
+        common: all of it, flat ``uint8``. All processes see writes to it.
+        own: this process's private view of all of it.
 
     Args:
-        descriptor: the memory's file. The caller may close it afterwards.
-        nbytes: a multiple of the page size.
+        descriptor: the descriptor of the memory. The caller may close it afterwards.
+        nbytes: its size in bytes, a multiple of the page size.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -48,24 +48,24 @@ class SharedMemory:
         self.bytes = mmap.mmap(descriptor, nbytes)
         with suppress(OSError):
             self.bytes.madvise(mmap.MADV_DONTFORK)  # workers of a DataLoader do not write it
-        # A file of its own to lock: descriptors that were sent to processes are one open file.
+        # A separate open file for the lock: descriptors that were sent to other processes share one open file.
         self._lock = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
         _lockable.add(self)
         self.common = _tensor(self.bytes)
         self.own = OwnView(self._descriptor, self.common)
 
     def words(self, kind: str) -> memoryview:
-        """The memory that all processes see, as numbers of 8 bytes (``"q"`` or ``"d"``)."""
+        """Returns the shared memory as numbers of 8 bytes (``"q"`` or ``"d"``)."""
         return memoryview(self.bytes).cast(kind)  # type: ignore[call-overload]
 
     @contextmanager
     def locked(self, until: Callable[[Callable[[], bool], str], None]) -> Iterator[None]:
-        """While this is active no other process is here, nor another object for the same memory. It is not for two threads.
+        """A context in which no other process, and no other object for the same memory, holds the lock. Not for several threads.
 
-        The system gives the lock back for a process that ends. What was written under it the next one sees.
+        The system releases the lock of a process that ends. The next holder sees everything that was written under the lock.
 
         Args:
-            until: waits for a process that has the lock and stands still, as :meth:`sp_lightning.ranks.ranks.Ranks.until`.
+            until: waits while another process holds the lock, as :meth:`sp_lightning.ranks.ranks.Ranks.until` does.
         """
         if not self._lock_now():
             until(self._lock_now, "memory that another process has locked")
@@ -82,7 +82,7 @@ class SharedMemory:
         return True
 
     def view_anew(self, begin: int, end: int) -> OwnView:
-        """Returns another view of a part of the memory, as :attr:`own` is one of all of it."""
+        """Returns another private view, of a part of the memory."""
         return OwnView(self._descriptor, self.common[begin:end], begin)
 
     def __del__(self) -> None:
@@ -95,7 +95,7 @@ _lockable: WeakSet[SharedMemory] = WeakSet()
 
 
 def _forget_locks() -> None:
-    """A forked process has the same open files: with them it would keep a lock whose process has ended."""
+    """Closes the files for locks in a forked process, which would otherwise hold a lock after its owner has ended."""
     for memory in list(_lockable):
         os.close(memory._lock)
         memory._lock = -1
@@ -106,15 +106,15 @@ if hasattr(os, "register_at_fork"):
 
 
 class OwnView:
-    """A view of shared memory in which this process's writes stay its own. It sees the others' in pages it has not written.
+    """A private view of shared memory (copy on write). Pages that this process has not written show the shared values.
 
     Attributes:
-        bytes: the memory, flat ``uint8``.
+        bytes: the view, flat ``uint8``.
 
     Args:
-        descriptor: the memory's file.
-        common: the part of the common memory that this is a view of.
-        begin: where that part begins, a multiple of the page size.
+        descriptor: the descriptor of the memory.
+        common: the part of the shared memory.
+        begin: the offset of the part, a multiple of the page size.
     """
 
     def __init__(self, descriptor: int, common: Tensor, begin: int = 0) -> None:
@@ -124,13 +124,15 @@ class OwnView:
         self.bytes = _tensor(self._memory)
 
     def written(self, begin: int = 0, end: int | None = None) -> list[Page]:
-        """Returns the runs of pages that this process has written since they were last dropped."""
+        """Returns the pages that this process has written since they were last dropped."""
         return [(begin + first, begin + last) for first, last in written_pages(self.bytes[begin:end])]
 
     def drop(self, *parts: Page, commit: bool = False) -> int:
-        """Forgets what this process has written in these parts, which do not overlap, or anywhere: it sees common values again.
+        """Drops this process's private pages, so that the view shows the shared values again. Returns their bytes.
 
-        With ``commit`` all processes get it first. Neighbours cost one look. Returns the bytes.
+        Args:
+            parts: parts of the view that do not overlap; none for all of it.
+            commit: copy the pages to shared memory first.
         """
         areas: list[Page] = [] if parts else [(0, self.bytes.nbytes)]
         for begin, end in sorted(parts):
@@ -144,17 +146,17 @@ class OwnView:
         return sum(end - begin for begin, end in pages)
 
     def checksum(self, begin: int, nbytes: int, before: int = 0) -> int:
-        """Returns a checksum of these bytes, and of what has the checksum ``before``."""
+        """Returns a checksum of these bytes that continues the checksum ``before``."""
         return crc32(memoryview(self._memory)[begin : begin + nbytes], before)
 
     def keep(self, begin: int, end: int) -> None:
-        """Makes all pages of a part this process's own: tensors in it keep their values, whatever other processes write later."""
+        """Makes all pages of a part private, so that tensors in it keep their values when other processes write."""
         held = self.bytes[begin:end]
         held.copy_(held.clone())
 
 
 def commit_or_drop(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> int:
-    """Commits or drops what this process has written in parts of several views: one look at each view. Returns the bytes."""
+    """Commits or drops private pages in parts of several views, with one pass over each view. Returns the bytes."""
     by_view: dict[OwnView, list[Page]] = {}
     for view, part in parts:
         by_view.setdefault(view, []).append(part)
@@ -165,20 +167,20 @@ def _tensor(memory: mmap.mmap) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-# ---------------------------------------------------------------------- from one process to the others
-# They need no file system in common, and no name under which others could find the memory.
+# ---------------------------------------------------------------------- sending descriptors
+# The processes need no common file system, and the memory has no name that other users could find.
 
 
 def hand_out(descriptor: int, number: int, announce: Callable[[str], object]) -> dict[int, int]:
     """Sends the descriptor of memory to other processes.
 
     Args:
-        descriptor: the memory's.
-        number: how many processes are to get it.
-        announce: tells the others where they get it.
+        descriptor: the descriptor.
+        number: the number of processes to send it to.
+        announce: sends them the token for :func:`receive`.
 
     Returns:
-        The processes by their ranks.
+        The process ids by rank.
     """
     processes: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX) as server:
@@ -199,11 +201,11 @@ def hand_out(descriptor: int, number: int, announce: Callable[[str], object]) ->
 
 
 def receive(token: str, rank: int) -> tuple[int, int]:
-    """Returns a descriptor that another process hands out, and that process.
+    """Receives a descriptor from :func:`hand_out`. Returns it and the id of the sender.
 
     Args:
-        token: where it does.
-        rank: this process's.
+        token: the token that the sender has announced.
+        rank: this process's rank.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_PATIENCE)
@@ -215,24 +217,24 @@ def receive(token: str, rank: int) -> tuple[int, int]:
 
 
 _PATIENCE = 60.0
-"""Seconds until a rank that does not come for shared memory is given up."""
+"""Seconds that a rank has to send or receive a descriptor."""
 
 
 def _peer(connection: socket.socket) -> tuple[int, int, int]:
-    """Returns process, user and group at the other end of a connection, as this process numbers them."""
+    """Returns the ids of process, user and group at the other end of a connection, in this process's namespace."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
 
 
-# ---------------------------------------------------------------------- order
+# ---------------------------------------------------------------------- memory order
 
 _lock = threading.Lock()
 
 
 def publish(words: Any, index: int, number: int) -> None:
-    """Writes a number for other processes, who see whatever was written before once they see it, on any processor.
+    """Writes a number for other processes. Who sees it also sees all earlier writes of this process, on any processor.
 
-    x86 keeps that order by itself, ARM does not. Python has no word for it, but a lock has: what comes before its release is not
-    done after it, what follows its acquisition not before it, and a release and an acquisition behind it keep their order.
+    x86 keeps this order by itself, ARM does not. Python has no memory barrier, but locks order memory: earlier writes do not move
+    behind a release, later ones do not move before an acquisition, and a release and the next acquisition keep their order.
     """
     with _lock:
         pass

@@ -17,20 +17,20 @@ from sp_lightning.updates.background import BackgroundUpdates
 
 
 class SharedUpdates(BackgroundUpdates):
-    """The updates that are under way, of all ranks.
+    """Updates in the background, of several ranks.
 
-    On every rank a layer's parameters wait until the primary has updated it. It says so by a number on a board: how many
-    updates the layer has had.
+    On every rank a layer's parameters wait until the primary has updated the layer. The primary then writes the number of updates
+    of the layer to shared memory.
 
-    A layer that is updated in backward is submitted as soon as its gradients have been sent. Then each rank says by such a
-    number that its part of them has landed, and that it reads the layer's weights no more. The primary waits for all ranks.
-    No thread but the background's waits for that, and all ranks submit in one order, so none of them waits for ever.
+    A layer that is updated in backward is submitted as soon as its gradients are summed. Each rank then writes such a number once
+    its part of the sum has landed and it does not read the layer's weights any more. The primary waits for all ranks. Only the
+    background thread waits, and all ranks submit in the same order, so there is no deadlock.
 
     Args:
         layers: all layers.
         device: runs work in its background thread, and waits for it.
         ranks: the ranks.
-        gradients: where gradients are that all ranks see.
+        gradients: the gradients that all ranks share.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SharedUpdates(BackgroundUpdates):
             self._submitted[layer] += 1
             update = partial(self._update, layer, self._submitted[layer], self._gradients.landing(layer), work)
             if self._ranks.primary:
-                # Until the update is waited for, the layer's parameters and gradients are those that all ranks see.
+                # Until the update has been waited for, the layer's parameters and gradients are the shared ones.
                 for member in layer.family:
                     common.enter_context(member.block.written_in_common())
                 common.enter_context(self._gradients.places.written_in_common([layer]))
@@ -65,9 +65,9 @@ class SharedUpdates(BackgroundUpdates):
     def _update(
         self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None, work: Callable[[], None]
     ) -> None:
-        """Updates a layer on the primary, in backward once the parts of all ranks are there. The others wait for it."""
+        """Updates a layer on the primary, in backward after the parts of all ranks have landed. Other ranks wait for it."""
         ranks = self._ranks
-        landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # where each rank says so
+        landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # the word of each rank
         try:
             if landing is not None:
                 landing()
@@ -77,7 +77,7 @@ class SharedUpdates(BackgroundUpdates):
                 return
             if landing is not None:
                 ranks.until(lambda: all(self._landed[each] >= number for each in landed), Wait.UPDATE_AFTER_LANDING)
-                # What this rank's user code has written counts. What others' has, they drop in the step's turn.
+                # Share what the primary's user code has written. Other ranks drop their writes in the step's turn.
                 merge(member.block.memory for member in layer.family)
             work()
             publish(self._done, layer.index, number)
@@ -87,5 +87,5 @@ class SharedUpdates(BackgroundUpdates):
             raise
 
     def bound(self, most: int) -> None:
-        """Waits for as many updates as leave a slot for the next layer's gradients. Those of all others may be on their way."""
+        """Waits for updates until a slot is free for the next layer's gradients. All other slots may be in use."""
         super().bound(max(most, self._gradients.places.slots - 1))

@@ -54,14 +54,14 @@ class PendingGather(PendingUpload):
 
 
 class SlicedUploads(Uploads):
-    """Copies the layers of the main ring together with the other ranks of the node. All ranks of all nodes make one of these.
+    """Uploads the layers of the main ring together with the other ranks of the node. All ranks of all nodes make one of these.
 
     Args:
-        device: copies, and says in which order.
-        ranks: those who upload.
-        lock: the engine's. The caller of a method holds it, but for :meth:`close`.
-        own: whether what a rank uploads of a layer is its own and not that of all ranks.
-        log: for the one line that says that ranks do not agree; None for Lightning's.
+        device: issues the copies.
+        ranks: the ranks.
+        lock: the engine's lock. The caller holds it, except for :meth:`close`.
+        own: returns True if a rank uploads its private values of a layer.
+        log: the logger for a line that ranks do not agree; None for Lightning's.
     """
 
     def __init__(
@@ -85,9 +85,11 @@ class SlicedUploads(Uploads):
         self._over = threading.Event()
         threading.Thread(target=self._look, name="superpipeline-gathers", daemon=True).start()
         ranks.meanwhile = self._go_on_meanwhile
-        self._in_round = self._tried = False  # whether this is within a round, and one in which it may gather
-        self._sums = self._rounds = 0  # how often the ranks had summed gradients when it began, and rounds since
-        self._parted = 0  # rounds in a row in which ranks did not agree
+        self._in_round = False
+        self._tried = False  # whether gathers are tried in this round
+        self._sums = 0  # the number of backwards before this round
+        self._rounds = 0  # rounds since that backward
+        self._parted = 0  # consecutive rounds in which ranks did not agree
 
     def send(
         self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]
@@ -111,11 +113,11 @@ class SlicedUploads(Uploads):
             self._begin()
         if len(self.pending) >= AHEAD:
             self.finish(self.pending[0])
-        # What is this rank's own no other one announces by the same number.
+        # No other rank announces a private layer by the same number.
         return self._gathers.announce(-1 - self._ranks.rank if self._own(layer) else layer.index)
 
     def _begin(self) -> None:
-        """Begins a round. Sums of gradients number rounds alike on all ranks, whatever they have done in between."""
+        """Begins a round. Its number is the same on all ranks, because it counts from the last sum of gradients."""
         self._in_round = True
         if self._sums != self._ranks.sums:
             self._sums, self._rounds = self._ranks.sums, 0
@@ -123,7 +125,7 @@ class SlicedUploads(Uploads):
         self._tried = self._parted < _IN_A_ROW or (self._sums + self._rounds) % _EVERY == 0
         self._gathers.begin(self._sums << 32 | self._rounds, patient=self._tried)
 
-    # ------------------------------------------------------------------ the rest of a layer
+    # ------------------------------------------------------------------ the rest of a pending upload
 
     def go_on(self, using: StreamedLayer | None = None) -> None:
         while self.pending and not self._issuing:
@@ -133,15 +135,15 @@ class SlicedUploads(Uploads):
             self._issue(together=verdict)
 
     def _look(self) -> None:
-        """The thread: what others wait for is done here if the engine does not come by."""
+        """The thread: issues gathers that other ranks wait for while the engine does not call :meth:`go_on`."""
         while not self._over.wait(LOOK):
             try:
                 self._go_on_meanwhile()
-            except Exception:  # the layers are there, and the engine fails at what the ranks do together next
+            except Exception:  # the engine raises it at the next meeting
                 return
 
     def _go_on_meanwhile(self) -> None:
-        """As :meth:`go_on`, for a caller that may not wait for the engine."""
+        """Calls :meth:`go_on` unless the engine holds the lock."""
         if self.pending and self._lock.acquire(blocking=False):
             try:
                 self.go_on()
@@ -156,7 +158,7 @@ class SlicedUploads(Uploads):
             except BaseException:
                 self._alone()
                 raise
-            if first in self.pending:  # it was not issued meanwhile
+            if first in self.pending:  # the wait has not issued it
                 self._issue(together=verdict)
 
     def _issue(self, *, together: bool) -> None:
@@ -171,7 +173,7 @@ class SlicedUploads(Uploads):
             with self.device.on(Stream.UPLOAD):
                 self._ranks.gather(gathered, self._group, f"layer {coming.layer.name!r}")
         except BaseException:
-            self._alone()  # a rank that does not come is waited for once: the run ends, which asks for all layers
+            self._alone()  # do not wait again for a rank that does not come: the end of the run finishes all uploads
             raise
         finally:
             self._issuing = False
@@ -182,7 +184,7 @@ class SlicedUploads(Uploads):
         coming.landed()
 
     def _alone(self) -> None:
-        """Copies the rest of all layers that are on their way: the others do not bring them, or not in this order."""
+        """Copies the rest of all pending layers from host memory, because the ranks do not gather them in this order."""
         self._gathers.close_round()
         while self.pending:
             coming = self.pending.popleft()
@@ -218,10 +220,10 @@ class SlicedUploads(Uploads):
 
 
 _ALIGNMENT = 512
-"""Parts of a layer are multiples of so many bytes."""
+"""Bytes of which each part of a layer is a multiple."""
 
 _IN_A_ROW, _EVERY = 3, 32
-"""After so many rounds in a row in which ranks did not agree, one of so many is tried, which is the same one on all ranks."""
+"""After ``_IN_A_ROW`` consecutive rounds without agreement, gathers are tried in every ``_EVERY``-th round on all ranks."""
 
 _PARTED = (
     "Superpipeline: the ranks fetch layers in different orders, or at different times; meanwhile each uploads whole layers, as "

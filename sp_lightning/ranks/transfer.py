@@ -14,18 +14,18 @@ from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.trainer.group import warn_of_one_device
 
 NBYTES = 1 << 26
-"""As many bytes are copied as a layer of a large model has, within a factor of ten."""
+"""Bytes that the measurement copies: a layer of a large model has as many, within a factor of ten."""
 
 _MUCH = 0.8
-"""Slices have to take at most this share of the time: they make ranks wait for each other."""
+"""Sharded uploads are chosen if they take at most this share of the time, because ranks wait for each other in them."""
 
 
 def takes_slices(transfer: Transfer, device: Device, ranks: Ranks, log: logging.Logger, *, trains: bool) -> bool:
-    """Whether the devices of a node upload layers together. Collective; all ranks have the same answer.
+    """Returns True if the devices of a node upload layers together. Collective; all ranks return the same.
 
-    With ``"auto"`` some memory is uploaded both ways, by all ranks at once, as in a run. Where the model computes on the host
-    there is nothing to upload, and the answer is no. So it is in training, because gathers beside sums of gradients are what
-    neither NCCL nor torch promises (see :mod:`~sp_lightning.ranks.sliced_uploads`): a user asks for them by name.
+    ``"auto"`` measures both kinds of upload, on all ranks at the same time, as in a run. It returns False on the CPU, and in
+    training: NCCL does not promise that gathers run beside sums of gradients (see :mod:`~sp_lightning.ranks.sliced_uploads`), so
+    a user has to ask for them by name.
     """
     if ranks.size == 1:
         warn_of_one_device(transfer, log)
@@ -46,7 +46,7 @@ def takes_slices(transfer: Transfer, device: Device, ranks: Ranks, log: logging.
 
 
 def measure_uploads(device: Device, ranks: Ranks, nbytes: int = NBYTES) -> tuple[float, float]:
-    """Returns the seconds that an upload of so many bytes takes, whole and sliced. Collective."""
+    """Returns the seconds of an upload of ``nbytes`` bytes, full and sharded. Collective."""
     source = device.host_empty(nbytes, pin=True)[:nbytes]
     source.fill_(1)
     device.pin(source)

@@ -1,4 +1,4 @@
-"""A strategy that leaves parameters, optimizer state and what is made anew on the host, on one device or several."""
+"""The base of the strategy: parameters and optimizer state stay in host memory, and devices and plugins are checked."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from sp_lightning.trainer.options import prepare_precision
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
 else:
-    _Base = object  # the strategies that are registered add those of their Lightning
+    _Base = object  # an object's class has a strategy of its Lightning as a later base
 
 
 class HostStrategy(_Base):
-    """What a trainer hands to a strategy (devices, nodes, plugins), checked, and kept off the device.
+    """A strategy that checks what the trainer gives it (devices, nodes, plugins), and keeps parameters in host memory.
 
     Args:
-        device: where layers compute; None for the trainer's choice.
+        device: the device that computes; None for the trainer's choice.
         accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``.
     """
 
@@ -59,12 +59,12 @@ class HostStrategy(_Base):
 
     # ------------------------------------------------------------------ one trainer
 
-    # What a trainer gives is kept apart from what the user gave. Otherwise Lightning takes it for the user's when the strategy is
-    # given to a second trainer: "accelerator set through both strategy class and accelerator flag, choose one".
+    # The trainer's plugins are kept apart from the user's. Otherwise Lightning would take them for the user's when the strategy
+    # is given to a second trainer: "accelerator set through both strategy class and accelerator flag, choose one".
 
     @property
     def accelerator(self) -> pl.accelerators.Accelerator | None:
-        """The trainer's accelerator; before there is a trainer, the one that was given."""
+        """The trainer's accelerator; the user's before the strategy has a trainer."""
         return self._of_trainer.get("accelerator", super().accelerator)
 
     @accelerator.setter
@@ -78,8 +78,9 @@ class HostStrategy(_Base):
 
     # ------------------------------------------------------------------ one device or several
 
-    # An object's class is made of the public class, or a user's that derives from it, and of Lightning's for its devices.
-    # Lightning sets the devices after it has made the strategy, so the class changes once if there are several.
+    # The class of an object has these bases: SuperpipelineStrategy or a user's subclass of it; on several devices the part that
+    # ``ranks`` has; and Lightning's strategy for the number of devices. Lightning sets the devices after the strategy was made,
+    # so an object with several devices changes its class once.
 
     _one_device: Any
     """Lightning's strategy for one device."""
@@ -95,7 +96,7 @@ class HostStrategy(_Base):
         return _unpickled, type(self).__bases__, self.__getstate__()
 
     def _change_class(self) -> None:
-        """Changes the class to that for the present devices, if it is another one."""
+        """Changes the class to the one for the present number of devices."""
         users = type(self).__bases__[0]
         of_devices: tuple[Any, ...] = (self._one_device,)
         if self._several:
@@ -105,14 +106,14 @@ class HostStrategy(_Base):
         devices = self._devices
         self.__class__ = _on_devices(users, *of_devices)
         of_devices[0].__init__(self, devices[0], super().accelerator, given_checkpoint_io(self), self.precision_plugin)
-        self._devices = devices  # Lightning's class has set other ones
+        self._devices = devices  # Lightning's constructor has reset them
 
     cluster_environment: Any = None
-    """How the processes of several devices find each other. Lightning hands its choice to strategies that have this."""
+    """How processes find each other. Lightning sets this attribute of strategies that have it."""
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The devices that were given, if any. Lightning hands its choice to strategies that have this attribute."""
+        """The user's devices; empty if the user gave none. Lightning sets this attribute of strategies that have it."""
         return self._devices if self._device_given or self._several else []
 
     @parallel_devices.setter
@@ -125,12 +126,12 @@ class HostStrategy(_Base):
 
     @property
     def _several(self) -> bool:
-        """Whether there are several devices, of this node or of all."""
+        """True if there are several devices on all nodes together."""
         return len(self._devices) * self._nodes > 1
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are. Lightning hands the trainer's number to strategies that have this attribute."""
+        """The number of nodes. Lightning sets this attribute of strategies that have it."""
         return self._nodes
 
     @num_nodes.setter
@@ -149,7 +150,7 @@ class HostStrategy(_Base):
 
     @property
     def root_device(self) -> torch.device:
-        """The device on which this process computes: the one that was given, else the trainer's choice."""
+        """The device on which this process computes: the user's, else the trainer's choice."""
         return self._devices[self.local_rank if len(self._devices) > 1 else 0]
 
     # ------------------------------------------------------------------ plugins
@@ -185,8 +186,8 @@ class HostStrategy(_Base):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Modules are made on the host: on the device they might not fit."""
-        with super().tensor_init_context(empty_init), torch.device("cpu"):  # the device of the inner context counts
+        """Makes modules in host memory, because they may not fit on the device."""
+        with super().tensor_init_context(empty_init), torch.device("cpu"):  # the inner context determines the device
             yield
 
 
@@ -201,10 +202,10 @@ def _unpickled(users: type, *of_devices: type) -> Any:
 
 
 def _refuse_processes_alone(strategy: Any) -> None:
-    """Refuses one device where torchrun, say, has started several processes: each would train by itself.
+    """Raises an error if a program such as torchrun has started several processes with one device each.
 
     Raises:
-        ValueError: it has.
+        ValueError: each process would train alone.
     """
     environment = strategy.cluster_environment
     if environment is None or not environment.creates_processes_externally:
@@ -213,7 +214,7 @@ def _refuse_processes_alone(strategy: Any) -> None:
         return
     try:
         number = environment.world_size()
-    except Exception:  # SLURM's needs SLURM_NTASKS, say. Plain Lightning does not ask it on one device
+    except Exception:  # SLURM's needs SLURM_NTASKS, for example. Plain Lightning does not ask it on one device
         return
     if number > 1:
         raise ValueError(
