@@ -122,34 +122,34 @@ class AllRows:
 
 
 class NoCasts:
-    """The casts of a layer whose weights travel as they are: there are none, and none is ever out of date."""
+    """The casts of a layer whose weights are uploaded unchanged: the interface of casts, with defaults that do nothing."""
 
     current = True
     saved = False
-    """Whether a graph has saved views of them."""
+    """Whether autograd has saved views of casts."""
 
     def invalidate(self) -> None:
-        """Nothing depends on masters."""
+        """Marks the casts as out of date, because masters may have been written unnoticed."""
 
     def mark_current(self) -> None:
-        """Nothing depends on masters."""
+        """Records that another process has cast the current masters."""
 
     def places(self, by: Stream, *, others: bool = True) -> Mapping[int, Tensor]:
-        """No places."""
+        """Returns the memory into which ``by`` may write casts together with their masters, by the id of the master."""
         return {}
 
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
-        """Nothing is cast."""
+        """Casts the masters again if the casts are out of date."""
 
     def saved_values(self, offset: int) -> SavedValues | None:
-        """No part of the slot has casts."""
+        """Returns the values of the casts if an offset of the slot is among them; otherwise None."""
         return None
 
     def offer(self, views: Sequence[Tensor]) -> None:
-        """The layer is on the device: nothing stands for masters there."""
+        """Offers the casts on the device in place of masters. Called when the layer is attached."""
 
     def withdraw(self) -> None:
-        """The layer leaves the device."""
+        """Withdraws them. Called when the layer is detached."""
 
 
 @dataclass(eq=False)
@@ -214,16 +214,16 @@ class Slot:
 
 
 class Kind(enum.Enum):
-    """How a layer comes to the device."""
+    """How a layer is brought to the device."""
 
     BLOCK = enum.auto()
-    """It passes through the slots of its ring when its module is called."""
+    """It is uploaded into a slot of its ring when its module is called."""
     MASTERS = enum.auto()
-    """The float32 weights of a block that travel as casts. They come only if something asks for them themselves."""
+    """The float32 weights of a block that is uploaded as casts. They are uploaded only if an operation needs them in float32."""
     TABLE = enum.auto()
     """An embedding of which rows are uploaded. All of it is uploaded only if an operation other than a look-up needs it."""
     RESIDENTS = enum.auto()
-    """It stays on the device while a step runs, in memory of its own."""
+    """It stays on the device during a step, in its own memory."""
 
 
 class StreamedLayer:
@@ -343,19 +343,19 @@ class StreamedLayer:
 
     @property
     def frozen(self) -> bool:
-        """Whether none of its parameters is trained."""
+        """True if none of its parameters is trained."""
         return not any(p.requires_grad for member in self.family for p in member.block.parameters)
 
     @property
     def outdated(self) -> bool:
-        """Whether the host's weights were written since the layer was fetched, as far as versions show it."""
+        """True if version counters show that the host's weights were written since the layer was uploaded."""
         return self.parameters.stale or not self.casts.current
 
     def refuse_updated(self, why: str = "its weights were needed again") -> None:
-        """Refuses what needs the layer's weights as they were before the running backward has updated them.
+        """Checks that the running backward has not updated the layer, because an operation needs the weights before that.
 
         Raises:
-            RuntimeError: it has.
+            RuntimeError: the layer is updated.
         """
         owner = self.owner
         if owner.updated_early and owner.needed is not None:
@@ -367,7 +367,7 @@ class StreamedLayer:
             )
 
     def close(self) -> None:
-        """The run is over: drops the device parameters, and leaves ordinary ones on the host, whose gradients are wide."""
+        """Drops the device parameters at the end of the run. Host parameters get gradients of their own dtype."""
         self.parameters.close()
         self.rows.unpin()
         for parameter in self.block.parameters:
