@@ -280,7 +280,7 @@ class Backward(Part):
             accumulated, self._accumulates = self._accumulates, False
             self._nested = self._announced = False
             for layer in self.layers:
-                layer.rows.sparse_on_device = False  # of a backward that has failed on the way
+                layer.rows.sparse_on_device = False  # in case an earlier backward has failed
             if not step.running or (accumulated and step.ends_with_backward):
                 step.end(compare=well)  # otherwise there is an error already
             elif accumulated and step.kind is StepKind.MANUAL:

@@ -1,9 +1,12 @@
-"""Gradients on their way to the host: they are drained while backward goes on, and applied once they are there.
+"""Copies gradients to the host while backward runs, and adds them to ``param.grad``.
 
-``arrived`` (autograd has put a gradient on a device parameter) → ``drain`` (a layer's gradients leave) → ``retire``
-(compute has waited for the copy, and the device memory is free) → ``apply`` (the host waits for the copy and adds it to
-``param.grad``). The gradients of at most k' + 1 layers are on the device at once; those of residents come on top, and leave
-when backward ends.
+1. ``arrived``: autograd has set a gradient of a device parameter.
+2. ``drain``: a layer's gradients are copied to the host.
+3. ``retire``: compute has waited for the copy, and the device memory is free.
+4. ``apply``: the host waits for the copy and adds it to ``param.grad``.
+
+The gradients of at most k' + 1 layers are on the device at once. Gradients of residents are not counted; they are copied when
+backward ends.
 """
 
 from __future__ import annotations
@@ -27,28 +30,27 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.private import accumulation_hooks, sparse_indices, sparse_rows, sparse_values
 
 _Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
-"""One gradient's memory on the host; a plain tuple, because there is one for each gradient, and each costs the host time.
+"""One gradient on the host. A plain tuple, because one is made for each gradient, in the host's critical path.
 
 - the user's parameter.
 - the gradient.
-- memory that may become ``param.grad``: the gradient's itself or, if that is in staging memory, the memory that the gradient is
-  converted into. None if there is none.
-- whether the gradient is sparse although ``param.grad`` is to be dense.
+- memory that may become ``param.grad``: the gradient itself or, if it is in staging memory, the memory into which it is
+  converted; None if the gradient is added to another one.
+- whether the gradient is sparse although ``param.grad`` is dense.
 """
 
-
 _Drain = tuple[StreamedLayer, deque[_Landing], BlockMemory | None]
-"""One transfer of one layer's gradients: the layer, where they land, and the staging memory if they need any."""
+"""One copy of a layer's gradients: the layer, their landings, and the staging memory if they use any."""
 
 
 @dataclass
 class _Received:
-    """The gradients that one layer, and its masters with it, has received in the running backward.
+    """The gradients of a layer and its masters in the running backward.
 
     Attributes:
-        gradients: the gradients that have not left yet, by layer and index of the parameter.
-        expected: how many parameters are to get a gradient.
-        applied: the parameters, by identity, whose gradient is in ``param.grad``.
+        gradients: the gradients that are not drained yet, by layer and index of the parameter.
+        expected: the number of parameters that get a gradient.
+        applied: the ids of the parameters whose gradient is in ``param.grad``.
     """
 
     expected: int = 0
@@ -60,8 +62,8 @@ class Gradients(GradientSink[_Drain]):
     """The gradients of all layers, from autograd to ``param.grad``: the :class:`GradientSink` of one device.
 
     Args:
-        device: copies the gradients.
-        staging: host memory for gradients that are added to others.
+        device: copies gradients.
+        staging: provides host memory for gradients that are added to others.
         in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
     """
 
@@ -69,20 +71,22 @@ class Gradients(GradientSink[_Drain]):
         super().__init__(device, in_flight, self._apply)
         self._staging = staging
         self._received: dict[StreamedLayer, _Received] = {}
-        # Held by the thread that applies gradients: parts of one are added in order.
+        # The thread that applies gradients holds this lock, so that several gradients of a parameter are added in order.
         self._landing = threading.RLock()
         self._wanted: Wanted | None = None  # in this backward
         self._kept: dict[StreamedLayer, int] = {}  # bytes of gradients that stay on the device until they are used
-        # Whether user code has read one. The next ones would be read, too, and take memory in both dtypes.
+        # Whether user code has read a narrow gradient. It would probably read the next ones, which would then take memory in
+        # both dtypes.
         self._looked_at = False
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
-        """Takes a gradient that autograd has finished, which leaves with its layer's others.
+        """Takes a gradient that autograd has finished. It is drained with the other gradients of its layer.
 
         Returns:
-            Whether all gradients of the layer have arrived; never for residents.
+            True if all gradients of the layer have arrived; always False for residents.
         """
-        owner, place = layer.owner, (layer, index)
+        owner = layer.owner
+        place = (layer, index)
         received = self._received.get(owner)
         if received is None:
             received = self._received[owner] = _Received()
@@ -96,7 +100,7 @@ class Gradients(GradientSink[_Drain]):
         return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS
 
     def drain(self, layer: StreamedLayer) -> None:
-        """Sends the gradients of one layer and of its masters that have arrived to the host."""
+        """Copies the gradients of a layer and its masters that have arrived to the host."""
         owner = layer.owner
         received = self._received.get(owner)
         if received is None or not received.gradients:
@@ -109,7 +113,8 @@ class Gradients(GradientSink[_Drain]):
             return
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         landings, staging, targets, sources = self._place(gradients)
-        owner.rows.sparse_on_device = False  # the layer's next gradient says anew whether it is
+        if not owner.whole:
+            owner.rows.sparse_on_device = False  # the layer's next gradient sets it again
         self.send(owner.index, targets, sources, list(gradients.values()), (owner, landings, staging))
 
     def expect(self, wanted: Wanted | None = None) -> None:
@@ -118,7 +123,7 @@ class Gradients(GradientSink[_Drain]):
     def _may_stay(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> bool:
-        """Whether a step on the device waits for these gradients, which are all that its layer gets."""
+        """Returns True if gradients may stay on the device for a step there. They must be all gradients of their layer."""
         if owner.own_slot is not None:
             return self.keep_there and self._may_stay_there(owner, received, gradients)
         if not self.stay or self._wanted is None or len(gradients) != received.expected:
@@ -131,7 +136,7 @@ class Gradients(GradientSink[_Drain]):
     def _may_stay_there(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> bool:
-        """Whether gradients of a layer that stays may wait there for its step, or are added to those that wait."""
+        """Returns True if gradients of a layer that stays on the device may stay there, or be added to those that do."""
         parameters = [layer.block.parameters[index] for layer, index in gradients]
         return (
             len(gradients) == received.expected
@@ -143,7 +148,7 @@ class Gradients(GradientSink[_Drain]):
     def _keep(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> None:
-        """Leaves gradients on the device. They come to the host if user code looks at them."""
+        """Keeps gradients on the device. They are copied to the host if user code reads them."""
         hosts = [layer.block.parameters[index] for layer, index in gradients]
         kept = [add_on_device(p, gradient) for p, gradient in zip(hosts, gradients.values(), strict=True)]
         computed = self.device.record(Stream.COMPUTE)
@@ -152,7 +157,7 @@ class Gradients(GradientSink[_Drain]):
             keep_narrow(parameter, gradient, self._look, computed=computed)
             received.applied.add(id(parameter))
         nbytes = sum(map(bytes_of_dense, kept))
-        # Those of the step before are gone, or are among these.
+        # Kept gradients of the step before are freed, or were added to these.
         self.device_bytes += nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept.get(owner, 0)
         self._kept[owner] = nbytes
         self._landed.append(((owner, deque(), None), None))
@@ -160,10 +165,10 @@ class Gradients(GradientSink[_Drain]):
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> tuple[deque[_Landing], BlockMemory | None, list[Tensor], list[Tensor]]:
-        """Decides where each gradient goes on the host.
+        """Chooses the host memory of each gradient.
 
         Returns:
-            The landings, the staging memory if they need any, and the targets and sources of the copies.
+            The landings, the staging memory if they use any, and the targets and sources of the copies.
         """
         used = 0  # bytes of the staging memory
         staging: BlockMemory | None = None
@@ -206,7 +211,7 @@ class Gradients(GradientSink[_Drain]):
     def _place_sparse(
         self, layer: StreamedLayer, index: int, gradient: Tensor, memory: Tensor
     ) -> tuple[_Landing, list[Tensor]]:
-        """Decides where a sparse gradient goes: to staging memory, to whose parts those of the gradient are to be copied."""
+        """Chooses staging memory for a sparse gradient. Returns its landing and the targets of its dense tensors."""
         block, parameter = layer.block, layer.block.parameters[index]
         came = [part(memory, span) for span in lay_out([("", each) for each in _parts(gradient)])]
         there = sparse_rows(came[0], came[1], gradient.shape, once=gradient.is_coalesced())
@@ -215,9 +220,9 @@ class Gradients(GradientSink[_Drain]):
         return (parameter, there, block.gradients.target(index, parameter.dtype) if own else None, dense), came
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
-        """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins.
+        """Drains the gradients of other layers before the backward of ``layers`` begins.
 
-        Something is left of layers of which some parameters get no gradient, so that they are never complete.
+        If some parameters of a layer get no gradient, the layer is never complete, and its gradients are drained here.
         """
         owners = [layer.owner for layer in layers]
         for layer in list(self.arriving):
@@ -225,11 +230,12 @@ class Gradients(GradientSink[_Drain]):
                 self.drain(layer)
 
     def land(self, *, everything: bool = False) -> None:
-        """Applies gradients that have landed, all but the latest layer's unless ``everything`` is set.
+        """Applies gradients whose copy is complete: all except the latest layer's, or all if ``everything`` is set.
 
-        No thread waits for another one that does so: that one may be in a hook, whose own backward may need this thread.
+        If another thread is applying gradients, this returns at once. The other thread may be in a user's hook, and a backward
+        in that hook may need this thread.
         """
-        # What has stayed has nothing to land, and its memory on the device is needed.
+        # If the latest gradients stay on the device, no copy has to be awaited, and their memory is needed soon.
         stays = bool(self._landed) and not self._landed[-1][0][1]
         if not (everything or stays or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
             return
@@ -238,10 +244,10 @@ class Gradients(GradientSink[_Drain]):
         finally:
             self._landing.release()
         if everything and not (self.arriving or self._flying or self._landed):
-            self.drop()  # nothing but what was noted of them
+            self.drop()  # clears the records of this backward
 
     def end(self, *, last: bool) -> None:
-        """Sends off every gradient."""
+        """Drains all gradients."""
         for layer in list(self.arriving):
             self.drain(layer)
         self.retire(0)
@@ -250,7 +256,7 @@ class Gradients(GradientSink[_Drain]):
         self.device_bytes -= self._kept.pop(layer, 0)
 
     def drop(self) -> None:
-        """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
+        """Drops the gradients that are not in ``param.grad``, after a backward that failed."""
         for _, landings, staging in self.drop_drains():
             self.device.access(map(_memory, landings), None, write=True)
             if staging is not None:
@@ -263,11 +269,11 @@ class Gradients(GradientSink[_Drain]):
         layer, landings, staging = drain
         received = self._received[layer]
         try:
-            # They may become param.grad, which the user writes.
+            # The memory may become param.grad, which the user may write.
             self.device.access(map(_memory, landings), None, write=True)
-            if any(own is None for _, _, own, _ in landings):  # these are added to others
+            if any(own is None for _, _, own, _ in landings):  # these are added to param.grad
                 layer.use_gradients()
-            # Landings are taken out, so that its parameters alone hold a layer's gradients once it is complete.
+            # Landings are removed, so that only parameters reference the gradients when the layer is complete.
             while landings:
                 received.applied.add(self._land(*landings.popleft()))
         finally:
@@ -280,12 +286,12 @@ class Gradients(GradientSink[_Drain]):
         self._looked_at = True
 
     def _land(self, parameter: nn.Parameter, gradient: Tensor, own: Tensor | None, sparse_on_device: bool) -> int:
-        """Makes one gradient ``param.grad``, or adds it to that. Returns the parameter's identity."""
+        """Makes a gradient ``param.grad``, or adds it to ``param.grad``. Returns the parameter's id."""
         first = parameter.grad is None
         if sparse_on_device:
             gradient = each_row_once(gradient)
         if sparse_on_device and own is None and first:
-            gradient = gradient.to_dense()  # the block's memory for it is still held
+            gradient = gradient.to_dense()  # the block's memory for this gradient is still referenced
         elif own is not None and own is not gradient and first:
             with no_inference_mode():
                 if gradient.layout is torch.strided:
@@ -304,15 +310,15 @@ class Gradients(GradientSink[_Drain]):
 
 
 def _parts(gradient: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors of a gradient: itself, or the indices and values of a sparse one."""
+    """Returns the dense tensors of a gradient: the gradient itself, or the indices and values of a sparse one."""
     dense = gradient.layout is torch.strided
     return (gradient,) if dense else (sparse_indices(gradient), sparse_values(gradient))
 
 
 def _staged_bytes(gradients: Collection[Tensor]) -> int:
-    """How much staging memory a layer's gradients take at most.
+    """Returns the bytes of staging memory for a layer's gradients.
 
-    Memory that is free is kept by its size. That of a sparse gradient, another one in each step, is a power of two.
+    Free staging memory is kept by size. The size of sparse gradients differs in each step, so it is rounded up to a power of two.
     """
     sizes = [sum(aligned(each.nbytes) for each in _parts(gradient)) for gradient in gradients]
     dense = all(each.layout is torch.strided for each in gradients)
@@ -324,15 +330,15 @@ _memory: Callable[[_Landing], Tensor] = itemgetter(1)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
-    """Does for the host's parameter what autograd's ``AccumulateGrad`` does.
+    """Accumulates a gradient into the host's parameter, like autograd's ``AccumulateGrad``.
 
-    The first gradient becomes ``param.grad``, later ones are added in place, and the user's hooks that run after
-    accumulation follow.
+    The first gradient becomes ``param.grad``, and later ones are added in place. Then the user's hooks for accumulated gradients
+    run.
 
     Args:
         parameter: the user's parameter.
         gradient: a tensor on the host with the parameter's shape, and its dtype or a lower one.
-        own: whether ``gradient`` itself may become ``param.grad``; otherwise a copy does.
+        own: whether ``gradient`` itself may become ``param.grad``; otherwise a copy becomes it.
     """
     if parameter.grad is None and own:
         parameter.grad = gradient
@@ -349,7 +355,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
         with no_inference_mode(), torch.no_grad():
             for hook in list(after.values()):
                 if hook(parameter) is not None:
-                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # torch's own words
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # torch's message
 
 
 def each_row_once(gradient: Tensor) -> Tensor:
