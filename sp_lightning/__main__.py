@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             a command cannot do what it is asked to do. The message says why.
         MissingCapabilityError: the folder of the command line is missing.
     """
-    with needed_for("The command line"):
+    with needed_for("The command line", can_leave_out=False):
         from sp_lightning.planner.arguments import LIGHTNING, PROGRAM, make_parser, read
 
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -38,24 +38,31 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
-    if given is not None and given.command == "check":
-        from sp_lightning.comparison import command
-
-        command.run(given)
-        return
-    from sp_lightning.planner import commands, measured
     from sp_lightning.planner.arguments import Question, make_parser, separate
 
-    if given is None:
-        commands.run_lightning(arguments)
-    elif given.command == "convert":
-        commands.run_convert(given.source, given.target, trust=given.trust)
-    elif given.command == "rates":
-        print(measured.run_rates(given))
-    else:
-        assert isinstance(given, Question)
-        given.given = frozenset(vars(make_parser(usual=False).parse_args(arguments)))
-        commands.run_plan(separate(given))
+    with needed_for(f"The command {arguments[0]}", can_leave_out=False):
+        if given is None:
+            from sp_lightning.planner import commands
+
+            commands.run_lightning(arguments)
+        elif given.command == "convert":
+            from sp_lightning.planner import commands
+
+            commands.run_convert(given.source, given.target, trust=given.trust)
+        elif given.command == "check":
+            from sp_lightning.comparison import command
+
+            command.run(given)
+        elif given.command == "rates":
+            from sp_lightning.planner import measured
+
+            print(measured.run_rates(given))
+        else:
+            from sp_lightning.planner import plan_command
+
+            assert isinstance(given, Question)
+            given.given = frozenset(vars(make_parser(usual=False).parse_args(arguments)))
+            plan_command.run_plan(separate(given))
 
 
 if __name__ == "__main__":

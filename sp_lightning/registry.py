@@ -79,11 +79,12 @@ class MissingCapabilityError(ImportError):
 
 
 @contextmanager
-def needed_for(option: str) -> Iterator[None]:
+def needed_for(option: str, *, can_leave_out: bool = True) -> Iterator[None]:
     """Imports of a capability stand inside this context, so that a missing folder raises one clear error.
 
     Args:
         option: what the user wrote, for the message, for example ``disk="/scratch"``.
+        can_leave_out: True if the message may suggest to leave the option out.
 
     Raises:
         MissingCapabilityError: the folder is missing.
@@ -94,9 +95,12 @@ def needed_for(option: str) -> Iterator[None]:
         folder = _capability(error.name)
         if folder is None:
             raise
+        install = "pip install --force-reinstall sp_lightning"
+        remedy = f"Install the whole package: {install}"
+        if can_leave_out:
+            remedy = f"Install the whole package ({install}), or leave {option} out."
         raise MissingCapabilityError(
-            f"{option} needs sp_lightning/{folder}, which is not installed. "
-            f"Install the whole package (pip install --force-reinstall sp_lightning), or leave {option} out."
+            f"{option} needs sp_lightning/{folder}, which is not installed. {remedy}"
         ) from None
 
 
@@ -119,7 +123,7 @@ def public(name: str) -> Any:
     Raises:
         MissingCapabilityError: the folder is missing.
     """
-    with needed_for(f"sp_lightning.{name}"):
+    with needed_for(f"sp_lightning.{name}", can_leave_out=False):
         return getattr(import_module(f"sp_lightning.{PUBLIC[name]}"), name)
 
 
@@ -253,7 +257,7 @@ def make_tuner(
 ) -> BaseTuner:
     """Returns what chooses k, k' and the modes of activations between batches.
 
-    Without ``tuning`` (fallback) the first plan stays and all activations are kept.
+    Without ``tuning`` or ``activations`` (fallback) the first plan stays and all activations are kept.
 
     Args:
         window: what the user asked for, and what fits.
@@ -264,12 +268,16 @@ def make_tuner(
         alone: True if nothing else in this process uses the device's memory.
     """
     chooses_window = window.auto or (window.room is not None and streamer.plan.stack_bytes > 0)
-    if (chooses_window or chooses_modes) and is_installed("tuning"):
-        from sp_lightning.tuning.tuner import Tuner
-
-        return Tuner(window, streamer, device, log, window_too=chooses_window, modes_too=chooses_modes, alone=alone)
     if chooses_window or chooses_modes:
-        log.info("Superpipeline: k, k' and activations stay as they are planned: sp_lightning/tuning is not installed.")
+        # A tuner predicts how much memory activations use, whatever their modes.
+        missing = next((folder for folder in ("tuning", "activations") if not is_installed(folder)), None)
+        if missing is None:
+            from sp_lightning.tuning.tuner import Tuner
+
+            return Tuner(window, streamer, device, log, window_too=chooses_window, modes_too=chooses_modes, alone=alone)
+        log.info(
+            "Superpipeline: k, k' and activations stay as they are planned: sp_lightning/%s is not installed.", missing
+        )
     from sp_lightning.engine.tuner import BaseTuner
 
     return BaseTuner(window, streamer)

@@ -431,8 +431,8 @@ def read(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Name
         SystemExit: with status 2 after a message with the command's usage. It suggests an option in place of an unknown one.
         MissingCapabilityError: another folder of the package has the command, and is missing.
     """
-    if arguments[:1] == ["check"]:
-        with needed_for(f"{PROGRAM} check"):
+    if arguments[:1] == ["check"]:  # the parser lacks the command if its folder is missing
+        with needed_for("The command check", can_leave_out=False):
             import sp_lightning.comparison.command  # noqa: F401
     given, unknown = parser.parse_known_args(arguments, namespace=Question())
     if unknown:

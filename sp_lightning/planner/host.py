@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.disk.host_budget import kept_for_processes
-from sp_lightning.disk.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
 from sp_lightning.plan.ledger import ON_DEVICE, Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.planner.arguments import PRECISIONS, Overlap, Question
+from sp_lightning.registry import needed_for
 from sp_lightning.torch_compat.private import tree_leaves
 from sp_lightning.updates.cpu_seconds import EIGHT_BITS_SECONDS, muon_flops
 from sp_lightning.updates.fused import has_fused_step
 from sp_lightning.updates.step_context import compiles
 
-_NOTHING = OnDisk()
+if TYPE_CHECKING:
+    from sp_lightning.disk.state_placement import OnDisk, StatePlacement
+
 _PASSING = "memory for what passes to the disk"
 _MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
 
@@ -201,7 +202,7 @@ class HostMemory:
         ledger: what training has, all of it in memory; None for inference.
         placement: which layers' optimizer state, or weights in inference, is on the disk. None without a disk, or if memory
             does not suffice even with one.
-        trained: what else is on the disk.
+        trained: what else is on the disk; None without a disk.
     """
 
     parts: Mapping[str, int]
@@ -209,7 +210,7 @@ class HostMemory:
     kept: int
     ledger: Ledger | None
     placement: StatePlacement | None = None
-    trained: OnDisk = _NOTHING
+    trained: OnDisk | None = None
 
     @property
     def nbytes(self) -> int:
@@ -232,7 +233,7 @@ class HostMemory:
         Gradients are written when they come, and read once, in each batch of a step. Trained weights are written once and read up
         to three times, twice by fetches. All of that counts as the update's.
         """
-        if self.placement is None:
+        if self.placement is None or self.trained is None:
             return {}
         below = Counter(self.placement.on_disk)
         for planned in self.trained.weights:
@@ -254,8 +255,12 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         offloaded: bytes of activations that each device has there.
     """
     memory, disk = question.host_memory, question.disk is not None
-    kept = 0 if memory is None else min(memory, kept_for_processes(memory, question.devices, disk=disk))
-    limit = None if memory is None else memory - kept
+    kept, limit = 0, None
+    if memory is not None:
+        with needed_for("--host-memory"):
+            from sp_lightning.disk.host_budget import kept_for_processes
+        kept = min(memory, kept_for_processes(memory, question.devices, disk=disk))
+        limit = memory - kept
     if step is None:
         ledger, parts = None, Counter(weights=plan.taken(training=False)[1])
         # Weights that travel as casts, tables and residents stay in memory.
@@ -270,7 +275,10 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
     if not disk:
         return HostMemory(parts, limit, kept, ledger)
     parts[movable] -= sum(sizes.values())
-    chosen, placement = _NOTHING, _place(sizes, parts.total(), limit)
+    with needed_for("--disk"):
+        from sp_lightning.disk.state_placement import OnDisk, choose_on_disk, least_room
+    chosen = OnDisk()
+    placement = _place(sizes, parts.total(), limit)
     if placement is None and limit is not None and ledger is not None and step is not None and plan.alone:
         # With several devices nothing but state goes to the disk, where gradients are as wide as parameters.
         wide = _ledger(question, plan, step, narrow=False).gradients - ledger.gradients
@@ -288,6 +296,8 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
 
 
 def _place(sizes: Mapping[str, int], others: int, limit: int | None) -> StatePlacement | None:
+    from sp_lightning.disk.state_placement import place_state
+
     try:
         return place_state(sizes, None if limit is None else limit - others)
     except MemoryError:

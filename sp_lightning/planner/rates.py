@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.disk.direct_file import DirectFile
+from sp_lightning.registry import needed_for
 from sp_lightning.tuning.machine import measure_host_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,6 +126,8 @@ def disk_bytes(folder: Path, nbytes: int) -> float:
     Raises:
         OSError: nothing can be written there.
     """
+    with needed_for("--disk"):
+        from sp_lightning.disk.direct_file import DirectFile
     memory = Device(torch.device("cpu")).host_empty(nbytes)[:nbytes].fill_(1)
     with TemporaryFile(dir=folder) as file:
         drive = DirectFile(file.fileno(), str(folder), _SAID)

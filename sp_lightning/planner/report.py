@@ -214,6 +214,7 @@ def _disk(answer: Answer) -> list[str]:
         f"{in_gib(placement.staging)} of host memory; {moved}"
     ]
     trained = estimate.host.trained
+    assert trained is not None
     more = {
         "gradients, which each batch writes and reads once": trained.gradient_bytes,
         "trained weights, which it writes once and reads up to three times": trained.weight_bytes,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sp_lightning.plan.units import in_gib
 from sp_lightning.planner.answer import Answer, Row
 from sp_lightning.planner.estimate import Estimate
-from sp_lightning.sharing.common import ON_DEVICE
+from sp_lightning.registry import needed_for
 from sp_lightning.tuning.choices import SAME
 
 
@@ -61,6 +61,8 @@ class Trials:
         binds = max(busy, key=busy.__getitem__)
         compute, wire = prediction.busy["compute"], prediction.busy["fetch"]
         left = compute - (1 - share) * wire
+        with needed_for("--trials"):
+            from sp_lightning.sharing.common import ON_DEVICE
         once = sum(weight.nbytes for weight in estimate.found.places if everything or not weight.requires_grad)
         return cls(
             row, count, prediction.seconds, min(busy[binds], prediction.seconds), binds, total - spared, total,

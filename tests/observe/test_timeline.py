@@ -22,8 +22,6 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.observe import stats as observed
 from sp_lightning.observe.stats import Stats, bottleneck, counters_line
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.tuning.simulator import Walk
-from sp_lightning.tuning.visits import measured
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for
 
@@ -197,6 +195,9 @@ def test_bad_options(options: dict[str, Any]) -> None:
 
 def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
     """The measured batch, walked again with the same k: the same fetches, and all of its computation."""
+    from sp_lightning.tuning.simulator import Walk
+    from sp_lightning.tuning.visits import measured
+
     taken: list[Any] = []
 
     class Watches(SuperpipelineCallback):
@@ -222,6 +223,8 @@ def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
 
 def test_what_comes_from_other_devices_takes_time_of_a_fetch() -> None:
     """So that a layer takes as long in a prediction as it took: its part from the host, and the others' parts."""
+    from sp_lightning.tuning.visits import measured
+
     intervals = [
         Interval("fetch", 0, 0.0, 1.0, 100),
         Interval("gather", 0, 1.0, 4.0, 100),
@@ -235,6 +238,8 @@ def test_what_comes_from_other_devices_takes_time_of_a_fetch() -> None:
 
 def test_a_layer_without_gradients_leaves_with_no_bytes() -> None:
     """As on a rank of several whose batch has used no layer: it still comes to the sums of the others."""
+    from sp_lightning.tuning.visits import measured
+
     _, rates = measured([Interval("drain", 0, 0.0, 1.0, 0), Interval("update", 0, 1.0, 2.0, 8)], 1, synchronous=False)
     assert rates.download == math.inf
     assert rates.update == 8

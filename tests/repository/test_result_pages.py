@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sp_lightning.planner.arguments import make_parser
 from tests.support.pages import ROOT
 
 NOTE = ROOT / "examples" / "results" / "README.md"
@@ -26,6 +25,8 @@ def options_of_plan(text: str) -> set[str]:
 
 def known() -> set[str]:
     """The options of ``plan`` today."""
+    from sp_lightning.planner.arguments import make_parser
+
     (commands,) = (each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction))
     return {name for action in commands.choices["plan"]._actions for name in action.option_strings}
 

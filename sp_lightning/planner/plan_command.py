@@ -1,0 +1,130 @@
+"""The command ``plan``."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
+from sp_lightning.planner.answer import Answer, answer
+from sp_lightning.planner.arguments import Question
+from sp_lightning.planner.budget import Budget, best_first, budgets, fields, in_words, sizes
+from sp_lightning.planner.estimate import estimate_model
+from sp_lightning.planner.measured import corrected, with_rates
+from sp_lightning.planner.model_source import find_config
+from sp_lightning.planner.remedies import remedies
+from sp_lightning.planner.report import as_fields, as_table, as_text, in_json
+from sp_lightning.planner.trials import lacking
+from sp_lightning.planner.verdict import verdict
+
+
+def run_plan(questions: Sequence[Question]) -> None:
+    """Answers on the standard output: one question at length, several in a table.
+
+    Raises:
+        ValueError, ImportError: a question cannot be answered.
+        SystemExit: with :attr:`~sp_lightning.planner.answer.Answer.status`, unless that is 0.
+    """
+    questions = with_rates(questions)
+    first = questions[0]
+    if first.plot is not None:
+        require_matplotlib()
+        first.plot.parent.mkdir(parents=True, exist_ok=True)
+    answers: list[Answer] = []
+    with _nothing_else_said(), _no_garbage_collected():
+        for line in _lines(questions, answers):
+            print(line, flush=True)
+    if first.plot is not None:
+        points = [
+            Point(row.plan.k, row.plan.k_prime, row.device_bytes, row.prediction.seconds) for row in answers[0].rows
+        ]
+        draw_windows(points, first.gpu_memory, first.plot, f"{first.model}, {first.precision}")
+    if status := max(max(each.status, bool(lacking(each))) for each in answers):
+        raise SystemExit(status)
+
+
+def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
+    """What is printed, as soon as it is known. Adds the answers to the list."""
+    for question in questions:
+        find_config(question.model)  # a name that cannot be is refused before any model is made
+    if questions[0].hours is not None:
+        yield from _in_hours(questions, answers)
+        return
+    found = (_answer(corrected(question, _say), answers) for question in questions)
+    if questions[0].json:
+        yield in_json([as_fields(each) for each in found])
+    elif len(questions) > 1:
+        yield from as_table(questions, found)
+    else:
+        (one,) = found
+        yield _with_remedies(one)
+
+
+def _with_remedies(one: Answer) -> str:
+    return as_text(one, remedies(one, _say) if one.status < 3 and not one.fits_plain else [])
+
+
+def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
+    """What the time is enough for: of each model, size and length the best way, with what it rests on."""
+    groups: dict[tuple[object, ...], list[Question]] = {}
+    for question in questions:
+        key = question.model, question.tokens, question.scale
+        groups.setdefault(key, []).append(corrected(question, _say))
+    chosen, found = list[Budget](), list[dict[str, object]]()
+    for first, *more in groups.values():
+        ways = best_first(way for question in (first, *more) for way in budgets(question, _say))
+        answers.append(ways[0].answer if ways else answer(estimate_model(first)))
+        if first.json:
+            found.append(as_fields(answers[-1]) | (fields(ways[0]) if ways else {}))
+        elif ways:
+            rest = as_text(answers[-1], []) if len(groups) == 1 else verdict(answers[-1])
+            yield "\n".join([*in_words(ways, first), "", rest, ""])
+        else:
+            yield _with_remedies(answers[-1])
+        chosen += ways[:1]
+    if found:
+        yield in_json(found)
+    else:
+        yield from sizes(chosen)
+
+
+def _answer(question: Question, answers: list[Answer]) -> Answer:
+    question.predict = question.predict or question.generate is not None
+    _say(f"runs a batch of {question.model} without values")
+    answers.append(answer(estimate_model(question)))
+    return answers[-1]
+
+
+def _say(what: str) -> None:
+    """Says on a terminal what takes its time."""
+    if sys.stderr.isatty():
+        print(f"plan {what} …", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _nothing_else_said() -> Iterator[None]:
+    """Hides what libraries warn of. torch logs even errors under its FakeTensorMode, such as a size that a model cannot take."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Keeps Python from looking for cycles in all that is imported, which takes a second and frees next to nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
