@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.lease import held_elsewhere
 from sp_lightning.engine.clipping import Clipping, by_value
-from sp_lightning.engine.state_store import StateStore
+from sp_lightning.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.engine.updating import Updating
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.narrow_gradient import Change, as_it_came, change, drop, stored
-from sp_lightning.plan.update_policy import EarlyUpdates
-from sp_lightning.torch_compat.patched import in_place_of, state_of
+from sp_lightning.layers.narrow_gradient import Change, as_it_came, change, stored
+from sp_lightning.plan.update_policy import EarlyUpdates, OptimizerPolicy, UpdatePolicy
+from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import tree_map
 from sp_lightning.updates.fused import (
     constants_of,
@@ -62,19 +62,11 @@ class LayerwiseStep:
     Args:
         optimizer: the user's optimizer, which keeps its groups and its state.
         engine: the engine whose layers are updated.
-        fuse: whether groups run fused of which the user has left that open.
-        early: whether layers are updated while backward goes on.
-        clip_value: what each element of a gradient is clipped to then; None if it is not.
-        measure: whether norms of gradients are computed while backward goes on. This is right only if no code writes
-            gradients between backward and clipping.
-        narrow: whether gradients keep the dtype in which they come. This saves memory only if no code reads them.
+        policy: where, when and how layers are updated.
+        own: how this optimizer's steps run.
+        clip_value: the limit to which each element of a gradient is clipped; None if it is not.
         state: brings the optimizer's state before each update, and takes it afterwards.
-        waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
-            background has as many threads as a whole step would have.
-        lands: whether an update ends only when all has left the device, because its memory may be used for other things then.
-        waits_there: whether a step of a layer that stays on the device ends before the next forward begins, which may change
-            what tensors the optimizer's own code makes.
-        like: updates parameters with the bits of a GPU; None: updates have those of torch's operators on the CPU.
+        like: updates parameters with the bits of a GPU; None for the bits of torch's operators on the CPU.
 
     Attributes:
         clipping: clips the gradients.
@@ -89,17 +81,13 @@ class LayerwiseStep:
         optimizer: Optimizer,
         engine: Updating,
         *,
-        fuse: bool,
-        early: EarlyUpdates,
-        clip_value: float | None,
-        measure: bool,
-        narrow: bool,
-        state: StateStore,
-        waits: bool,
-        lands: bool,
-        waits_there: bool = False,
+        policy: UpdatePolicy,
+        own: OptimizerPolicy,
+        clip_value: float | None = None,
+        state: StateStore = IN_MEMORY,
         like: StepsLikeGpu | None = None,
     ) -> None:
+        early, waits = policy.early, policy.overlap == "off"
         self._optimizer = optimizer
         self._engine = engine
         self._updates = engine.updates
@@ -107,12 +95,12 @@ class LayerwiseStep:
         # Where all layers step there, the optimizer's form is its user's. Those that stay there are stepped there in any case.
         self._on_gpu = on_gpu = engine.stepper.steps_all
         self._waits = waits
-        self._lands = lands
-        self._waits_there = waits_there
+        self._lands = policy.lands
+        self._ends_first = own.ends_first
         self._like = like
         self._warned = False
         self._of_gpu: set[int] = set()  # the parameters, by their ids, whose steps may have the GPU's bits
-        self._fuse = fuse and has_fused_step(optimizer)
+        self._fuse = policy.fused and has_fused_step(optimizer)
         self._early = early
         self.clip_value = clip_value if early.in_backward else None
         self._separable = (waits and like is None) or on_gpu or is_separable(optimizer)
@@ -121,10 +109,10 @@ class LayerwiseStep:
         self._constants = constants_of(optimizer)
         self._declared = on_gpu and engine.stepper.is_declared(optimizer)
         # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
-        self._narrow = narrow and not self._declared and (on_gpu or not self._separable)
+        self._narrow = own.narrow and not self._declared and (on_gpu or not self._separable)
         self.clipping = Clipping(optimizer, engine, None if like is None else like.norms)
         # What is done with a layer whose gradients are complete, and, asked before, whether all of them have to be complete.
-        self._on_complete, self._wanted = self.clipping.measure if measure else None, None
+        self._on_complete, self._wanted = self.clipping.measure if policy.measure_norms else None, None
         if early.in_backward:
             self._on_complete, self._wanted = self._update_early, lambda layer: layer in self._early_groups()
         elif early is EarlyUpdates.TRIED:
@@ -151,9 +139,7 @@ class LayerwiseStep:
         self._engine.backward.wanted = self._wanted
         self._engine.gradients.keep_narrow = self._narrow
         try:
-            zero_grad = partial(_zero_grad, self._optimizer, self._optimizer.zero_grad)
-            with in_place_of(self._optimizer, {"zero_grad": zero_grad}):
-                yield
+            yield
         finally:
             self._engine.backward.on_complete = self._engine.backward.wanted = None
             self._engine.gradients.keep_narrow = False
@@ -397,7 +383,6 @@ class LayerwiseStep:
             self._updates.afterwards(self._updated)
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
-        vars(part).pop("zero_grad", None)  # which is that of the whole optimizer, in a step
         clip, engine, context = self.clipping.pending, self._engine, self._context
         if clip is None and self.clip_value is not None:  # the precision plugin clips after backward
             clip = by_value(self.clip_value)
@@ -425,7 +410,7 @@ class LayerwiseStep:
                 engine.device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             self._state.store((layer, self._optimizer), part)
 
-        ends = self._waits_there and layer.own_slot is not None
+        ends = self._ends_first and layer.own_slot is not None
         at_once = self._compiles or self._makes_state(layer, parameters) or held or ends
         release = partial(engine.release_gradients, layer, parameters) if self._early is EarlyUpdates.FREES else None
         self._updates.submit(layer, update, release)
@@ -509,14 +494,6 @@ class LayerwiseStep:
         state = self._optimizer.state
         for parameter in [each for each, values in state.items() if not values]:
             del state[parameter]
-
-
-def _zero_grad(optimizer: Optimizer, users: Callable[..., None], set_to_none: bool = True) -> None:
-    """Drops narrow gradients, of which torch's ``zero_grad`` asks each first, which would widen it."""
-    if set_to_none:
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            drop(parameter)
-    users(set_to_none=set_to_none)
 
 
 def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:

@@ -249,19 +249,14 @@ class OptimizerSteps:
             optimizer: LayerwiseStep(
                 optimizer,
                 engine.updating,
-                fuse=policy.fused,
-                early=policy.early,
+                policy=policy,
+                own=own,
                 clip_value=self._facts.batch.clip_value,
-                measure=policy.measure_norms,
-                narrow=of.narrow,
                 state=self.state,
-                waits=policy.overlap == "off",
-                lands=policy.lands,
-                waits_there=of.ends_first,
                 like=self._bits.stepping.get(optimizer),
             )
-            for optimizer, of in zip(optimizers, policy.optimizers, strict=True)
-            if of.by_layers
+            for optimizer, own in zip(optimizers, policy.optimizers, strict=True)
+            if own.by_layers
         }
 
     def look_again(self) -> None:
