@@ -1,4 +1,4 @@
-"""Clipping for steps that are taken apart: norms while backward goes on, and the multiplication in the updates."""
+"""Clips for steps that are taken apart: norms are computed during backward, and updates multiply."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Clipping:
     Args:
         optimizer: whose gradients they are.
         engine: the engine whose layers have them.
-        norms: makes what computes norms with the bits of a GPU; None for those of the CPU.
+        norms: makes what computes norms with the bits of a GPU; None for the bits of the CPU.
 
     Attributes:
-        pending: how gradients are to be clipped, if the updates do it; None if they have nothing to do.
-        at_once: whether gradients change here, layer by layer, and the updates have nothing to do.
+        pending: how the updates have to clip gradients; None if they do not.
+        at_once: whether gradients are clipped here, layer by layer, and not in the updates.
         like_gpu: whether norms have the bits of a GPU.
     """
 
@@ -46,10 +46,10 @@ class Clipping:
         self.at_once = False
 
     def by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips by the norm of all gradients together. Norms that are not known yet are computed here."""
+        """Clips by the norm of all gradients together. Computes norms that are not known yet."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
         measured, self._measured = self._measured, {}
-        if any(map(accumulation_hooks, parameters)):  # such hooks may have written gradients after the measurement
+        if any(map(accumulation_hooks, parameters)):  # these may have written gradients after the measurement
             measured = {}
         if self._on_gpu:
             total = get_total_norm(self._norms_on_device(parameters))
@@ -75,7 +75,7 @@ class Clipping:
             self.finish()
 
     def _norms_on_device(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """The norms of gradients, but sparse ones as they are: the step refuses them."""
+        """Returns the norms of gradients, and sparse gradients unchanged: the step raises an error for them."""
         gradients = [gradient for parameter in parameters if (gradient := stored(parameter)) is not None]
         dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
         norms = iter(self._engine.stepper.norms(dense))
@@ -101,13 +101,13 @@ class Clipping:
         return [norms[parameter] for parameter in parameters]
 
     def _norm_there(self, gradient: Tensor) -> Tensor | None:
-        """The norm of a gradient that waits on the device for a layer's step; None if it is on the host."""
+        """Returns the norm of a gradient that waits on the GPU for a layer's step; None if it is on the host."""
         if getattr(gradient, "computed", None) is None:
             return None
         return self._engine.stepper.norms([gradient])[0]
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
-        """The norm of a gradient if it is known, or if the gradient is narrow or may leave memory; else the gradient."""
+        """Returns a gradient's norm if it is known, or if the gradient is narrow or may leave memory; else the gradient."""
         gradient = stored(parameter)
         assert gradient is not None
         if (norm_there := self._norm_there(gradient)) is not None:
@@ -124,9 +124,9 @@ class Clipping:
         return layer is not None and layer.use_gradients()
 
     def measure(self, layer: StreamedLayer) -> None:
-        """Measures the norms of a layer's gradients while backward goes on.
+        """Computes the norms of a layer's gradients during backward.
 
-        Gradients in float16 are left out where the CPU's bits are wanted, which depend on the number of threads.
+        Leaves out float16 gradients if norms have the bits of the CPU, which depend on the number of threads.
         """
         if layer.own_slot is not None:
             return
@@ -138,7 +138,7 @@ class Clipping:
         measured, device = self._measured, self._engine.device
 
         def work(by: Stream | None, norms: Norms) -> None:
-            if measured is self._measured:  # otherwise the step has gone on without waiting for these norms
+            if measured is self._measured:  # else the step has continued without these norms
                 device.access([as_it_came(gradient) for _, gradient in gradients], by, write=False)
                 found = norms.of([gradient for _, gradient in gradients])
                 for (parameter, gradient), norm in zip(gradients, found, strict=True):
@@ -150,7 +150,7 @@ class Clipping:
             device.later(partial(work, Stream.UPDATE, self._norms))
 
     def finish(self) -> None:
-        """Clips here if no update does: if the step was not taken apart, or the scaler skipped it."""
+        """Clips here if no update does: the step was not taken apart, or the scaler has skipped it."""
         clip, self.pending = self.pending, None
         if clip is not None:
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
@@ -159,7 +159,7 @@ class Clipping:
                     clip(parameter.grad)
 
     def end(self) -> None:
-        """The step is over. Clips what it has not, and forgets all norms."""
+        """Called when the step is over. Clips gradients that are not clipped yet, and forgets all norms."""
         self._measured, self._norms = {}, self._make_norms()
         self.finish()
 

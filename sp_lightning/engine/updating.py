@@ -27,10 +27,10 @@ class Updating(Part):
         turns: which process may change the weights, and when.
 
     Attributes:
-        backward: its ``on_complete`` is called in the backward that was announced, for each layer whose gradients are all in
-            ``param.grad``. Its ``wanted`` says whether that would begin a layer's update: several devices agree on it before.
+        backward: calls ``on_complete``, in the announced backward, for each layer whose gradients are all in ``param.grad``. Its
+            ``wanted`` says whether that would begin a layer's update: several devices agree on it before.
         several: whether there are several devices.
-        step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
+        step_seconds: seconds of optimizers' steps on the CPU while the GPU had nothing to do.
     """
 
     def __init__(self, below: Part, step: Step, backward: Backward, turns: Turns) -> None:
@@ -54,9 +54,9 @@ class Updating(Part):
         self.stepper.steps_all = self.gradients.stay = False
 
     def staying(self, layer: StreamedLayer) -> bool:
-        """Whether the next step of a layer may write its slot on the device, where it stays; if so, nothing else uses the slot.
+        """Returns True if the next step of a layer that stays may write its slot. Nothing else then uses the slot.
 
-        If not, because user code holds a view of the slot, say, the host has the layer from now on.
+        Otherwise, for example because user code holds a view of the slot, the layer is landed.
         """
         if layer.own_slot is None:
             return False
@@ -68,32 +68,32 @@ class Updating(Part):
         return True
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
-        """The layer that a host parameter is updated with; None if the parameter is not one of the module's."""
+        """Returns the layer that a host parameter is updated with; None if the module does not have the parameter."""
         place = self._place_of.get(id(parameter))
         return None if place is None else place[0].owner
 
     def order(self) -> Iterator[StreamedLayer]:
-        """All layers: first residents and tables, then the others in the order in which the next forward needs them."""
+        """Returns all layers: residents and tables first, then the others in the order in which the next forward needs them."""
         residents = [layer for layer in self.layers if layer.kind is Kind.RESIDENTS]
         tables = [layer for layer in self.layers if layer.kind is Kind.TABLE]
         return iter(dict.fromkeys((*residents, *tables, *self.residency.prefetch.order("train"), *self.layers)))
 
     def before(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
-        """Prepares an optimizer's step: afterwards nothing reads the host's weights while the step writes them.
+        """Prepares an optimizer's step: nothing reads the host's weights while the step writes them.
 
         Args:
-            deferred: whether updates may go on meanwhile, because the step only submits some or has submitted some.
-            parameters: the host parameters that it steps. A fused step writes them without a change of their versions.
+            deferred: whether updates may run meanwhile, because the step only submits updates, or has submitted some.
+            parameters: the host parameters that it steps. A fused step writes them without changing their versions.
         """
         if not deferred:
             self.updates.settle()
         with self.lock:
             self._step.take_back_writes()
             self._step.compare_writes()
-            if not self.backward.tasks:  # in backward each weight may have a step of its own, and all are exchanged
+            if not self.backward.tasks:  # in backward each weight may have a step of its own
                 self._step.hold_host()
             self.source.synchronize()
-            with Untouched():  # a parameter's update may be under way; nothing here has to wait for it
+            with Untouched():  # a parameter's update may be under way, and nothing here has to wait for it
                 for parameter in parameters:
                     place = self._place_of.get(id(parameter))
                     if place is not None and parameter.grad is not None:
@@ -101,38 +101,38 @@ class Updating(Part):
                         layer.parameters.unversioned_writes[index] += 1
 
     def resume(self) -> None:
-        """Goes on with a manual step in a closure that an optimizer calls within its own step."""
+        """Continues a manual step in a closure that an optimizer calls within its own step."""
         with self.lock:
             self._step.resume()
 
     def before_early_update(self, layer: StreamedLayer) -> None:
         """Prepares the update of a layer and its masters in the middle of backward.
 
-        What user code may have written on the device is taken back, and has its last effect: later uses are refused.
+        Writes of user code on the device are taken back to the host. Later uses of the layer are errors.
         """
         layer.updated_early = True
         self.notice_uses(layer)
         for member in layer.family:
-            # A fetch of the layer that was not used may be under way.
+            # A fetch of the layer that no call has used may be in flight.
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             group, viewed = member.parameters, _viewed(member)
             if group.exposed or viewed is not None:
                 with held(self.lock):
                     self.lent.take_back(member)
                     if viewed is not None:
-                        self.lent.take_digests(viewed)  # a view that user code has may be written from now on, too
-                # Otherwise what the device has, or other memory that a weight was given, would overwrite the update later.
+                        self.lent.take_digests(viewed)  # user code may also write its view from now on
+                # Otherwise the device's values, or other memory that a weight was given, would overwrite the update later.
                 group.exposed.clear()
                 group.replaced = {}
 
     def notice_uses(self, layer: StreamedLayer) -> None:
-        """From now on each use of the weights of a layer, or its masters, by user code is noticed."""
+        """Starts noticing each use of the weights of a layer, or its masters, by user code."""
         for group in [member.parameters for member in layer.family]:
             if group.attached:
                 group.ask(before_use=True)
 
     def step_of(self, optimizer: Optimizer) -> str:
-        """An optimizer's step, in words that tell it from other optimizers' by its first parameter."""
+        """Returns the name of an optimizer's step, with its first parameter, which distinguishes optimizers."""
         first: Any = next((p for group in optimizer.param_groups for p in group["params"]), None)
         host = getattr(first, "host", first)
         place = self._place_of.get(id(host))
@@ -160,14 +160,14 @@ class Updating(Part):
             member.block.gradients.release()
 
     def forget_freed(self) -> None:
-        """From now on gradients that were freed are None, as after ``zero_grad``."""
+        """Makes freed gradients None from now on, as after ``zero_grad``."""
         for layer in self.layers:
             for parameter in layer.block.parameters:
                 forget(parameter)
 
 
 def _viewed(layer: StreamedLayer) -> Slot | None:
-    """The layer's slot if a view of it was taken in this step that may be kept."""
+    """Returns the layer's slot if user code has taken a view of it in this step and may keep it."""
     slot, group = layer.slot, layer.parameters
     own = len(group.all) if group.attached else 0
     return slot if slot is not None and slot.digests is None and slot.lease.in_use_beside(own) else None

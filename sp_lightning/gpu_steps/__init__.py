@@ -1,7 +1,13 @@
 """Runs optimizer steps on the GPU, layer by layer, and keeps layers there with their optimizer state.
 
-Options: ``optimizer_on="gpu"`` or ``"auto"``, ``gpu_layers=``. ``step_place`` decides where steps run, by their
-measured ``times``. ``on_device`` uploads a layer's optimizer state (``host_state``) into ``step_slots``, runs the step and
-downloads the result. ``staying`` keeps layers and their state on the GPU between steps. ``twins`` stand for
-the user's parameters on the GPU; ``alone`` describes optimizers that need nothing but a parameter, its gradient and its state.
+Options: ``optimizer_on="gpu"`` or ``"auto"``, ``gpu_layers=``. It enters at two interfaces, which ``registry`` resolves:
+
+- :class:`~sp_lightning.trainer.step_place.StepPlace` says which optimizers can step on the GPU (``alone``), and chooses the
+  place for ``"auto"`` (``step_place``) by the estimated ``times`` of a step.
+- :class:`~sp_lightning.updates.layer_stepper.LayerStepper` steps layers. ``on_device`` uploads a layer's weights, gradients and
+  state (``host_state``) into ``step_slots``, steps copies of its parameters there (``twins``), and downloads the result.
+  ``staying`` keeps layers and their state on the GPU between steps; ``away`` is the class of their host parameters meanwhile.
+
+Unused, it costs nothing in a step: the engine asks the default stepper for its attributes only. Without the folder,
+``optimizer_on="gpu"`` and a number of ``gpu_layers`` are errors, and ``"auto"`` means the CPU.
 """

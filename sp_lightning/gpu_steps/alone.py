@@ -1,4 +1,4 @@
-"""Optimizers that step each parameter by itself: known ones, and those of which their users say so, which are held to it."""
+"""Finds out whether an optimizer steps each parameter by itself, and checks the steps of classes that only declare it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ALONE = {
 """torch's optimizers that step each parameter by itself. LBFGS and SparseAdam do not."""
 
 DECLARES = "steps_each_parameter_alone"
-"""The attribute by which a class of a user's says so."""
+"""The attribute by which a user's class declares it."""
 
 
 def steps_alone(optimizer: Any) -> bool:
-    """Whether an optimizer steps each parameter by itself, so that on one device a layer's step has the bits of the whole."""
+    """Returns True if an optimizer steps each parameter by itself. A layer's step then has the bits of the whole step."""
     return not is_declared(optimizer) or bool(getattr(type(optimizer), DECLARES, False))
 
 
 def is_declared(optimizer: Any) -> bool:
-    """Whether that is known from nobody but its user."""
+    """Returns True if only the user can know whether an optimizer steps each parameter by itself."""
     if is_torchs(optimizer):
         return type(optimizer).__name__ not in _ALONE
     # Stochastic rounding draws random numbers in the order of all parameters.
@@ -39,7 +39,7 @@ def is_declared(optimizer: Any) -> bool:
 
 
 def is_torchs(optimizer: Any) -> bool:
-    """Whether an optimizer is of one of torch's own classes, and of no class that derives from it."""
+    """Returns True if an optimizer's class is one of torch's. Classes that derive from one are not."""
     kind = type(optimizer)
     return getattr(torch.optim, kind.__name__, None) is kind
 
@@ -58,7 +58,7 @@ def against_gpu(optimizers: Sequence[Any]) -> str:
 
 
 def depends_on_places(optimizer: Any) -> str:
-    """What an optimizer knows of parameters by their identity or their place in it, which those on the device do not have."""
+    """Returns why an optimizer depends on the identity or the place of its parameters, which copies lack; else empty."""
     if not is_of_bitsandbytes(optimizer) or not hasattr(optimizer, "mng"):  # its PytorchLARS is an ordinary optimizer
         return ""
     if optimizer.is_paged:
@@ -72,12 +72,12 @@ def depends_on_places(optimizer: Any) -> str:
 
 
 class DeclaredStep:
-    """What a step of a class of a user's may not change, because it would be lost: all but parameters and their own state.
+    """Checks the step of a user's class: it may change only parameters and their own state. Other changes would be lost.
 
     Args:
         part_of: the part of the optimizer that steps, with its settings.
-        twins: its parameters on the device.
-        device: the device.
+        twins: its parameters on the GPU.
+        device: the GPU.
     """
 
     def __init__(self, part_of: Any, twins: Sequence[nn.Parameter], device: Device) -> None:
@@ -91,18 +91,18 @@ class DeclaredStep:
         self._known = set(part_of.state)  # a state holds its parameter as its key
         self._random = device.random_states()
         self._own_generators = _generator_states([self._attributes, *self._groups])
-        # Other threads (of a logger, say) may draw from these, so they are compared in the first step of each layer alone.
+        # Other threads (for example a logger's) may draw from these. So only the first step of each layer compares them.
         self._python = None if self._known else _python_states()
         self._references = [sys.getrefcount(twin) for twin in twins]
 
     def compare(self, state: dict[Any, Any]) -> None:
-        """Compares it with what the step has left.
+        """Compares what there is after the step with what there was before it.
 
         Args:
-            state: of the parameters on the device.
+            state: the state of the parameters on the GPU.
 
         Raises:
-            RuntimeError: something else was changed, or the state is of such a kind that it cannot pass.
+            RuntimeError: something else has changed, or state cannot be copied between host and GPU.
         """
         part_of, twins = self._part, self._twins
         groups = [_settings(group) for group in part_of.param_groups]
@@ -131,13 +131,13 @@ class DeclaredStep:
 
 
 def _python_states() -> tuple[Any, ...]:
-    """The random states of Python and NumPy."""
+    """Returns the random states of Python and NumPy."""
     _, numbers, position, *_ = cast(tuple[Any, ...], np.random.get_state())
     return random.getstate(), bytes(numbers), position
 
 
 def _generator_states(settings: Iterable[dict[str, Any]]) -> list[bytes]:
-    """The states of random generators that an optimizer has of its own."""
+    """Returns the states of an optimizer's own random generators."""
     values = [value for each in settings for value in each.values()]
     states = [bytes(value.get_state().numpy()) for value in values if isinstance(value, torch.Generator)]
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
@@ -154,7 +154,7 @@ def _same(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 def _cannot_pass(state: dict[Any, Any], twins: Iterable[nn.Parameter]) -> str | None:
-    """Why some state cannot pass through the device; None if all of it can."""
+    """Returns why some state cannot be copied between host and GPU; None if all of it can."""
     memory = {
         tensor.data_ptr() for twin in twins for tensor in (twin, twin.grad) if tensor is not None and tensor.numel()
     }

@@ -24,11 +24,14 @@ _NEED_NO_VALUES = UNCHANGED_BY_UPDATES | {
     Tensor.is_contiguous,
     Tensor.is_shared,
 }
-"""What does not ask for a parameter's values: its attributes, its gradient and its hooks."""
+"""Functions that need a parameter's attributes, gradient or hooks, but not its values."""
 
 
 class OnGpu(ParameterRole):
-    """A host parameter whose values are on the device. Code that reads or writes them brings them first."""
+    """A host parameter whose values are on the GPU alone. Code that reads or writes them lands the layer first.
+
+    # Note: roles of parameters, in ``updates/__init__``.
+    """
 
     rank = 1
     _updates: BackgroundUpdates

@@ -1,4 +1,4 @@
-"""An optimizer's state on the host, where the device steps: what of it passes through the device, in memory of its own."""
+"""Host memory for optimizer state that is uploaded for each step on the GPU and downloaded after it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sp_lightning.torch_compat.private import tree_leaves
 
 
 class SeparateState:
-    """A layer's state whose tensors are in memory of their own, as those are that leave host memory between two updates.
+    """A layer's state, each tensor in memory of its own. State that is stored elsewhere between two updates is kept so.
 
     Args:
-        tensors: what the user finds in the optimizer's ``state``.
+        tensors: the tensors in the optimizer's ``state``.
 
     Attributes:
         tensors: as given.
-        spans: where each tensor lies on the device.
+        spans: where each tensor lies on the GPU.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -34,31 +34,31 @@ class SeparateState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes on the device."""
+        """Bytes of GPU memory that it takes."""
         return total_bytes(self.spans)
 
     def coming(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The targets in the device's memory, and the sources, of copies to the device."""
+        """Returns the targets in GPU memory and the sources of uploads."""
         return [part(memory, span) for span in self.spans], self.leaving()
 
     def leaving(self) -> list[Tensor]:
-        """The targets of copies from the device, one for each tensor."""
+        """Returns the targets of downloads, one for each tensor."""
         return [each.data for each in self.tensors]
 
     def is_like(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors have the same shapes, dtypes and strides."""
+        """Returns True if these tensors have the same shapes, dtypes and strides."""
         return len(tensors) == len(self.spans) and all(
             (each.shape, each.dtype, each.stride()) == (span.shape, span.dtype, span.stride)
             for each, span in zip(tensors, self.spans, strict=True)
         )
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors are the ones that are here, in their order and in the memory in which they were."""
+        """Returns True if these are the same tensors, in the same order and in the same memory."""
         return False
 
 
 class HostState(SeparateState):
-    """A layer's state in one memory, which comes as one.
+    """A layer's state in one piece of memory, which is uploaded at once.
 
     Args:
         device: allocates the memory.
@@ -66,7 +66,7 @@ class HostState(SeparateState):
         pin: whether it is page-locked.
 
     Attributes:
-        tensors: what the user finds in the optimizer's ``state``, each a view with a storage of its own.
+        tensors: the tensors in the optimizer's ``state``, each a view with a storage of its own.
     """
 
     def __init__(self, device: Device, like: Sequence[Tensor], *, pin: bool) -> None:
@@ -90,10 +90,10 @@ class HostState(SeparateState):
 
 
 def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Collection[int]) -> Iterator[Tensor]:
-    """The tensors of the state of parameters that are on the device on plain Lightning.
+    """Yields the tensors of the state of parameters that plain Lightning has on the GPU.
 
-    These are the ``known`` ones, by ``id``, which a step has made there; and of a state that was loaded what torch's
-    ``load_state_dict`` puts there: all but counters of steps, unless a kernel of the device reads those.
+    These are the ``known`` tensors, by ``id``, which a step has made there. Of a loaded state, they are the tensors that torch's
+    ``load_state_dict`` puts there: all except counters of steps, unless a kernel on the GPU reads those.
     """
     seen = set[int]()
     for group in groups:
@@ -113,7 +113,7 @@ def is_plain(leaf: Any) -> bool:
 
 
 def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: Set[str]) -> None:
-    """Gives these parameters constants that others do not share: state that was loaded has one tensor for all layers."""
+    """Gives these parameters their own constants: loaded state has one tensor for all layers."""
     own = dict[Tensor, Tensor]()
     for entry in [dict.get(state, p, {}) for group in groups for p in group["params"]]:
         for name in constants & entry.keys():
@@ -121,5 +121,5 @@ def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: 
 
 
 def ids_of(state: dict[Any, Any], constants: Set[str]) -> set[int]:
-    """The ``id`` of each constant in a state."""
+    """Returns the ``id`` of each constant in a state."""
     return {id(values[name]) for values in state.values() for name in constants & values.keys()}

@@ -1,11 +1,12 @@
-"""Steps on the device: what an update needs of a layer comes there, the optimizer's own code steps it, and it leaves again.
+"""Steps layers on the GPU: uploads what an update needs, runs the optimizer's own code there, and downloads the result.
 
-Weights and the optimizer's state stay on the host, in memory that transfers read and write. For its update a layer's weights,
-gradients and state come to one of two slots, so that the next layer's come while this one steps and the last one's leave. The
-optimizer sees ordinary parameters and tensors there, in the form (foreach, fused, capturable) that its user chose.
+Weights and optimizer state are in host memory that transfers read and write. For its update, a layer's weights, gradients and
+state are uploaded to one of two slots, so that the next layer's upload and the last layer's download overlap with the step. The
+optimizer finds ordinary parameters and tensors there, in the form (foreach, fused, capturable) that its user chose.
 
-All of that has a stream of its own. On the model's, the next forward's kernels would wait for the state of layers that they do
-not need yet. The two share no memory: weights go through the host, or are fetched from what a step has made.
+Steps have a stream of their own. On the model's stream, the next forward's kernels would wait for the state of layers that they
+do not need yet. The two streams share no memory: weights go through the host, or are fetched from the tensors that a step has
+made.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from sp_lightning.updates.fused import constants_of
 from sp_lightning.updates.layer_stepper import FRESH, Key, LayerStepper
 
 _HALF = 128 * 2**20
-"""The maximum bytes of each half of the buffer to which gradients are uploaded for their norms."""
+"""The most bytes of each half of the buffer to which gradients are uploaded for their norms."""
 
 
 class StepsOnDevice(LayerStepper):
-    """Steps layers on the device. The background calls it, one layer after the other.
+    """Steps layers on the GPU. The background thread calls it, one layer after the other.
 
     Args:
-        device: copies, and says in which order.
-        pin: whether the memory of state is page-locked.
-        slots: how many slots of the largest layer's size there are, as :class:`StepSlots` takes it.
+        device: the GPU.
+        pin: whether host memory of state is page-locked.
+        slots: the number of slots of the largest layer's size, see :class:`StepSlots`.
         updates: the updates of the run, which land layers that stay; None if no layer does.
         steps_all: whether all layers step on the GPU.
     """
@@ -71,7 +72,7 @@ class StepsOnDevice(LayerStepper):
         self._slots = StepSlots(device, slots)
         self._states: dict[Key, SeparateState] = {}
         self._loose = self._ahead = False
-        # The layers that were stepped last, whose next fetch may need nothing of the host.
+        # The layers that were stepped last. Their next fetch may copy on the GPU.
         self._fresh = deque[StreamedLayer]()
         self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
         self.staying = StayingLayers(device, self, updates)
@@ -94,19 +95,19 @@ class StepsOnDevice(LayerStepper):
         return self._slots.nbytes + self.staying.nbytes
 
     def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
-        """Runs the step of a layer. An error of the optimizer's leaves its weights and its state as they were.
+        """Runs the step of a layer. If the optimizer raises an error, the layer's weights and state are unchanged.
 
         Args:
             key: the layer, and the user's optimizer.
             part_of: the layer's part of that optimizer, with the host's parameters in its groups.
             step: the optimizer's own code, which steps ``part_of``.
-            declared: whether its user says that it steps each parameter alone, which is checked.
+            declared: whether only the user's class says that it steps each parameter by itself, which is then checked.
 
         Raises:
-            RuntimeError: it does other things.
+            RuntimeError: the step does other things.
         """
         groups, state = part_of.param_groups, state_of(part_of)
-        # What steps, and no other: else the state of a part that has no gradient would be taken for that of one of its shapes.
+        # Only parameters that step: the state of one without a gradient could be taken for that of another one of its shape.
         going = [
             {**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups
         ]
@@ -124,7 +125,7 @@ class StepsOnDevice(LayerStepper):
                 step()
                 if contract is not None:
                     contract.compare(part_of.state)
-                # A class of a user's may write a gradient through its .data, which no version shows.
+                # A user's class may write a gradient through .data, which no version shows.
                 written = [
                     g if g is not None and g._version != v and g is twin.grad else None
                     for g, twin, v in zip(gradients, twins, versions, strict=True)
@@ -137,7 +138,7 @@ class StepsOnDevice(LayerStepper):
                 raise
 
     def _settle(self, layer: StreamedLayer) -> None:
-        """After an error: nothing uses the host's weights or a slot any more that the failed update has begun with."""
+        """After an error, waits until nothing reads the host's weights or a slot for the failed update."""
         device = self._device
         for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
             device.wait(Stream.STEP, device.record(stream), Wait.STEP_AFTER_BRING)
@@ -145,7 +146,7 @@ class StepsOnDevice(LayerStepper):
         device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
 
     def close(self) -> None:
-        """Frees device memory. State stays on the host."""
+        """Frees GPU memory. State stays on the host."""
         self._slots.free()
 
     @property
@@ -162,7 +163,7 @@ class StepsOnDevice(LayerStepper):
     def _bring(
         self, layer: int, trained: Sequence[nn.Parameter], held: SeparateState | None
     ) -> tuple[StepSlot, list[nn.Parameter], dict[int, Tensor]]:
-        """Sends what a layer's update needs to a slot, but for gradients that have stayed on the device.
+        """Uploads what a layer's update needs to a slot, except gradients that have stayed on the GPU.
 
         Returns:
             The slot; the parameters there, with their gradients; the tensors of the state there, by the ``id`` of the host's.
@@ -187,7 +188,7 @@ class StepsOnDevice(LayerStepper):
         device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
         device.access(memory[:nbytes], Stream.STEP, write=True)
         for event in {id(each): each for each in computed if each is not None}.values():
-            # Backward runs on another stream than the background where its user has chosen one.
+            # Backward runs on another stream than the background if the user has chosen one.
             device.wait(Stream.STEP, event, Wait.DRAIN_AFTER_GRADIENT)
         arrived = iter(targets[len(trained) :])
         twins = []
@@ -207,16 +208,16 @@ class StepsOnDevice(LayerStepper):
     def _exchange(
         self, part_of: Any, going: Sequence[dict[str, Any]], twins: dict[int, nn.Parameter], there: dict[int, Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Gives a part of an optimizer the device's parameters, by the ``id`` of the host's, and the tensors of its state there.
+        """Gives a part of an optimizer the parameters on the GPU, and the tensors of its state there.
 
         Args:
             part_of: the part of the optimizer.
-            going: its groups, with those of the host's parameters that step.
-            twins: the device's.
-            there: the tensors of its state on the device, by the ``id`` of the host's.
+            going: its groups, with the host parameters that step.
+            twins: the parameters on the GPU, by the ``id`` of the host's.
+            there: the tensors of its state on the GPU, by the ``id`` of the host's.
 
         Returns:
-            The tensors of the state that stay on the host, with what is stepped in their place: it counts if there is no error.
+            The tensors of the state that stay on the host, each with the copy that is stepped. Copies count if the step succeeds.
         """
         part_of.state, stay = self.state_there(
             [p for group in going for p in group["params"]], twins, state_of(part_of), there
@@ -231,13 +232,13 @@ class StepsOnDevice(LayerStepper):
         state: dict[Any, Any],
         there: dict[int, Tensor],
     ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
-        """Returns the state of parameters on the device, and the tensors of it that :meth:`_exchange` returns.
+        """Returns the state of parameters on the GPU, and the tensors of it that :meth:`_exchange` returns.
 
         Args:
-            parameters: the host's parameters.
-            twins: the device's, by the ``id`` of the host's.
+            parameters: the host parameters.
+            twins: the parameters on the GPU, by the ``id`` of the host's.
             state: the user's state.
-            there: the tensors of it on the device, by the ``id`` of the host's.
+            there: the tensors of it on the GPU, by the ``id`` of the host's.
         """
         stay = list[tuple[Tensor, Tensor]]()
 
@@ -279,9 +280,9 @@ class StepsOnDevice(LayerStepper):
         self.staying.forget(layers)
 
     def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
-        """Returns what of a layer's state is on the device on plain Lightning, each tensor in its own memory; None if nothing is.
+        """Returns the state of a layer that plain Lightning has on the GPU, each tensor in its own memory; None if there is none.
 
-        The layer is kept on the device, so what was noted of its state on the host is forgotten.
+        The layer stays on the GPU, so the host memory of its state is forgotten.
         """
         held = self._states.pop(key, None)
         known = set() if held is None else set(map(id, held.tensors))
@@ -291,7 +292,7 @@ class StepsOnDevice(LayerStepper):
         return SeparateState(tensors) if tensors else None
 
     def bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
-        """Has the tensors of a layer's state in one memory: they may come from a checkpoint, or be exchanged by their user."""
+        """Moves the tensors of a layer's state into one piece of memory: a checkpoint or user code may have exchanged them."""
         held = self._states.get(key)
         known = set() if held is None else set(map(id, held.tensors))
         tensors = list(of_device(groups, state, known))
@@ -324,26 +325,28 @@ class StepsOnDevice(LayerStepper):
         stepped: Sequence[tuple[nn.Parameter, nn.Parameter, Tensor | None]],
         states: tuple[dict[Any, Any], dict[Any, Any], list[tuple[Tensor, Tensor]]],
     ) -> None:
-        """Sends what a step has made to the host, and gives the user's optimizer its state there.
+        """Downloads the results of a step, and gives the user's optimizer its state on the host.
 
         Args:
             key: the layer, and the user's optimizer.
-            slot: where the layer is.
-            stepped: parameters on the host and on the device, with the gradient there if the step has written it.
-            states: what the step has left, by the device's parameters; the user's, by the host's; tensors of it that stay on
-                the host, with what was stepped in their place.
+            slot: the slot of the layer.
+            stepped: parameters on the host and on the GPU, with the gradient there if the step has written it.
+            states: the state after the step, by the parameters on the GPU; the user's state, by the host's; tensors of it that
+                stay on the host, each with the copy that was stepped.
         """
         layer, device = key[0], self._device
         pairs = [(p, twin) for p, twin, _ in stepped]
         what = f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}"
-        copies = list(written_by(what, stepped))  # to the host, from the device
+        copies = list(written_by(what, stepped))  # to the host, from the GPU
         current, places = layer.casts.current, layer.casts.places(Stream.STEP)
         casts = {id(p): twin.detach().to(places[id(p)].dtype) for p, twin in pairs if id(p) in places}
         copies += [(places[index], cast) for index, cast in casts.items()]
         copies += self.give_state(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
         made = for_fetch(layer, casts, pairs) if self._ahead else []
-        constants = ids_of(states[0], constants_of(key[1]))  # which no step writes, and the layer before may still send
+        constants = ids_of(
+            states[0], constants_of(key[1])
+        )  # no step writes them, and the layer before may still read them
         device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.STEP, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
         begun = device.mark(Stream.DOWNLOAD)
@@ -356,7 +359,7 @@ class StepsOnDevice(LayerStepper):
             self._fresh.popleft().made = ()
         with no_inference_mode():
             for p, twin in pairs:
-                if twin._version:  # as on plain Lightning: a fused step of some versions of torch shows none
+                if twin._version:  # as on plain Lightning: with some versions of torch a fused step shows none
                     increment_version(p)
         if places and (current or set(places) <= {id(p) for p, _ in pairs}):
             layer.casts.mark_current()
@@ -372,7 +375,7 @@ class StepsOnDevice(LayerStepper):
         state: dict[Any, Any],
         stay: Iterable[tuple[Tensor, Tensor]],
     ) -> list[tuple[Tensor, Tensor]]:
-        """Gives the user's optimizer its new state. Returns the tensors of it on the host and on the device, to be copied."""
+        """Gives the user's optimizer its new state. Returns its tensors on the host and on the GPU, which have to be copied."""
         entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
         of_host = {id(there): here.copy_(there) for here, there in stay}
         copies = list[tuple[Tensor, Tensor]]()
@@ -389,7 +392,7 @@ class StepsOnDevice(LayerStepper):
         return copies
 
     def _anew(self, like: Sequence[Tensor]) -> SeparateState:
-        """Memory on the host for new state."""
+        """Returns host memory for new state."""
         if self._loose:
             return SeparateState([torch.empty_like(each, device="cpu") for each in like])
         return HostState(self._device, like, pin=self._pin)
@@ -397,7 +400,7 @@ class StepsOnDevice(LayerStepper):
     # ------------------------------------------------------------------ clipping
 
     def norms(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The norms of gradients as the device computes them: tensors without dimensions there. See :meth:`read`.
+        """Returns the norms of gradients, see :meth:`LayerStepper.norms`.
 
         Gradients are uploaded in groups, alternately to the two halves of a buffer, so that uploads overlap with the computation
         of norms. A gradient that is larger than a half uses the whole buffer.
@@ -417,7 +420,7 @@ class StepsOnDevice(LayerStepper):
                 used += sizes[end]
                 end += 1
             there, read = (memory, halves[-1][1]) if used > half else halves[0]
-            if read is not None:  # of what came before the half, or all of it
+            if read is not None:  # the norms of the gradients that were in this half, or in both
                 device.wait(Stream.UPLOAD, read, Wait.FETCH_AFTER_USE)
             came = [each for each, _ in made[at:end]]
             targets = [part(there, span) for span in lay_out(("", each) for each in came)]
@@ -436,12 +439,11 @@ class StepsOnDevice(LayerStepper):
         return found
 
     def read(self) -> None:
-        """Waits until the device has read the gradients whose norms it computes: what comes next may write them."""
         self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.CLIP_AFTER_NORM)
 
 
 def _norm_of(came: Tensor, dtype: torch.dtype, changes: Sequence[Change]) -> Tensor:
-    """The norm of a gradient on the device as it would be in its own dtype, with its changes."""
+    """Returns the norm of a gradient on the GPU in its own dtype, with its changes."""
     wide = came.to(dtype, copy=bool(changes))
     for change in changes:
         change(wide)

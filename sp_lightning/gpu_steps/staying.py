@@ -1,12 +1,11 @@
-"""Layers that stay on the device: their optimizer steps them in their slots, and nothing of them crosses the link in a step.
+"""Layers that stay on the GPU: their optimizer steps them in their slots, so a step transfers nothing of them.
 
-Such a layer has a slot of its own. The first step brings its weights and its optimizer state there. From then on the device's
-copy *counts* (``layer.kept``): the host's parameters have a class that brings the layer to the host when user code asks for
-one of them (``gpu_steps.away``). Once it has, user code may have written anything, so
-the next step begins from the host's values again.
+Such a layer has a slot of its own. Its first step uploads its weights and its optimizer state. From then on the GPU's copy
+*counts* (``layer.kept``): the host parameters have a class (``gpu_steps.away``) that *lands* it when user code needs one of
+them, that is, downloads its weights and state. User code may then write anything, so the next step uploads them again.
 
-Steps are issued to a stream that waits for what compute had to do when the background was given the step (:meth:`Device.later`).
-So a step writes the slot after the last kernel that read it.
+Steps are issued to a stream that waits for the kernels that compute had to run when the background was given the step
+(:meth:`Device.later`). So a step writes the slot after the last kernel that read it.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from sp_lightning.updates.layer_stepper import Key
 
 
 class Exchange(Protocol):
-    """What exchanges an optimizer's state between host and device: :class:`~sp_lightning.gpu_steps.on_device.StepsOnDevice`."""
+    """Exchanges an optimizer's state between host and GPU: :class:`~sp_lightning.gpu_steps.on_device.StepsOnDevice`."""
 
     def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
         """Notes copies in the counters and in the timeline."""
 
     def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
-        """Returns what of a layer's state is on the device on plain Lightning; None if nothing is."""
+        """Returns the state of a layer that plain Lightning has on the GPU; None if there is none."""
 
     def state_there(
         self,
@@ -54,7 +53,7 @@ class Exchange(Protocol):
         state: dict[Any, Any],
         there: dict[int, Tensor],
     ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
-        """Returns the state by the device's parameters, and the tensors of it that stay on the host."""
+        """Returns the state by the parameters on the GPU, and the tensors of it that stay on the host."""
 
     def give_state(
         self,
@@ -64,21 +63,21 @@ class Exchange(Protocol):
         state: dict[Any, Any],
         stay: Iterable[tuple[Tensor, Tensor]],
     ) -> list[tuple[Tensor, Tensor]]:
-        """Gives the user's optimizer its state on the host. Returns the tensors there and on the device, to be copied."""
+        """Gives the user's optimizer its state on the host. Returns the tensors there and on the GPU, which have to be copied."""
 
     def forget(self, key: Key) -> None:
-        """The user's optimizer alone holds a layer's state on the host."""
+        """Called if the user's optimizer alone holds a layer's state on the host."""
 
 
 @dataclass(eq=False)
 class _Weights:
-    """The weights of a layer and of its masters on the device.
+    """The weights of a layer and of its masters on the GPU.
 
     Attributes:
-        targets: where each is, by the ``id`` of the host's parameter: in the layer's slot, or, of masters, beside it.
-        casts: the masters' casts in the slot, by the same.
-        memory: of the masters.
-        parameters: the host's parameters, in the order of ``targets``.
+        targets: each weight, by the ``id`` of the host parameter: in the layer's slot; masters are beside it.
+        casts: the masters' casts in the slot, by the ``id`` of the host parameter.
+        memory: the memory of the masters.
+        parameters: the host parameters, in the order of ``targets``.
     """
 
     targets: dict[int, Tensor]
@@ -89,14 +88,14 @@ class _Weights:
 
 @dataclass(eq=False)
 class _Part:
-    """What one optimizer has of a layer on the device.
+    """A layer on the GPU in one optimizer.
 
     Attributes:
         twins: the parameters there, by the ``id`` of the host's.
         state: the optimizer's state, by the parameters there.
-        of_host: tensors of the state that are on the host on plain Lightning, too: the user's, and what is stepped instead.
-        nbytes: bytes of the state on the device.
-        counted: of how many parameters' state.
+        of_host: tensors of the state that plain Lightning has on the host, too: the user's, and the copy that is stepped.
+        nbytes: bytes of the state on the GPU.
+        counted: the number of parameters whose state ``nbytes`` counts.
     """
 
     twins: dict[int, nn.Parameter]
@@ -107,15 +106,15 @@ class _Part:
 
 
 class StayingLayers:
-    """The layers that stay, as the background steps them and as the host asks for them.
+    """The layers that stay: the background steps them, and the host lands them.
 
     Args:
-        device: copies, and says in which order.
-        steps: what steps other layers on the device; both exchange an optimizer's parameters and state in the same way.
+        device: the GPU.
+        steps: steps other layers on the GPU. Both exchange an optimizer's parameters and state in the same way.
         updates: the updates of the run, which land layers; None if no layer stays.
 
     Attributes:
-        nbytes: bytes of device memory beside the slots: of masters and of state.
+        nbytes: bytes of GPU memory beside the slots: of masters and of state.
     """
 
     def __init__(self, device: Device, steps: Exchange, updates: BackgroundUpdates | None = None) -> None:
@@ -127,12 +126,12 @@ class StayingLayers:
         self.nbytes = 0
 
     def _count(self) -> None:
-        """Counts :attr:`nbytes` anew, which is asked for several times for each layer."""
+        """Counts :attr:`nbytes` again. It is stored because it is read several times for each layer."""
         masters = sum(each.memory.nbytes for each in self._weights.values() if each.memory is not None)
         self.nbytes = masters + sum(each.nbytes for parts in self._parts.values() for each in parts.values())
 
     def has_state(self, layer: StreamedLayer, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-        """Returns True if the state of a host parameter is on the device."""
+        """Returns True if the state of a host parameter is on the GPU."""
         part_of = self._parts.get(layer, {}).get(optimizer) if layer.kept else None
         twin = None if part_of is None else part_of.twins.get(id(parameter))
         return twin is not None and bool(part_of and part_of.state.get(twin))
@@ -140,12 +139,12 @@ class StayingLayers:
     # ------------------------------------------------------------------ steps
 
     def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
-        """Runs the step of a layer in its slot. After an error of the optimizer's, weights are as it has left them.
+        """Runs the step of a layer in its slot. If the optimizer raises an error, weights are as it has left them.
 
         The arguments are those of :meth:`StepsOnDevice.step`.
 
         Raises:
-            RuntimeError: a step that its user has declared as one of each parameter alone does other things.
+            RuntimeError: a declared step does other things than step each parameter by itself.
         """
         layer, optimizer = key
         device, groups, state = self._device, part_of.param_groups, state_of(part_of)
@@ -163,7 +162,7 @@ class StayingLayers:
             for p, twin in zip(stepped, twins, strict=True):
                 resemble(twin, p)
             gradients = self._give_gradients(stepped, twins)
-            # A class of a user's may write a gradient through its .data, which no version shows.
+            # A user's class may write a gradient through .data, which no version shows.
             before = [(t._version, None if declared or t.grad is None else t.grad._version) for t in twins]
             part_of.state = kept.state
             part_of.param_groups = [{**g, "params": [kept.twins[id(p)] for p in g["params"]]} for g in going]
@@ -189,12 +188,12 @@ class StayingLayers:
                 self._count()
 
     def bring(self, layer: StreamedLayer) -> None:
-        """Brings a layer that is not stepped."""
+        """Uploads a layer that is not stepped."""
         with self._device.on(Stream.STEP):
             self.keep(layer)
 
     def keep(self, layer: StreamedLayer) -> None:
-        """Has the device's copy of a layer count, which is brought there first unless it does already."""
+        """Makes the GPU's copy of a layer count, after uploading it, unless it counts already."""
         if layer.kept:
             return
         device, slot = self._device, layer.own_slot
@@ -226,14 +225,14 @@ class StayingLayers:
         self._count()
 
     def hide(self, layer: StreamedLayer) -> None:
-        """Takes the host's memory from a layer that is kept. Its parameters have the class that brings it."""
+        """Takes the host memory from a layer whose GPU copy counts, and gives its parameters the class that lands it."""
         for member in layer.family:
             take_all(member.block.parameters, self._role)
             if not member.block.hidden:
                 member.block.hide()
 
     def _arrive(self, sources: Iterable[Tensor], *memory: Tensor | None) -> None:
-        """Has steps wait for what was sent to this memory, and the host, where user code may write the sources from now on."""
+        """Makes steps wait for uploads to this memory, and the host as well: user code may write the sources from now on."""
         device, sent = self._device, self._device.record(Stream.UPLOAD)
         device.wait(Stream.STEP, sent, Wait.STEP_AFTER_BRING)
         device.access([each for each in memory if each is not None], Stream.STEP, write=True)
@@ -241,7 +240,7 @@ class StayingLayers:
         device.access(sources, Stream.UPDATE, write=True)
 
     def _bring_state(self, key: Key, groups: Sequence[dict[str, Any]], state: dict[Any, Any], kept: _Part) -> None:
-        """Brings the state of a layer's parameters in one optimizer that are not in ``kept`` yet. It leaves the host."""
+        """Uploads the state of a layer's parameters in one optimizer that are not in ``kept`` yet. The host gives it up."""
         groups = [{**group, "params": [p for p in group["params"] if id(p) not in kept.twins]} for group in groups]
         if not any(group["params"] for group in groups):
             return
@@ -266,7 +265,7 @@ class StayingLayers:
         kept.of_host += of_host
 
     def _give_gradients(self, stepped: Sequence[nn.Parameter], twins: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Gives the parameters on the device their gradients. Returns those that backward has left there."""
+        """Gives the parameters on the GPU their gradients. Returns those that backward has left there."""
         device = self._device
         made = [(p, twin, *made_of(p.grad)) for p, twin in zip(stepped, twins, strict=True)]
         stayed = [came for p, _, came, _ in made if getattr(p.grad, "computed", None) is not None]
@@ -284,7 +283,7 @@ class StayingLayers:
                 device.access(came, Stream.STEP, write=False)
             if gradient.dtype is not twin.dtype:
                 twin.grad = gradient.to(twin.dtype)
-            else:  # user code may read what has stayed, which the changes are no part of
+            else:  # user code may read a gradient that has stayed, and must not find the changes in it
                 twin.grad = gradient.clone() if stays and changes else gradient.data
             for change in changes:
                 change(twin.grad)
@@ -305,7 +304,7 @@ class StayingLayers:
         twins: Sequence[nn.Parameter],
         before: Sequence[tuple[int, int | None]],
     ) -> None:
-        """Has the host's parameters show that they were written, and casts be those of the new weights."""
+        """Makes the versions of host parameters show that they were written, and casts the new weights."""
         layer, device, weights = key[0], self._device, self._weights[key[0]]
         what = f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}"
         list(written_by(what, ((p, twin, None) for p, twin in zip(stepped, twins, strict=True))))
@@ -317,7 +316,7 @@ class StayingLayers:
                 twin.data = place
             if id(p) in weights.casts:
                 weights.casts[id(p)].copy_(place)
-            if twin._version != version:  # as on plain Lightning: a fused step of some versions of torch shows none
+            if twin._version != version:  # as on plain Lightning: with some versions of torch a fused step shows none
                 increment_version(p)
             if twin.grad is not None and p.grad is not None and twin.grad._version != gradients:
                 written.append((p.grad, twin.grad))
@@ -336,7 +335,7 @@ class StayingLayers:
     # ------------------------------------------------------------------ the host asks
 
     def land(self, layer: StreamedLayer) -> None:
-        """Has the host have the weights of a layer, and its state. The device's copy still counts."""
+        """Downloads the weights and the state of a layer. The GPU's copy still counts."""
         if layer.ahead:
             with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
                 self._land(layer)
@@ -346,9 +345,9 @@ class StayingLayers:
         for member in layer.family:
             member.block.show()
         copies = [(p.data, weights.targets[id(p)]) for p in weights.parameters]
-        places = layer.casts.places(Stream.DOWNLOAD, others=False)  # graphs have saved those of the device
+        places = layer.casts.places(Stream.DOWNLOAD, others=False)  # graphs have saved the casts on the GPU
         copies += [(places[key], cast) for key, cast in weights.casts.items() if key in places]
-        # Not those of the optimizer's groups: user code may take a parameter out of them, whose state it finds as before.
+        # Not the parameters of the optimizer's groups: user code may have removed one, and then finds its state as before.
         known = {id(p): p for p in weights.parameters}
         for optimizer, kept in self._parts[layer].items():
             pairs = [(known[key], twin) for key, twin in kept.twins.items()]
@@ -366,7 +365,7 @@ class StayingLayers:
         layer.ahead = False
 
     def leave(self, layer: StreamedLayer) -> None:
-        """The host's values of a layer count from now on. It has them. The slot may be written by others again."""
+        """Makes the host's values of a layer count, after :meth:`land`. Other layers may write the slot again."""
         self._device.synchronize(layer.stepped, Wait.READ_AFTER_TAKE)
         layer.kept = False
         self._parts.pop(layer, None)
@@ -375,7 +374,7 @@ class StayingLayers:
             leave_all(member.block.parameters, self._role)
 
     def forget(self, layers: Iterable[StreamedLayer]) -> None:
-        """The slots of these layers are freed, in which nothing counts."""
+        """Called if the slots of these layers are freed, in which nothing counts."""
         for layer in layers:
             self._weights.pop(layer, None)
             self._parts.pop(layer, None)

@@ -1,4 +1,4 @@
-"""Where the optimizers of a run step with ``optimizer_on="auto"``, and whether another place or time would be faster."""
+"""Chooses where optimizers step with ``optimizer_on="auto"``, and suggests the other place if it would be faster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sp_lightning.plan.update_policy import UpdateFacts, choose_overlap
 from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.updates.fused import is_of_bitsandbytes
 
-_MUCH = 0.9  # what one place takes of the other's time, to be worth other bits
+_MUCH = 0.9  # the other place changes the last bits, so it has to be at least this much faster
 
 
 class MeasuredPlace(StepPlace):
@@ -39,10 +39,10 @@ class MeasuredPlace(StepPlace):
         return False
 
     def _choose(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> tuple[bool, str]:
-        """Returns whether the device is the better place, and why.
+        """Returns True if the GPU is the better place, and why.
 
         Raises:
-            ValueError: the user's ``optimizer_overlap`` is not possible on the device.
+            ValueError: the user's ``optimizer_overlap`` is not possible on the GPU.
         """
         names = " and ".join(sorted({type(each).__name__ for each in stepping}))
         if why := _against_gpu(facts):
@@ -74,11 +74,11 @@ class MeasuredPlace(StepPlace):
         return f'Estimated time of an update: {seconds[other]:.3g} s with optimizer_on="{other}", {seconds[now]:.3g} s now.'
 
     def _seconds(self, stepping: Sequence[Optimizer], there: Overlap, here: Overlap) -> Mapping[str, float] | None:
-        """Seconds of a step by the place; None if the optimizers' state is not known, or the device is full.
+        """Returns the seconds of a step in each place; None if the optimizers' state is not known, or the GPU is full.
 
         Args:
             stepping: the optimizers.
-            there, here: when updates would run on the device, and on the host.
+            there, here: when updates would run on the GPU and on the CPU.
         """
         on_device, on_host = self._count("gpu", there), self._count("cpu", here)
         if on_device.state is None:

@@ -1,4 +1,4 @@
-"""The device memory in which layers are stepped: two slots, so that one layer's comes while another one's leaves."""
+"""GPU memory in which layers are stepped: two slots, so that one layer is uploaded while another one is downloaded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sp_lightning.device.layout import ALIGNMENT, aligned
 
 @dataclass(eq=False)
 class StepSlot:
-    """Device memory for one update.
+    """GPU memory for one update.
 
     Attributes:
         memory: flat ``uint8``.
-        left: the event after which all has left that the last update made; None once it was waited for.
-        alive: what it has made beside the slot, which is there until then.
+        left: the event after which the results of the last update are downloaded; None after a wait for it.
+        alive: tensors that the update has made beside the slot, which live until then.
     """
 
     memory: Tensor
@@ -27,26 +27,26 @@ class StepSlot:
 
 
 class StepSlots:
-    """The slots. A layer that is much larger than the others, an embedding say, has both for itself.
+    """The slots. A layer that is much larger than the others, for example an embedding, uses both.
 
     Args:
         device: allocates them.
-        count: how many slots of the largest layer's size there are: with one, two of the other layers are there at once.
+        count: the number of slots of the largest layer's size. With one, two of the other layers fit at once.
     """
 
     def __init__(self, device: Device, count: int) -> None:
         self._device = device
         self._count = count
-        # That of all the memory, then its halves, the one that was used last behind the other.
+        # The slot of all memory, then its halves, the least recently used half first.
         self._slots: list[StepSlot] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that they take."""
+        """Bytes of GPU memory that the slots take."""
         return self._slots[0].memory.nbytes if self._slots else 0
 
     def take(self, nbytes: int) -> StepSlot:
-        """The half that was used longer ago, or both if one is too small, once all has left it that the last update made."""
+        """Returns the least recently used half, or both if one is too small, after its last update is downloaded."""
         if nbytes > self.nbytes:
             self.free()
             memory = self._device.upload_target(aligned(nbytes) * self._count, Stream.STEP)
@@ -61,9 +61,11 @@ class StepSlots:
         return first
 
     def free(self) -> None:
-        """Frees device memory, once all has left it."""
+        """Waits for downloads, and frees the memory."""
         self._wait(*self._slots)
-        self._device.access([each.memory for each in self._slots], Stream.STEP, write=True)  # which may use it next
+        self._device.access(
+            [each.memory for each in self._slots], Stream.STEP, write=True
+        )  # the stream that may use it next
         self._slots.clear()
 
     def _wait(self, *slots: StepSlot) -> None:

@@ -1,4 +1,4 @@
-"""Where optimizers step faster, on the host or on the device: by what a step sends, reads, writes and multiplies at least."""
+"""Estimates where optimizers step faster, by the bytes that a step copies, reads and writes, and by what it multiplies."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sp_lightning.updates.cpu_seconds import EIGHT_BITS_SECONDS, muon_flops
 from sp_lightning.updates.fused import is_separable
 
 _NBYTES = 1 << 26  # of the copies that are timed
-_WIDTH = 512  # of the matrices that are multiplied to see how fast the host is
+_WIDTH = 512  # of the matrices whose product is timed
 
 
 @dataclass(frozen=True)
 class Machine:
-    """How fast a machine is, as far as steps need it.
+    """Rates of a machine.
 
     Attributes:
-        upload, download: bytes per second to the device, and from it.
-        host_memory: bytes per second that the host reads and writes.
-        flops: multiplications and additions per second of the host, in ``bfloat16``.
+        upload, download: bytes per second to the GPU and from it.
+        host_memory: bytes per second that the CPU reads and writes.
+        flops: multiplications and additions per second of the CPU, in ``bfloat16``.
     """
 
     upload: float
@@ -59,7 +59,7 @@ def measure(device: Device) -> Machine:
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """The least of three times, after one that is not counted."""
+    """Returns the shortest of three times, after a warm-up."""
     work()
     taken = []
     for _ in range(3):
@@ -70,19 +70,19 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def least_seconds(ledger: Ledger, machine: Machine, computing: float = 0.0) -> float:
-    """Seconds of a step with all its batches, if nothing but links, the host's memory or its processor takes time.
+    """Returns the seconds of a step with all its batches, if only PCIe, host memory or the CPU takes time.
 
     Args:
-        ledger: what a step with its optimizers, where they step, sends, reads and writes.
-        machine: how fast that goes.
-        computing: seconds of the host's processor.
+        ledger: the bytes that a step copies, reads and writes.
+        machine: the rates of the machine.
+        computing: seconds of the CPU.
     """
     up, down = ledger.sent
     return max(up / machine.upload, down / machine.download, ledger.traffic / machine.host_memory, computing)
 
 
 def host_seconds_of(optimizers: Iterable[Any], machine: Machine) -> float:
-    """Seconds of the host's processor that steps there take, if they take more than passes over memory."""
+    """Returns the seconds that steps on the CPU compute, if that takes longer than their passes over memory."""
     total = 0.0
     for optimizer in optimizers:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Twins: parameters and state of a layer on the device, where they are stepped, and what of them goes where afterwards."""
+"""Twins: copies of a layer's parameters on the GPU, which are stepped, and the copies of the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tre
 
 
 def twin_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter as its user made it, but on the device. Its version shows whether the step has written it."""
+    """Returns a parameter with the user's class, on the GPU. Its version shows whether the step has written it."""
     kind = type(parameter)
     users = kind.users if issubclass(kind, ParameterRole) else kind
     twin: Any = nn.Parameter(value.data, requires_grad=False)
@@ -35,14 +35,14 @@ def resemble(twin: nn.Parameter, parameter: nn.Parameter) -> None:
 def written_by(
     what: str, stepped: Iterable[tuple[nn.Parameter, nn.Parameter, Tensor | None]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The weights and gradients that a step has written, on the host and on the device.
+    """Yields the weights and gradients that a step has written, as pairs on the host and on the GPU.
 
     Args:
-        what: how the error begins.
-        stepped: parameters on the host and on the device, with the gradient there if the step has written it.
+        what: the beginning of the error.
+        stepped: parameters on the host and on the GPU, with the gradient there if the step has written it.
 
     Raises:
-        RuntimeError: it has given a parameter another dtype or shape.
+        RuntimeError: the step has given a parameter another dtype or shape.
     """
     for p, twin, gradient in stepped:
         if (twin.shape, twin.dtype) != (p.shape, p.dtype):
@@ -50,7 +50,7 @@ def written_by(
                 f"{what} {twin.dtype} of shape {tuple(twin.shape)}; it was {p.dtype} of shape "
                 f"{tuple(p.shape)}. Exchange it between two batches."
             )
-        yield p.data, twin.detach()  # its version is that of the step, whenever the copy is made
+        yield p.data, twin.detach()  # with the version that the step has left, whenever the copy is made
         if gradient is not None and p.grad is not None:
             yield p.grad, gradient
 
@@ -58,30 +58,32 @@ def written_by(
 def for_fetch(
     layer: StreamedLayer, casts: Mapping[int, Tensor], pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
 ) -> list[tuple[Span, Tensor]]:
-    """All that a fetch of the layer would bring, with its place in a slot, in memory beside that of steps; else nothing.
+    """Returns the tensors of the layer's next fetch, with their places in a slot; empty if the host has to send some.
 
     Args:
         layer: the layer.
-        casts: what was cast of its new weights, by the ``id`` of the host's.
-        pairs: the parameters that were stepped, on the host and on the device.
+        casts: the casts of its new weights, by the ``id`` of the host parameter.
+        pairs: the parameters that were stepped, on the host and on the GPU.
     """
     parameters = [p for member in layer.family for p in member.block.parameters]
     there = {id(p): twin.detach() for p, twin in pairs}
-    if not casts or any(id(p) not in there for p in parameters):  # without casts all of it would be copied once more
+    if not casts or any(
+        id(p) not in there for p in parameters
+    ):  # without casts, the whole layer would be copied once more
         return []
     parts = (casts[id(p)] if id(p) in casts else there[id(p)].clone() for p in parameters)
     return list(zip(layer.spans, parts, strict=True))
 
 
 def made_on(device: torch.device, states: Iterable[Any]) -> list[Tensor]:
-    """The tensors of new state that are on the device, each once."""
+    """Returns the tensors of new state that are on the GPU, each once."""
     leaves = [leaf for values in states for leaf in tree_leaves(values)]
     plain = [each for each in leaves if type(each) is Tensor and each.layout is torch.strided]
     return list({id(each): each for each in plain if each.device == device}.values())
 
 
 def to_host(leaf: Any, of_host: Mapping[int, Tensor]) -> Any:
-    """A part of new state as the user finds it: ``of_host`` by the ``id`` of a tensor on the device."""
+    """Returns a leaf of new state as the user finds it: ``of_host`` has host tensors by the ``id`` of a tensor on the GPU."""
     if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
         return leaf.to("cpu")
     return of_host.get(id(leaf), leaf)

@@ -1,10 +1,10 @@
 """Updates layers in the background, while the next forward or the rest of backward runs.
 
 User code sees no difference. Until a layer's update is done, its parameters have a class that waits before anything
-reads or writes them, and a fetch of the layer waits as well.
+reads or writes them, and a fetch of the layer waits as well (Note: roles of parameters, in ``updates/__init__``).
 
-An update of a layer that stays on the device leaves the host behind. Such a layer is *updated* once that is done, and its
-parameters have a class then that brings its weights and state to the host before anything reads or writes them.
+After an update of a layer that stays on the GPU, the host's values are out of date. Its parameters then have a class that lands
+the layer before anything reads or writes them: it downloads weights and state.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class BackgroundUpdates:
 
     Attributes:
         torn: the reason if only some layers have the weights of the last step; None if all have them.
-        urgency: of layers whose updates need not be in the order in which they were submitted: the lower, the sooner.
-        threads: the threads that belong to the run. Others may wait for an update's work, and do not what follows it.
+        urgency: the order of updates, if it need not be the order in which they are submitted: the lower, the sooner.
+        threads: the threads that belong to the run. Other threads wait for an update, and leave what follows it to the run.
         stepper: steps layers on the GPU, and lands those that stay there.
-        landed_in_a_row: in how many steps in a row up to now a layer that stays had to come to the host.
+        landed_in_a_row: the number of steps in a row, up to now, in which user code has landed a layer that stays.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
         self._layers = layers
         self._layer_of = {id(p): layer.owner for layer in layers for p in layer.block.parameters}
         self._device = device
-        # The layers whose updates are under way, in the order of the background, and what is called once each is done.
+        # The layers whose updates are under way, in the order of the background, and what is called after each.
         self._under_way: dict[StreamedLayer, Callable[[], None] | None] = {}
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
@@ -67,14 +67,14 @@ class BackgroundUpdates:
 
     @property
     def partially_updated(self) -> str | None:
-        """Why only some layers have the weights of the last step, and which; None if all have them."""
+        """The reason if only some layers have the weights of the last step, and their names; None if all have them."""
         if self.torn is None:
             return None
         names, others = ", ".join(map(repr, self._updated[:_NAMES])), len(self._updated) - _NAMES
         return f"{self.torn}. Updated: {names or 'no layer'}{f' and {others} others' if others > 0 else ''}"
 
     def begin(self) -> None:
-        """A step begins: layers that are updated from now on are updated by it."""
+        """Called when a step begins, before its first update."""
         self._updated = []
         self.landed_in_a_row = self.landed_in_a_row + 1 if self._has_landed else 0
         self._has_landed = False
@@ -86,7 +86,7 @@ class BackgroundUpdates:
             layer: the layer. Its parameters have a waiting class until the update is done.
             work: the update. It must not set ``param.grad``, because torch reads that in another thread without holding
                 a reference to it.
-            then: called once the work is done, in the thread that has waited for it.
+            then: called after the work, in the thread that has waited for it.
         """
         blocks, updated = [member.block for member in layer.family], self._updated
 
@@ -114,30 +114,30 @@ class BackgroundUpdates:
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if it was not waited for
             self._wait_in(layer)
-            # First, because an interrupt may come between the two: what is not noted here is not waited for.
+            # First, because an interrupt may come between the two lines, and only layers noted here are waited for.
             self._under_way[layer] = then
             layer.update = self._device.later(update, self.urgency.get(layer))
 
     def afterwards(self, then: Callable[[], None]) -> None:
-        """Has ``then`` called once all updates were waited for, whether they succeeded or not."""
+        """Calls ``then`` after a wait for all updates, whether they have succeeded or not."""
         self._afterwards.append(then)
 
     def bound(self, most: int) -> None:
-        """Waits until at most ``most`` of the updates are under way that something follows, which is done for the others.
+        """Waits until at most ``most`` updates that have a ``then`` are under way. The others' ``then`` is called.
 
-        Their parameters keep the waiting class, so that a layer that no user code touches is fetched as its update left it.
+        Their parameters keep the waiting class. So a layer that no user code touches is fetched as its update left it.
         """
         with self._lock:
             for layer in [layer for layer, then in self._under_way.items() if then is not None][:-most]:
                 self._follow(layer, Wait.READ_AFTER_UPDATE)
 
     def complete(self, layer: StreamedLayer) -> None:
-        """Waits for the update that was submitted for a layer, so that no other code runs beside it.
+        """Waits for the update of a layer, so that no other code runs beside it.
 
         As with :meth:`bound`, its parameters keep the waiting class.
 
         Raises:
-            BaseException: what an update raised, with its traceback.
+            BaseException: the error of an update, with its traceback.
         """
         with self._lock:
             self._follow(layer, Wait.READ_AFTER_UPDATE)
@@ -145,14 +145,14 @@ class BackgroundUpdates:
             self._raise()
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
-        """Waits for the update of one layer, and has the host have it, unless it is for a fetch.
+        """Waits for the update of one layer, and lands the layer unless the wait is for its fetch.
 
         Args:
             layer: a layer, or the masters of one, which are updated with it.
             why: the reason, which the device notes and a test may leave out.
 
         Raises:
-            BaseException: what any update raised, with its traceback.
+            BaseException: the error of any update, with its traceback.
         """
         if layer.owner.update is not None:
             with self._lock:
@@ -163,15 +163,15 @@ class BackgroundUpdates:
             self._raise()
 
     def wait_until_issued(self, layer: StreamedLayer) -> Any:
-        """Waits until the background has issued the update of a layer, for a fetch. What it made may still leave the device.
+        """Waits, for a fetch, until the background has issued the update of a layer. Its download may still be in flight.
 
-        As with :meth:`bound`, the layer's parameters keep the waiting class then.
+        As with :meth:`bound`, the layer's parameters then keep the waiting class.
 
         Returns:
-            The event after which the host has the layer; None if it has it, because this did what :meth:`wait` does.
+            The event after which the host has the layer; None if the host has it, because this did what :meth:`wait` does.
         """
         owner = layer.owner
-        if owner.update is None or self._under_way.get(owner) is not None:  # what follows is done after all has left
+        if owner.update is None or self._under_way.get(owner) is not None:  # ``then`` is called after the download
             self.wait(layer, Wait.FETCH_AFTER_UPDATE)
             return None
         with self._lock:
@@ -184,10 +184,10 @@ class BackgroundUpdates:
         return None
 
     def await_work(self, values: Iterable[Any] | None = None) -> None:
-        """Waits until the background has done its work, in a thread that is not the run's: what follows it is left to the run.
+        """Waits for updates in a thread that is not the run's, and leaves what follows them to the run.
 
         Args:
-            values: updates of the parameters among these are waited for; None for all.
+            values: waits for the updates of the parameters among these; None for all.
         """
         for layer in self._of(values):
             if (update := layer.update) is not None:
@@ -199,10 +199,10 @@ class BackgroundUpdates:
                 if layer.kept and (used is None or layer in used):
                     if (update := layer.update) is not None:  # submitted meanwhile
                         futures.wait([update])
-                    self.stepper.land(layer)  # its parameters keep their class, which the run takes from them
+                    self.stepper.land(layer)  # its parameters keep their class, which only the run changes
 
     def land(self, layer: StreamedLayer) -> None:
-        """Has the host have a layer that stays. The host's values count from now on: user code may write them."""
+        """Lands a layer that stays on the GPU. The host's values count from now on, because user code may write them."""
         with self._lock:
             if layer in self._under_way:
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
@@ -212,16 +212,16 @@ class BackgroundUpdates:
                 self.stepper.leave(layer)
 
     def land_those(self, values: Iterable[Any]) -> None:
-        """Has the host have the layers that stay of which a parameter is among these values."""
+        """Lands the layers that stay on the GPU and have a parameter among these values."""
         for layer in dict.fromkeys(self._layer_of.get(id(value)) for value in values):
             if layer is not None and layer.kept:
                 self.land(layer)
 
     def settle(self) -> None:
-        """Waits for all updates. Layers that stay on the device stay there.
+        """Waits for all updates. Does not land layers.
 
         Raises:
-            BaseException: what an update raised, with its traceback.
+            BaseException: the error of an update, with its traceback.
         """
         with self._lock:
             for layer in list(self._under_way):
@@ -230,12 +230,10 @@ class BackgroundUpdates:
         self._raise()
 
     def finish(self) -> None:
-        """Waits for all updates, and has the host have what they made.
-
-        In a thread that is not the run's it does what :meth:`await_work` does.
+        """Waits for all updates, and lands all layers. In a thread that is not the run's, it does what :meth:`await_work` does.
 
         Raises:
-            BaseException: what an update raised, with its traceback.
+            BaseException: the error of an update, with its traceback.
         """
         if not self.threads.own:
             self.await_work()
@@ -243,13 +241,13 @@ class BackgroundUpdates:
             self.complete_pending()
 
     def complete_pending(self, values: Iterable[Any] | None = None) -> None:
-        """Waits for updates, and does what follows them, whichever thread it is.
+        """Waits for updates and calls what follows them, in any thread.
 
         Args:
-            values: updates of the parameters among these are waited for; None for all.
+            values: waits for the updates of the parameters among these; None for all.
 
         Raises:
-            BaseException: what any update raised, with its traceback.
+            BaseException: the error of any update, with its traceback.
         """
         if values is None:
             self.join()
@@ -260,7 +258,7 @@ class BackgroundUpdates:
         self._raise()
 
     def _of(self, values: Iterable[Any] | None) -> list[StreamedLayer]:
-        """The layers whose updates are under way that have a parameter among these values; None for all."""
+        """Returns the layers whose updates are under way and that have a parameter among these values; None for all values."""
         if values is None:
             return list(self._under_way)
         found = (self._layer_of.get(id(value)) for value in values)
@@ -268,13 +266,13 @@ class BackgroundUpdates:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """A context in which no update is under way: it does what :meth:`finish` does, and other threads cannot submit any."""
+        """A context in which no update is under way: it calls :meth:`finish`, and other threads cannot submit updates."""
         with self._lock:
             self.finish()
             yield
 
     def join(self) -> None:
-        """Waits for all updates without raising what they raised: for callers that must not fail, or that fail already."""
+        """Waits for all updates without raising their errors, for callers that must not fail, or fail already."""
         with self._lock:
             for layer in list(self._under_way):
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
@@ -283,23 +281,23 @@ class BackgroundUpdates:
             self._call_afterwards()
 
     def _call_afterwards(self) -> None:
-        """Does what follows all updates, unless some of what they made is on the device alone."""
+        """Calls what follows all updates, unless some of their results are on the GPU alone."""
         while self._afterwards and not any(layer.kept for layer in self._layers):
             self._afterwards.pop()()
 
     def refuse_updated(self, values: Iterable[Any]) -> None:
-        """Refuses values among which is a parameter that the running backward has updated: a RuntimeError."""
+        """Raises a RuntimeError if the running backward has updated a parameter among these values."""
         used = {id(value) for value in values}
         for layer in [each for each in self._layers if each.owner.updated_early]:
             if used & set(map(id, layer.block.parameters)):
                 layer.refuse_updated()
 
     def do_without(self, layer: StreamedLayer, needed: Callable[[str], None]) -> None:
-        """Tries whether a layer could be updated now: what would be refused then is noted.
+        """Tests whether a layer could be updated now: uses that an update would make an error are noted instead.
 
         Args:
             layer: the layer, whose gradients are complete.
-            needed: called with what needed its weights or its gradients in this backward all the same.
+            needed: called with each later use of its weights or gradients in this backward, in words.
         """
 
         def note(what: str) -> None:
@@ -314,16 +312,16 @@ class BackgroundUpdates:
     def _wait_in(self, layer: StreamedLayer) -> None:
         """Gives the layer's parameters the class that waits."""
         for parameter in [each for member in layer.family for each in member.block.parameters]:
-            if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
+            if type(parameter) is not Tensor:  # parts of wrapped parameters are plain tensors, and are not updated
                 take(parameter, self._role)
 
     def recover(self) -> None:
-        """Does what :meth:`join` does after an error that may have occurred while an update was being submitted."""
+        """Calls :meth:`join` after an error that may have occurred while an update was being submitted."""
         self.join()
         _restore_classes(self._layers)
 
     def end_early(self) -> None:
-        """Allows uses of the layers that backward has updated, because the step is over."""
+        """Allows uses of the layers that backward has updated. Called when the step is over."""
         with self._lock:
             for layer in [each for each in self._layers if each.updated_early]:
                 layer.updated_early, layer.needed = False, None
@@ -331,7 +329,7 @@ class BackgroundUpdates:
                     _restore_classes(layer.family)
 
     def close(self) -> None:
-        """Drops an error that was raised. Its traceback holds activations, whose graph holds this object in turn."""
+        """Drops an error that was raised: its traceback holds activations, whose graph holds this object."""
         self._failure = None
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
@@ -340,20 +338,20 @@ class BackgroundUpdates:
             del self._under_way[layer]
             layer.update = layer.landed = None
             if why is not Wait.FETCH_AFTER_UPDATE:
-                layer.made = ()  # what waits may write the host's weights
+                layer.made = ()  # the code that waits may write the host's weights
             if layer.kept:
                 self.stepper.hide(layer)
             if not layer.updated_early:
                 _restore_classes(layer.family)
 
     def _follow(self, layer: StreamedLayer, why: Wait) -> None:
-        """Waits for an update, and does once what follows it."""
-        if layer.update is not None:  # otherwise an interrupt has come before it was submitted
+        """Waits for an update, and calls what follows it, once."""
+        if layer.update is not None:  # else an interrupt has come before it was submitted
             # A KeyboardInterrupt may come here; the update is still known then.
             with awaiting_steps():
                 self._device.finish(layer.update, why)
             self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
-            layer.landed = None  # the host has it
+            layer.landed = None  # the host has the layer
         then, self._under_way[layer] = self._under_way[layer], None
         if then is not None:
             with torch.DisableTorchFunctionSubclass():  # the layer's parameters may be refused to user code still
@@ -378,12 +376,12 @@ _here = threading.local()
 
 
 def updates_here() -> bool:
-    """Whether this thread updates a layer just now: the step of a class that steps another optimizer is none of a user's."""
+    """Returns True if this thread updates a layer now. A step inside a layer's step is then not a step of user code."""
     return getattr(_here, "updates", False)
 
 
 def _before_fork() -> None:
-    """Waits for all updates: a forked child has no background thread, so it would wait for them for ever."""
+    """Waits for all updates: a forked child has no background thread, and would wait forever."""
     for updates in list(_all):
         if updates.threads.own:
             updates.join()
@@ -398,7 +396,7 @@ if hasattr(os, "register_at_fork"):
 class _PendingUpdate(ParameterRole):
     """A host parameter whose update is under way. Code that computes with it, or reads its gradient, waits first.
 
-    If the running backward has begun the update, such code is refused: it is to come before the update.
+    If the running backward has begun the update, such code gets an error: it has to run before the update.
     """
 
     rank = 0

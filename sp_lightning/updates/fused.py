@@ -1,8 +1,8 @@
-"""Which steps run fused on the CPU, and which can be taken apart by layers: fused ones, and those of some other optimizers.
+"""Says which steps run fused on the CPU, and which can be taken apart by layers: fused steps, and those of some other optimizers.
 
 torchao's optimizers keep their state in 8 or 4 bits, or in float8. They step each parameter by itself, with one compiled
-function, which gives the same bits on any number of threads. torch's own unfused optimizers step each parameter by itself,
-too, but where their operators cut a tensor depends on the number of threads, and the background has one less.
+function, which gives the same bits on any number of threads. torch's unfused optimizers step each parameter by itself, too. But
+their operators cut a tensor where the number of threads says, and the background has one thread less.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from sp_lightning.torch_compat.private import Kind, fused_sgd_step, tree_leaves
 
 
 def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fuse: bool) -> bool:
-    """Whether a group's step runs fused now: gradients may have become sparse since the last step.
+    """Returns True if a group's step runs fused now. Gradients may have become sparse since the last step.
 
-    A fused step passes over host memory once, and is many times faster on the CPU. To construct the optimizer anew is no way
-    to have one: under mixed precision Lightning refuses to clip an optimizer that was constructed fused, because it takes it
-    for one that unscales by itself. So the groups of users have their own value but for the code of torch's step.
+    A fused step passes over host memory once, and is many times faster on the CPU. The optimizer cannot be constructed again as a
+    fused one: with mixed precision, Lightning does not clip for optimizers that were constructed fused, because on a GPU they
+    unscale by themselves. So groups have ``fused=True`` only while torch's step runs.
 
     Args:
         optimizer: as its user configured it.
         group: one of its groups.
-        fuse: whether it is to run fused where the user has set neither ``fused`` nor ``foreach``. The optimizer's class has to
-            have such a step.
+        fuse: whether it runs fused if the user has set neither ``fused`` nor ``foreach``. Its class must have such a step.
     """
-    # Updates may be under way. What is read here does not depend on them, so nothing is to wait for them.
+    # Updates may be under way. They do not change what is read here, so nothing has to wait for them.
     with torch.DisableTorchFunctionSubclass():
         left_open = fuse and group.get("fused", False) is None
         return bool(group.get("fused")) or (left_open and _can_be_fused(optimizer, group))
 
 
 def has_fused_step(optimizer: Any) -> bool:
-    """Whether an optimizer is of a class of torch's that has a fused step on the CPU. A subclass may step in its own way."""
+    """Returns True if an optimizer's class is one of torch's with a fused step on the CPU. A subclass may step in its own way."""
     return type(optimizer) in KINDS
 
 
@@ -57,7 +56,7 @@ KINDS: dict[type, Kind] = {
 
 
 def loses_updates(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether torch's fused step would leave weights of a group unchanged, as SGD does with 16 bits (pytorch#191763)."""
+    """Returns True if torch's fused step would leave weights of a group unchanged, as SGD does in 16 bits (pytorch#191763)."""
     return type(optimizer) is torch.optim.SGD and not all(
         _sgd_updates(dtype) for dtype in {p.dtype for p in group["params"] if may_get_gradients(p)}
     )
@@ -65,9 +64,9 @@ def loses_updates(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 
 @cache
 def _sgd_updates(dtype: torch.dtype) -> bool:
-    """Tries whether torch's fused SGD on the CPU updates weights of a dtype.
+    """Tests whether torch's fused SGD on the CPU updates weights of a dtype.
 
-    That of torch 2.11 skips whole vectors of 16-bit weights (pytorch#191763).
+    In torch 2.11 it skips whole vectors of 16-bit weights (pytorch#191763).
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return True
@@ -78,7 +77,7 @@ def _sgd_updates(dtype: torch.dtype) -> bool:
 
 
 def may_get_gradients(parameter: Tensor) -> bool:
-    """True if a parameter is trained or can be unfrozen. Optimizers never step parameters of integers."""
+    """Returns True if a parameter is trained or can be unfrozen. Optimizers never step integer parameters."""
     return parameter.is_floating_point() or parameter.is_complex()
 
 
@@ -103,9 +102,9 @@ def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_separable(optimizer: Any) -> bool:
-    """Whether the step of some parameters alone is what the whole step does to them.
+    """Returns True if an unfused step can be taken apart: the step of some parameters is what the whole step does to them.
 
-    Stochastic rounding draws random numbers, in the order of the parameters and from the generator that the model uses.
+    Stochastic rounding draws random numbers in the order of the parameters, from the generator that the model uses.
     """
     kind = type(optimizer)
     rounds = getattr(optimizer, "bf16_stochastic_round", False)
@@ -123,22 +122,22 @@ def constants_of(optimizer: Any) -> frozenset[str]:
 
 
 def lacks_buffers(group: Mapping[str, Any], state: dict[Any, Any], parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether some of a group's parameters have a momentum buffer and others have none yet.
+    """Returns True if some of a group's parameters have a momentum buffer and others do not yet.
 
-    One rank alone has state, and refuses looks at it elsewhere; what is found there does not count.
+    Only one rank has state. On other ranks reading it raises an error, so this does not use the state's own methods.
     """
     buffers = [dict.get(state, p, {}).get("momentum_buffer") is not None for p in parameters]
     return bool(group.get("momentum")) and any(buffers) and not all(buffers)
 
 
 def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any], constants: Container[str]) -> bool:
-    """Whether one tensor is the state of two parameters: what it becomes depends on the order in which they are updated.
+    """Returns True if one tensor is the state of two parameters: its value then depends on the order of their updates.
 
     Args:
         groups, state: of an optimizer.
         constants: names of state that no step writes.
     """
-    # Copies of the values are asked, because an update in the background may add some.
+    # Copies, because an update in the background may add values.
     entries = (dict(state.get(p, {})) for group in groups for p in group["params"])
     leaves = (tree_leaves([value for name, value in each.items() if name not in constants]) for each in entries)
     places = [place for each in leaves for place in {_place(leaf) for leaf in each if isinstance(leaf, Tensor)}]
@@ -146,5 +145,5 @@ def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any], 
 
 
 def _place(value: Tensor) -> int:
-    """Its address, or, for one that has none or is on a disk, its identity."""
+    """Returns a tensor's address, or its identity if it has none or is on a disk."""
     return (value.data_ptr() if type(value) is Tensor else 0) or id(value)

@@ -21,13 +21,13 @@ Found = dict[torch.device, Tensor]
 class HostGradScaler(torch.amp.GradScaler):
     """A ``GradScaler`` for gradients on the host.
 
-    torch's own copies the scale to the CPU without blocking, so the CPU kernel may read it before it has arrived. Here
-    the copies block. Gradients in 16 bits stay so: they are looked through for infinities and NaN, and divided in the update.
-    Everything else is torch's, checkpoints included.
+    torch's scaler copies the scale to the CPU without blocking, so the CPU kernel may read it before it has arrived. Here the
+    copies block. Narrow gradients stay narrow: they are searched for infinities and NaN here, and divided in the update. All else
+    is torch's code, including checkpoints.
 
     Attributes:
-        together: has gradients that several ranks have in common unscaled once. It is given what does so, and returns what that
-            has found on the rank that did it; None on one device.
+        together: runs the unscaling once for gradients that all ranks share. It is called with the function that unscales, and
+            returns that function's result of the rank that ran it; None on one device.
     """
 
     together: Callable[[Callable[[], Found]], Found] | None = None
@@ -58,18 +58,18 @@ class HostGradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(rest, inv_scale, found_inf, allow_fp16)
         if narrow:
             infinite = found.setdefault(torch.device("cpu"), found_inf)
-            # torch, too, looks at gradients before it multiplies them.
+            # torch also tests gradients before it multiplies them.
             if not _are_finite([as_it_came(stored(parameter)) for parameter in narrow]):
                 infinite.fill_(1.0)
             for parameter in narrow:
                 if not change(parameter, unscale) and parameter.grad is not None:
-                    unscale(parameter.grad)  # another thread has read it meanwhile
+                    unscale(parameter.grad)  # another thread has read it, which has widened it
         return found
 
 
 def _are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether gradients have neither infinities nor NaN. Each is read once, and nothing is written."""
-    # Squares of other dtypes may be infinite, where a norm tells nothing.
+    """Returns True if gradients have neither infinities nor NaN. Each is read once, and nothing is written."""
+    # In other dtypes squares may be infinite although the numbers are finite.
     norms = host_kernels().norms([each for each in gradients if each.dtype is torch.float16])
     found = ([norms[id(each)]] if id(each) in norms else each.aminmax() for each in gradients if each.numel())
     return all(bool(number.isfinite()) for numbers in found for number in numbers)  # aminmax keeps NaN

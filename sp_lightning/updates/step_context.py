@@ -1,22 +1,22 @@
-"""What an optimizer's step may depend on beside its parameters, and which steps may therefore run in the background.
+"""What an optimizer's step may depend on except its parameters, and which steps may therefore run in the background.
 
-Plain Lightning runs a step in the thread that calls ``optimizer.step()``, while no code of the model runs. The background runs it
-in another thread, while the next forward or the rest of backward goes on. What a process has once, or once for each thread, is
-other then than in ``optimizer.step()``:
+Plain Lightning runs a step in the thread that calls ``optimizer.step()``, while no code of the model runs. The background runs
+it in another thread, while the next forward or the rest of backward runs. What belongs to the process or to a thread may differ:
 
-- *Random states* (torch, NumPy, Python) are the process's. A step that draws would take numbers that the model draws. So what
-  draws never runs in the background: no optimizer that is known to step each parameter alone does, and one of a user's may.
-- *torch.compile* saves torch's random states before it compiles and restores them afterwards: what the model has drawn meanwhile
-  is drawn again. It also reads the process's settings and sets some. torchao's optimizers compile their step for each shape,
-  dtype and setting (:func:`compiles`). So nothing else runs while they step: each of their updates is waited for at once.
-- While *another thread compiles*, ``torch.compiler.is_compiling()`` holds in all threads, and torch's optimizers compute in
-  another way. So a step waits until nothing is compiled, and while it runs nothing is (:meth:`StepContext.run`).
-- *Default dtype and precision of matrix products* are the process's. An optimizer makes its state in them, so on the device the
-  update that makes it is waited for; on the host torch's fused steps name each dtype. A few optimizers read them in each step
-  (:func:`reads_settings`): a change while they run in the background is an error.
-- *Each thread's own* are context variables (torch keeps the settings of its compiler there), the default device, autocast, and
-  whether denormal numbers are zero. A step finds those of the caller of ``optimizer.step()``. Grad mode is off in both places, a
-  thread in the background is never in inference mode, and modes of dispatch are left to the model.
+- *Random states* (torch, NumPy, Python) belong to the process. A step that draws would take numbers that the model draws. So
+  steps that draw never run in the background. Optimizers that are known to step each parameter by itself do not draw; a user's
+  class may.
+- *torch.compile* saves torch's random states before it compiles and restores them afterwards. Numbers that the model has drawn
+  meanwhile are drawn again. It also reads settings of the process and sets some. torchao's optimizers compile their step for each
+  shape, dtype and setting (:func:`compiles`). So nothing else runs while they step: each of their updates is waited for at once.
+- While *another thread compiles*, ``torch.compiler.is_compiling()`` is true in all threads, and torch's optimizers compute
+  differently. So a step waits until nothing is compiled, and while it runs nothing is (:meth:`StepContext.run`).
+- *Default dtype and precision of matrix products* belong to the process. An optimizer makes its state in them. So on the GPU the
+  update that makes state is waited for; on the CPU torch's fused steps name each dtype. A few optimizers read them in each step
+  (:func:`reads_settings`): changing them while such a step runs in the background is an error.
+- *Context variables* (torch keeps the settings of its compiler there), the default device, autocast, and whether denormal numbers
+  are zero belong to a thread. A step gets those of the caller of ``optimizer.step()``. Grad mode is off in both places. A thread
+  in the background is never in inference mode, and dispatch modes are left to the model.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _READ_SETTINGS = {"ASGD", "Adafactor", "Muon"}
 
 
 def compiles(optimizer: Any) -> bool:
-    """Whether an optimizer compiles its step: those of torchao that are taken apart by layers."""
+    """Returns True if an optimizer compiles its step: torchao's that are taken apart by layers."""
     return is_separable(optimizer)
 
 
 def reads_settings(optimizer: Any) -> bool:
-    """Whether the step of one of torch's optimizers depends on the process's settings once its state is there."""
+    """Returns True if a step of one of torch's optimizers depends on the process's settings after its first step."""
     return type(optimizer).__name__ in _READ_SETTINGS and type(optimizer).__module__.startswith("torch.optim.")
 
 
 class StepContext:
-    """What a step finds where it is called: made there, used where it runs.
+    """The settings of the thread that calls a step. It is made in that thread, and used in the thread that runs the step.
 
     Args:
         devices: the types of the devices whose autocast counts.
@@ -70,7 +70,7 @@ class StepContext:
         self._settings = None if settings_of is None else _process_settings()
 
     def run(self, step: Callable[[], R]) -> R:
-        """Runs a step as it would run in the thread that has made this.
+        """Runs a step as it would run in the thread that has made this object.
 
         Raises:
             RuntimeError: the process's settings have changed, and the optimizer depends on them.
@@ -84,7 +84,7 @@ class StepContext:
     @contextmanager
     def _entered(self) -> Iterator[None]:
         before = _own_settings(self._devices)
-        if before == self._own:  # nearly always
+        if before == self._own:  # nearly always true
             yield
             return
         _set_own(self._own)
@@ -110,7 +110,7 @@ _SMALLEST = sys.float_info.min
 
 
 def _own_settings(devices: Collection[str]) -> dict[str, Any]:
-    """What operators depend on that each thread has for itself."""
+    """Returns the settings of this thread on which operators depend."""
     return {
         "denormals are zero": _SMALLEST / 2 == 0.0,
         "default device": torch.get_default_device() if default_device_is_set() else None,
@@ -128,14 +128,14 @@ def _set_own(settings: dict[str, Any]) -> None:
 
 
 def _process_settings() -> dict[str, Any]:
-    """What :func:`reads_settings` is about."""
+    """Returns the settings of the process that :func:`reads_settings` is about."""
     return {"default dtype": torch.get_default_dtype(), "products": product_precisions()}
 
 
 # ---------------------------------------------------------------------- torch.compile in other threads
 
 _LOOK = 0.01
-"""Seconds after which a step that waits for a compilation looks whether that waits for it."""
+"""A step that waits for a compilation tests after this many seconds if the compilation waits for the step."""
 _awaited = False  # whether the thread that compiles waits for steps
 
 
@@ -153,7 +153,7 @@ def _while_nothing_compiles() -> Iterator[None]:
 
 @contextmanager
 def awaiting_steps() -> Iterator[None]:
-    """A context for a thread that waits for steps. If it compiles, which steps would wait for, it stops doing so inside."""
+    """A context for a thread that waits for steps. If the thread compiles, steps do not wait for that compilation inside."""
     global _awaited
     if not compiles_here():
         yield
