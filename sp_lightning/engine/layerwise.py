@@ -1,9 +1,9 @@
 """Takes an optimizer's step apart: torch's own code runs it layer by layer, in the background.
 
-With ``optimizer_overlap="forward"`` the updates begin once backward has succeeded and the norm is known. They run during the
-next forward, in the order in which that needs the layers. With ``"backward"`` each layer may be updated as soon as its
-gradients are complete. Of several that may, the one that the next forward needs first is updated first, and those for which
-backward has left no time are updated during the next forward. If gradients are to be freed, at most one layer waits.
+With ``optimizer_overlap="forward"`` updates begin after backward, once the norm is known. They run during the next forward, in
+the order in which that needs the layers. With ``"backward"`` each layer may be updated as soon as its gradients are complete. If
+several may, the layer that the next forward needs first is updated first. Updates for which backward leaves no time run during
+the next forward. If gradients are freed, at most one layer waits.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from sp_lightning.updates.step_context import StepContext, compiles, reads_setti
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
 Groups = list[dict[str, Any]]
 _LIKE = "whose bits"
-"""The setting of a layer's part of a group that has what updates its parameters with a GPU's bits. Users' groups have none."""
+"""The setting, in a layer's part of a group, of what updates its parameters with a GPU's bits. Users' groups do not have it."""
 _OWN = 4
-"""References to a parameter's state that no user code has: the optimizer's, and those of the code that counts them."""
+"""The number of references to a parameter's state if user code has none: the optimizer's, and those of the counting code."""
 _OF_EACH = ("params", "param_names")
-"""What of a group is a list with one entry for each parameter."""
+"""The settings of a group that are lists with one entry for each parameter."""
 
 
 class LayerwiseStep:
     """Runs the steps of one optimizer layer by layer: a fused one, or one that is separable.
 
-    torch's fused kernels treat each tensor by itself and give the same bits on any number of threads, so it does not
-    matter where and when a layer is updated. A step that cannot be taken apart (sparse gradients, a group that is not
-    fused, parameters from outside the module) runs as torch runs it, all at once.
+    torch's fused kernels treat each tensor by itself and give the same bits on any number of threads. So it does not matter where
+    and when a layer is updated. A step that cannot be taken apart (sparse gradients, a group that is not fused, parameters that
+    the module does not have) runs as torch runs it, all layers at once.
 
     Args:
         optimizer: the user's optimizer, which keeps its groups and its state.
@@ -92,14 +92,14 @@ class LayerwiseStep:
         self._engine = engine
         self._updates = engine.updates
         self._state = state
-        # Where all layers step there, the optimizer's form is its user's. Those that stay there are stepped there in any case.
+        # If all layers step on the GPU, the optimizer has its user's form. Layers that stay on the GPU step there in any case.
         self._on_gpu = on_gpu = engine.stepper.steps_all
         self._waits = waits
         self._lands = policy.lands
         self._ends_first = own.ends_first
         self._like = like
         self._warned = False
-        self._of_gpu: set[int] = set()  # the parameters, by their ids, whose steps may have the GPU's bits
+        self._of_gpu: set[int] = set()  # the ids of parameters whose steps may have the GPU's bits
         self._fuse = policy.fused and has_fused_step(optimizer)
         self._early = early
         self.clip_value = clip_value if early.in_backward else None
@@ -108,10 +108,10 @@ class LayerwiseStep:
         engine.stepper.arrange(loose=state.elsewhere, ahead=not (early.in_backward or waits))
         self._constants = constants_of(optimizer)
         self._declared = on_gpu and engine.stepper.is_declared(optimizer)
-        # A step of the host's that is not fused reads whole gradients, and one of a user's may write them.
+        # On the CPU an unfused step reads whole gradients. The step of a user's class may write them.
         self._narrow = own.narrow and not self._declared and (on_gpu or not self._separable)
         self.clipping = Clipping(optimizer, engine, None if like is None else like.norms)
-        # What is done with a layer whose gradients are complete, and, asked before, whether all of them have to be complete.
+        # Called with a layer whose gradients are complete; and, before that, whether all of them have to be complete.
         self._on_complete, self._wanted = self.clipping.measure if policy.measure_norms else None, None
         if early.in_backward:
             self._on_complete, self._wanted = self._update_early, lambda layer: layer in self._early_groups()
@@ -124,15 +124,15 @@ class LayerwiseStep:
         self._class = type(optimizer)
         self._settings_of = self._class.__name__ if not waits and reads_settings(optimizer) else None
         self._compiles = compiles(optimizer)
-        self._stepped: set[int] = set()  # the parameters, by their ids, whose state is made if the optimizer makes any
+        self._stepped: set[int] = set()  # the ids of parameters whose state is made if the optimizer makes any
         self._context: StepContext
         self._groups = self._none = Groups()  # the user's groups while the optimizer has none
-        self._ordered = False  # whether state that this step makes will have the order in which torch's makes it
+        self._ordered = False  # whether new state of this step will have the order of torch's step
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """A context for a step of the optimizer whose updates :meth:`submit` submits."""
-        # The last step's gradients are there still: where one was sparse, no layer is updated before all gradients are known.
+        # The last step's gradients still exist. If one is sparse, no layer is updated before all gradients are known.
         self._armed = None if not self._early.in_backward or all(map(self._cuts, self._optimizer.param_groups)) else {}
         self._context = self._context_here()
         self._engine.backward.on_complete = self._on_complete
@@ -150,20 +150,22 @@ class LayerwiseStep:
     # ------------------------------------------------------------------ updates
 
     def _context_here(self) -> StepContext:
-        """What the optimizer's step would find if this thread ran it now."""
+        """Returns the settings that the optimizer's step would find if this thread ran it now."""
         return StepContext({"cpu", self._engine.device.device.type}, self._settings_of)
 
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed."""
         armed = self._early_groups()
-        if layer not in armed or layer.own_slot is not None:  # its step writes what backward may still read
+        if (
+            layer not in armed or layer.own_slot is not None
+        ):  # the step in its own slot writes weights that backward may still read
             return
         held = self._is_held(layer, _parameters(armed[layer]))
         if held and self._early is EarlyUpdates.KEEPS:
-            return  # what holds it may be read or written in this backward
+            return  # user code may read or write what it holds in this backward
         groups = armed.pop(layer)
         if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
-            self._armed = {}  # where no layer is updated yet, all are at once
+            self._armed = {}  # if no layer is updated yet, all are updated at once
             self._refuse(_sparse(layer))
             return
         if not self.begun:
@@ -184,18 +186,18 @@ class LayerwiseStep:
         self._updates.do_without(layer, self.needed.append)
 
     def _order(self) -> list[StreamedLayer]:
-        """All layers by how urgent their updates are: those that stay, then others as the next forward needs them.
+        """Returns all layers by the urgency of their updates: those that stay, then the others as the next forward needs them.
 
-        On the device, on several ranks and if state is elsewhere, updates are done in the order in which they are submitted.
+        On the GPU, on several ranks, and if state is not in memory, updates run in the order in which they are submitted.
         """
-        # Those that stay are first: to issue their steps takes the background little time, and the device has them soon.
+        # Layers that stay are first: issuing their steps takes the background little time, and the GPU begins soon.
         order = sorted(self._engine.order(), key=lambda layer: layer.own_slot is None)
         in_order = self._engine.several or self._state.elsewhere or self._on_gpu
         self._updates.urgency = {} if in_order else {layer: at for at, layer in enumerate(order)}
         return order
 
     def _early_groups(self) -> dict[StreamedLayer, Groups]:
-        """The groups of the layers that are updated as soon as their gradients are complete, and have not been yet."""
+        """Returns the groups of the layers that can be updated in backward and are not updated yet."""
         if self._armed is None:
             self._order()
             try:
@@ -208,17 +210,17 @@ class LayerwiseStep:
         """Submits the layers that are not updated yet, after backward and clipping.
 
         Args:
-            closure: returns what the closure of the running step has returned; None if it has none.
+            closure: returns the result of the running step's closure; None if it has no closure.
 
         Returns:
-            Whether the layers are updated so. Until :meth:`give_back_groups` torch's step finds no groups then, and so has
-            nothing to do; otherwise it is to update all at once.
+            True if the layers are updated so. torch's step then finds no groups until :meth:`give_back_groups` (Note: empty
+            groups, in ``updates/__init__``). False if it has to update all layers at once.
         """
         self._closure = closure
-        self._context = self._context_here()  # user code may have changed something since the step began
+        self._context = self._context_here()  # user code may have changed settings since the step began
         self._engine.backward.on_complete = self._engine.backward.wanted = None
         self._updates.end_early()
-        self._engine.before(deferred=bool(self.begun))  # a forward without a backward may have left transfers
+        self._engine.before(deferred=bool(self.begun))  # a forward without a backward may have left transfers in flight
         self._engine.gather(self._optimizer)
         try:
             by_layer = self._groups_by_layer()
@@ -241,7 +243,7 @@ class LayerwiseStep:
             self.clipping.pending = None
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self.begun.clear()
-        if type(self._optimizer) is self._class:  # all updates were waited for in backward
+        if type(self._optimizer) is self._class:  # all updates have ended in backward
             self._drop_places()
         self._updates.torn = None
         if self._waits:
@@ -249,19 +251,19 @@ class LayerwiseStep:
         return self._optimizer.param_groups is self._none
 
     def _keep_frozen(self) -> None:
-        """Brings layers that stay and have nothing to step: from now on they need not come in each step."""
+        """Uploads frozen layers that stay, once, instead of in each step."""
         for layer in self._engine.layers:
             if layer.own_slot is not None and not layer.kept and layer.frozen and self._engine.staying(layer):
                 self._updates.submit(layer, partial(self._engine.stepper.bring, layer))
 
     def refuse_other_clipping(self, clip_value: float | None) -> None:
-        """Refuses clipping that the updates in this step's backward did not know of.
+        """Raises an error if the updates in this step's backward have clipped otherwise.
 
         Args:
-            clip_value: what each element is to be clipped to; None for a norm.
+            clip_value: the limit of each element; None for a norm.
 
         Raises:
-            RuntimeError: layers are updated already.
+            RuntimeError: layers are already updated.
         """
         if self.begun and clip_value != self.clip_value:
             raise RuntimeError(
@@ -271,7 +273,7 @@ class LayerwiseStep:
             )
 
     def _refuse(self, undivided: _UndividedError) -> None:
-        """Raises an error where only layers can be updated."""
+        """Raises an error if layers have to be updated one by one."""
         what, instead = undivided.args
         needs = {
             'optimizer_overlap="backward"': self.begun,
@@ -290,18 +292,18 @@ class LayerwiseStep:
                 ) from undivided
 
     def warn_of_bits(self, why: str) -> None:
-        """Logs once that a step has the CPU's last bits, because torch's own operators take it."""
+        """Logs once that a step has the CPU's last bits, because torch's operators run it."""
         if self._like is not None and not self._warned:
             self._warned = True
             name = self._class.__name__
             LOG.warning("Superpipeline: this step of %s has the CPU's last bits, not the GPU's: %s.", name, why)
 
     def _cuts(self, group: dict[str, Any]) -> bool:
-        """Whether the step of a group can be taken apart."""
+        """Returns True if the step of a group can be taken apart."""
         return self._separable or runs_fused(self._optimizer, self._on_host(group), fuse=self._fuse)
 
     def _on_host(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group with those of its parameters that the host steps."""
+        """Returns a group with the parameters that the CPU steps."""
         stepper = self._engine.stepper
         if not stepper.steps_some:
             return group
@@ -310,16 +312,16 @@ class LayerwiseStep:
 
     @property
     def submitted(self) -> bool:
-        """Whether the running step has submitted its updates, and the optimizer has no groups."""
+        """True if the running step has submitted its updates, and the optimizer has no groups."""
         return self._optimizer.param_groups is self._none
 
     def give_back_groups(self) -> None:
-        """The step is over: the optimizer has its groups again."""
-        if self._optimizer.param_groups is self._none:  # otherwise the user has replaced them
+        """Gives the optimizer its groups again. Called when the step is over."""
+        if self._optimizer.param_groups is self._none:  # else user code has replaced them
             self._optimizer.param_groups = self._groups
 
     def _groups_by_layer(self) -> dict[StreamedLayer, Groups]:
-        """The groups, cut by layers.
+        """Returns the parts of the groups by layer.
 
         Settings are copied, because schedulers change them after the step, while updates may still run.
 
@@ -330,7 +332,7 @@ class LayerwiseStep:
         if not self.begun and shares_state(self._optimizer.param_groups, state, self._constants):
             raise _UndividedError("two parameters share a state", "Give each parameter a state of its own")
         for group in self._optimizer.param_groups:
-            # What was fused when the first layer was updated is fused for the others, whose state may lack buffers of those.
+            # A group that was fused for the first layer is fused for the others. Their state may lack buffers that the first has.
             if not self.begun and not self._cuts(group):
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
@@ -366,27 +368,28 @@ class LayerwiseStep:
         return by_layer
 
     def _submit(self, layer: StreamedLayer, groups: Groups, *, held: bool) -> None:
-        """Gives the update of a layer to the background. If user code holds tensors that it writes (``held``), waits for it."""
+        """Submits the update of a layer. Waits for it if user code holds tensors that it writes (``held``)."""
         parameters = _parameters(groups)
         if not self._ordered:
             self._ordered, state = True, state_of(self._optimizer)
             everything = [p for group in self._optimizer.param_groups for p in group["params"]]
             if not all(dict.get(state, parameter) or self._has_state_there(parameter) for parameter in everything):
-                self._updates.settle()  # those of the step before, whose new state comes first
+                self._updates.settle()  # the last step's updates, whose new state comes first
                 for parameter in everything:
                     if not (dict.get(state, parameter) or self._has_state_there(parameter)):
                         dict.pop(state, parameter, None)
                 for parameter in everything:
                     dict.setdefault(state, parameter, {})
         if type(self._optimizer) is self._class:
+            # Note: class that waits (updates/__init__).
             self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
             self._updates.afterwards(self._updated)
-        part = object.__new__(self._class)
+        part = object.__new__(self._class)  # Note: part of an optimizer (updates/__init__)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine, context = self.clipping.pending, self._engine, self._context
-        if clip is None and self.clip_value is not None:  # the precision plugin clips after backward
+        if clip is None and self.clip_value is not None:  # in backward, before the precision plugin clips
             clip = by_value(self.clip_value)
-        # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
+        # The update clips only gradients that ``change`` did not record. A recorded change is applied if a thread widens one.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
         stays = layer.own_slot is not None
@@ -394,13 +397,13 @@ class LayerwiseStep:
             stays = False
             self._updates.land(
                 layer
-            )  # another thread may hold what it has brought to the host, and the device counts still
+            )  # another thread may hold tensors that it has landed, and the GPU's copy still counts
         stays = stays and self._engine.staying(layer)
 
         def update() -> None:
             self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
-            # torch makes the state of a parameter without a gradient in a later step, behind that of others.
+            # torch makes the state of a parameter without a gradient in a later step, after the others' state.
             for parameter in parameters:
                 unused = parameter.grad is None and not self._declared and dict.get(state_of(part), parameter) == {}
                 if unused and not self._has_state_there(parameter):
@@ -420,7 +423,7 @@ class LayerwiseStep:
     def _is_held(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
         """Returns True if user code holds tensors that the update writes: a kept ``state_dict()``, a view, optimizer state.
 
-        Such a tensor is not a parameter, so the strategy is not told when user code reads or writes it.
+        Such a tensor is not a parameter, so nothing notices when user code reads or writes it.
         """
         if self._engine.is_viewed(layer):
             return True
@@ -429,7 +432,7 @@ class LayerwiseStep:
         self._engine.stepper.forget((layer, self._optimizer))  # it holds the state if the layer did not stay before
         state = state_of(self._optimizer)
         own = [dict.get(state, parameter, {}) for parameter in parameters]
-        # A step in its own slot takes the state from the host: a dictionary that user code has kept would stay as it is.
+        # A step in the layer's own slot takes the state from the host: a dictionary that user code holds would not change.
         if layer.own_slot is not None and any(sys.getrefcount(each) > _OWN for each in own):
             return True
         return held_elsewhere(own)
@@ -439,9 +442,9 @@ class LayerwiseStep:
         return layer is not None and layer.kept and self._engine.stepper.has_state(layer, self._optimizer, parameter)
 
     def _makes_state(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether an update may make state of these parameters on the device, in the default dtype of the process.
+        """Returns True if an update may make state of these parameters on the GPU, in the default dtype of the process.
 
-        On the host torch's fused steps name the dtype of their state.
+        On the CPU torch's fused steps name the dtype of their state.
         """
         if not self._engine.stepper.steps(layer):
             return False
@@ -459,8 +462,8 @@ class LayerwiseStep:
         *,
         stays: bool,
     ) -> None:
-        """Runs the step of one layer, and casts its new weights. ``stays``: it may be stepped in its own slot."""
-        # A class of a user's may look at its closure's loss.
+        """Runs the step of one layer, and casts its new weights. ``stays`` says whether it may step in its own slot."""
+        # A user's class may read the loss that its closure returns.
         closures = [self._closure] * (self._declared and self._closure is not None)
         step = partial(context.run, partial(_own_step(self._class), part, *closures))
         stepper = self._engine.stepper
@@ -479,25 +482,26 @@ class LayerwiseStep:
             step()
         else:
             others = {id(p): group[_LIKE] for group in part.param_groups if _LIKE in group for p in group["params"]}
+            # Note: fused operator in pieces (updates/__init__).
             with InPieces(layer.casts.places(Stream.UPDATE), clips, others):
                 step()
         layer.casts.refresh(by=Stream.UPDATE, but=set() if self._separable else set(map(id, trained)))
 
     def _updated(self) -> None:
-        """All updates are done, and may be looked at."""
+        """Gives the optimizer its own class again. Called after all updates."""
         self._optimizer.__class__ = self._class
-        if not self.begun:  # else the step goes on, and other layers' state is to have its place
+        if not self.begun:  # else the step continues, and other layers' state needs its place
             self._drop_places()
 
     def _drop_places(self) -> None:
-        """No update makes new state any more: what has got none has no entry, as after torch's own step."""
+        """Removes empty entries of state, as after torch's own step. No update makes new state any more."""
         state = self._optimizer.state
         for parameter in [each for each, values in state.items() if not values]:
             del state[parameter]
 
 
 def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """An optimizer's step without its hooks, which run once for all layers."""
+    """Returns an optimizer's step without its hooks, which run once for all layers."""
     own: Callable[..., Any] = kind.step.__wrapped__  # type: ignore[attr-defined]
     return own
 
@@ -508,7 +512,7 @@ def _is_sparse(parameter: nn.Parameter) -> bool:
 
 
 class _UndividedError(Exception):
-    """Groups cannot be cut by layers: why, and what to do about it."""
+    """Groups cannot be cut by layers. The arguments are the reason and a remedy."""
 
 
 def _parameters(groups: Groups) -> list[nn.Parameter]:
@@ -520,11 +524,11 @@ def _sparse(layer: StreamedLayer) -> _UndividedError:
 
 
 def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:
-    """The class that an optimizer has while its updates are under way: code that reads its state waits first."""
+    """Returns the class that an optimizer has while its updates are under way: code that reads its state waits first."""
 
     def state(self: Optimizer) -> Any:
         finish()
-        # A LightningOptimizer that is made meanwhile derives from this class and has no state; it asks the wrapped one.
+        # A LightningOptimizer that is made meanwhile derives from this class. It has no state, and asks the wrapped optimizer.
         if "state" not in vars(self):
             raise AttributeError("state")
         return vars(self)["state"]
@@ -534,14 +538,14 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
         vars(self)["state"] = value
 
     def set_all(self: Optimizer, value: dict[str, Any]) -> None:
-        finish()  # load_state_dict replaces the state without a look at it
+        finish()  # load_state_dict replaces the state without reading it
         kind.__setstate__(self, value)
 
     def reduce(self: Optimizer, protocol: Any) -> Any:
         finish()
         if type(self) is not waiting:
-            return self.__reduce_ex__(protocol)  # it has its own class again, and this is that class's method
-        # A thread that is not the run's leaves it the class that waits.
+            return self.__reduce_ex__(protocol)  # the optimizer has its own class again, whose method this now is
+        # In a thread that is not the run's, the optimizer keeps the class that waits.
         reduced: Any = kind.__reduce_ex__(self, protocol)
         function, arguments, *more = reduced
         return function, tuple(kind if each is waiting else each for each in arguments), *more

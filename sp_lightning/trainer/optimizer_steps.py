@@ -1,4 +1,4 @@
-"""The steps of a run's optimizers: on the host, fused where they can be, in the background where no user code would notice."""
+"""Runs the steps of a run's optimizers as the policy says: whole or by layers, at once or in the background."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class OptimizerSteps:
     """Runs the optimizers' steps of one run, and announces every other optimizer's step to its engine.
 
     Args:
-        run: whose layers the steps update.
-        options: of which ``fused_optimizer`` and ``optimizer_overlap`` count here.
-        log: gets the mode in which steps run, at DEBUG.
+        run: the run whose layers the steps update.
+        options: the user's.
+        log: the logger for the mode of updates, at DEBUG.
 
     Attributes:
         policy: how layers are updated; None until :meth:`begin`, when there are optimizers.
@@ -126,11 +126,11 @@ class OptimizerSteps:
         self._counted: int | None = None  # how many steps the trainer had counted when the last one returned
 
     def open(self) -> None:
-        """Steps of all optimizers are announced from now on, also where other code has removed the hooks that do it."""
+        """Starts noticing the steps of all optimizers. Called again, because other code may remove torch's hooks."""
         self._step_hooks.open()
 
     def close(self) -> None:
-        """Leaves the optimizers as their users configured them. The run is closed already."""
+        """Restores the optimizers as their users configured them. Called after the run is closed."""
         self._step_hooks.close()
         self._whole.detach()
         self._layerwise.clear()
@@ -149,12 +149,12 @@ class OptimizerSteps:
         return self.policy is not None and self.policy.early is EarlyUpdates.FREES
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
+        """Returns True if an optimizer runs fused if its user has left that open."""
         fuse = self.policy is not None and self.policy.fused
         return fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
 
     def _fuses_whole(self, optimizer: Optimizer) -> bool:
-        """Returns True if a step that is not split by layers runs fused. Logs once that it has the CPU's last bits."""
+        """Returns True if a step of all layers runs fused. Logs once that it has the CPU's last bits."""
         if (layerwise := self._layerwise.get(optimizer)) is not None:
             layerwise.warn_of_bits("user code has called torch's optimizer, not the one that self.optimizers() returns")
         return self._is_fused(optimizer)
@@ -260,10 +260,10 @@ class OptimizerSteps:
         }
 
     def look_again(self) -> None:
-        """A batch begins: since the mode was chosen, user code may have added hooks, or changed how gradients are clipped.
+        """Decides again if user code has added hooks, or changed the clipping, since the last batch. Called when a batch begins.
 
         Raises:
-            ValueError: ``"backward"`` was asked for by name, and is not possible any more.
+            ValueError: ``"backward"`` was asked for by name, and is no longer possible.
         """
         if self.overlap != "backward" or not self._layerwise or batch_facts(self._trainer) == self._facts.batch:
             return
@@ -273,10 +273,10 @@ class OptimizerSteps:
             self._log.info("Superpipeline: %s", when)
 
     def _end_trial(self, needed: Sequence[str]) -> None:
-        """A step has shown whether updates may begin in backward.
+        """Decides again after a step has shown whether updates may begin in backward.
 
         Args:
-            needed: what needed layers whose gradients were complete, or why no step can be divided.
+            needed: uses of layers whose gradients were complete, or why no step can be divided.
         """
         self._tried, self._needed = True, f"in the first step, {needed[0]}" if needed else ""
         self._run.finish_updates()  # until then optimizers have a class that waits
@@ -285,7 +285,7 @@ class OptimizerSteps:
             self._log.info("Superpipeline: %s", self._when())
 
     def _when(self) -> str:
-        """When updates run and why not sooner, as a sentence; empty if a user has chosen that, or if the host computes."""
+        """Returns when updates run and why not sooner, as a sentence; empty if the user has chosen that, or on the CPU."""
         policy = self.policy
         if self._options.optimizer_overlap != "auto" or policy is None or not self._real_optimizers:
             return ""
@@ -298,7 +298,7 @@ class OptimizerSteps:
         return f"Optimizer steps do not overlap with the model; {policy.why}."
 
     def better(self) -> str:
-        """What would make steps faster, the other place or another time, in sentences; empty if there is no choice."""
+        """Returns how steps would be faster, in the other place or at another time, in sentences; empty if there is no choice."""
         if self._run.engine.device.computes_on_host or not self._real_optimizers or self.policy is None:
             return ""
         self._run.finish_updates()  # until then optimizers have a class that waits
@@ -307,7 +307,7 @@ class OptimizerSteps:
         return " ".join(filter(None, [other, earlier or self._would_stay()]))
 
     def _earlier(self) -> str:
-        """A sentence if the run has waited for updates under forward most, and they may run under backward; else empty."""
+        """Returns a sentence if the run has mostly stalled on updates, and they may also run during backward; else empty."""
         stats = self._run.engine.stats()
         if 2 * stats.update_stall_seconds < stats.waited_seconds:
             return ""
@@ -321,7 +321,7 @@ class OptimizerSteps:
         )
 
     def _would_stay(self) -> str:
-        """A sentence if the run has waited for updates most, and layers would fit on the device with their state; else empty."""
+        """Returns a sentence if the run has mostly stalled on updates, and layers fit on the GPU with their state; else empty."""
         stats, count = self._run.engine.stats(), self._run.most_that_stay()
         waited = stats.update_stall_seconds + stats.step_seconds
         if not count or 2 * waited < stats.waited_seconds:
@@ -330,7 +330,7 @@ class OptimizerSteps:
         return f'Try gpu_layers="auto": {count} of {layers} layers fit on the GPU with their optimizer state, and step there.'
 
     def rearrange(self) -> None:
-        """The engine was built anew: steps that update layer by layer are to update its layers."""
+        """Makes the steps that update layer by layer again. Called after the engine was built again."""
         if self._layerwise:
             self.arrange()
             self.absorb_state()
@@ -362,7 +362,7 @@ class OptimizerSteps:
 
     @property
     def ledger(self) -> Ledger | None:
-        """Host memory and traffic as they are now; None outside training."""
+        """Host memory and traffic, as they are now; None outside of training."""
         return self._count() if self.policy is not None else None
 
     def _count(self) -> Ledger:
@@ -373,7 +373,7 @@ class OptimizerSteps:
         return self.state.count(placement.count(replace(ledger, fused=fused)), placement)
 
     def _count_as(self, place: Place, overlap: Overlap) -> Ledger:
-        """Host memory and traffic with steps in one of the places, and in one of the modes."""
+        """Returns host memory and traffic with steps in this place and in this mode."""
         trainer, on_device = self._trainer, place == "gpu"
         disk = DiskFacts(gradients=self._run.placement.pages_gradients)
         pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
@@ -391,19 +391,19 @@ class OptimizerSteps:
 
     @contextmanager
     def _still(self) -> Generator[None, None, None]:
-        """A context in which no update is under way, whatever other threads do."""
+        """A context in which no update is under way, in any thread."""
         with ExitStack() as stack:
             if self._run.streamer is not None:  # state that is elsewhere outlives the run
-                self._run.finish_updates()  # those that this thread has asked for, with their errors
+                self._run.finish_updates()  # updates of this thread, with their errors
                 stack.enter_context(self._run.engine.updates.still())
             yield
 
     def _clips(self) -> str | None:
-        """How the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""
+        """Returns how the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""
         return (self._trainer.gradient_clip_algorithm or "norm") if self._trainer.gradient_clip_val else None
 
     def remarks(self) -> list[str]:
-        """What a user should know of the steps, in sentences."""
+        """Returns what a user should know of the steps, in sentences."""
         remarks = [self.state.remark] if self.state.remark else []
         if when := self._when():
             remarks.append(when)
@@ -439,7 +439,7 @@ class OptimizerSteps:
         return any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
 
     def bits(self) -> list[str]:
-        """Returns whose bits steps on the CPU have, in sentences; nothing without a GPU, or if the GPU steps."""
+        """Returns whose bits steps on the CPU have, in sentences; empty without a GPU, or if the GPU steps."""
         if self.policy is None:
             return []
         mixed = bool(self._run.engine.plan.stay)
@@ -448,25 +448,25 @@ class OptimizerSteps:
     # ------------------------------------------------------------------ a step
 
     def backward_begins(self) -> None:
-        """A backward begins, which may update layers: a handler that reads a weight in it would have gradients land."""
+        """Notes that a backward begins, which may update layers. A signal handler that reads a weight waits until it ends."""
         self._backward = bool(self._steps) and self.overlap == "backward"
 
     def forget_freed(self) -> None:
-        """The training step is over. What comes next sets gradients to None, and has to find that freed ones are."""
+        """Makes freed gradients None. Called after the training step, before ``zero_grad``."""
         if self._frees:
             self._run.engine.updating.forget_freed()
 
     def none_runs(self) -> None:
-        """Called where no step is running; one may have raised."""
+        """Called when no step is running. One may have raised an error."""
         self._step_hooks.none_runs()
 
     def run(self, optimizer: Any, closure: Closure, step: Callable[[Closure], Any], plugin: Any) -> Any:
         """Runs one step.
 
         Args:
-            optimizer: whose step it is.
+            optimizer: the optimizer.
             closure: runs forward and backward.
-            step: Lightning's step of the optimizer, which calls the closure it is given.
+            step: Lightning's step of the optimizer, which calls the closure that it is given.
             plugin: the precision plugin, which clips gradients.
         """
         layerwise = self._layerwise.get(optimizer)
@@ -481,7 +481,7 @@ class OptimizerSteps:
 
         self.state.step_begins(self._run.placement)
         outer = self._step_hooks.deferring, self._updates  # an optimizer may step inside another one's closure
-        # A manual step may catch an error. If it does not, the step of the batch makes room.
+        # User code may catch the error of a manual step. If it does not, the step of the batch makes room.
         make_room = self._run.trains and self._run.module.automatic_optimization
         self._counted = None
         self._steps += 1
@@ -504,9 +504,9 @@ class OptimizerSteps:
 
     @property
     def is_torn(self) -> bool:
-        """Whether an optimizer's step has updated some weights, and will update the others; or is not counted yet.
+        """True if an optimizer's step has updated some weights and will update others, or is not counted yet.
 
-        A handler of a signal may save a checkpoint, in which weights, the optimizer's state and the trainer's count are to agree.
+        A signal handler may save a checkpoint, in which weights, optimizer state and the trainer's count have to agree.
         """
         if self._steps and (streamer := self._run.streamer) is not None:
             return self._updates or self._backward or streamer.updates.torn is not None
@@ -518,7 +518,7 @@ class OptimizerSteps:
         return self._whole.clipping(methods, plugin, in_updates=layerwise is not None and self.overlap != "off")
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
-        """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
+        """Returns the methods that clip layer by layer; none if the precision plugin has its own."""
         clipping, read = layerwise.clipping, self._run.hooks.may_write_weights("gradients")
         assert self.policy is not None
         clip = self.policy.clip(read=read, like_gpu=clipping.like_gpu)

@@ -1,4 +1,4 @@
-"""What happens around every optimizer's step in this process, by torch's hooks on optimizers."""
+"""Prepares the engine for every optimizer's step in this process, by torch's hooks on optimizers."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from sp_lightning.updates.fused import runs_fused
 
 _ONE_CLASS = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-host"
 _FOLLOWED = "followed"
-"""The attribute of a closure that a step was called with already: the hooks of the run that follows it."""
+"""The attribute of a closure that a step was called with: the hooks of the run that wrapped it."""
 
 
 class StepHooks:
-    """Announces to a run's engine when an optimizer is about to write weights, and when it has; decides how it does that.
+    """Tells a run's engine when an optimizer is about to write weights and when it has written them, and says how it steps.
 
-    User code runs between the beginning of a step and the optimizer's own code: in hooks of the optimizer, and in the closure,
-    from which Lightning calls ``on_before_optimizer_step``, too. What it writes, or may have written, on the device is taken
-    back before the optimizer writes the host's weights. Later it would overwrite the update.
+    User code runs between the beginning of a step and the optimizer's own code: hooks of the optimizer, and the closure, from
+    which Lightning also calls ``on_before_optimizer_step``. Its writes on the device are taken back before the optimizer writes
+    the host's weights. Later they would overwrite the update.
 
-    Directly before the optimizer's own code, and for no other code to see, groups become fused, or go away because the
-    background updates their layers.
+    Directly before the optimizer's own code, groups become fused, or the optimizer has no groups because the background updates
+    their layers (Note: empty groups, in ``updates/__init__``). No other code finds them so.
 
     Args:
         engine: returns the engine of the run, which may be built anew; None once the run is over.
         module: the run's module.
-        fuse: whether an optimizer's groups are to run fused where their user has left that open.
+        fuse: whether an optimizer's groups run fused if their user has left that open.
 
     Attributes:
-        deferring: the optimizer whose steps only submit updates now, with what does so; None: all steps update all at once.
+        deferring: the optimizer whose step only submits updates now, with the step that does so; None if there is none.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class StepHooks:
         self._module = module
         self._fuse = fuse
         self.deferring: tuple[Optimizer, LayerwiseStep] | None = None
-        self._begun = 0.0  # when the running step began, or went on after its closure
-        self._in_closure: Optimizer | None = None  # whose closure runs, called by torch's step
+        self._begun = 0.0  # when the running step began, or continued after its closure
+        self._in_closure: Optimizer | None = None  # the optimizer whose closure runs, called by torch's step
         self._stepping: list[Optimizer] = []  # the optimizers whose steps are running, the innermost last
-        self._fused: list[dict[str, Any]] = []  # the groups that are fused here, for which their users have None
+        self._fused: list[dict[str, Any]] = []  # the groups that are fused here. Their users have None
         self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
         self._scope = scope.get()
 
@@ -70,18 +70,18 @@ class StepHooks:
         return engine
 
     def open(self) -> None:
-        """Has torch announce the steps of all optimizers to these hooks, unless it does: other code may have ended that."""
+        """Registers torch's hooks on the steps of all optimizers, if other code has removed them."""
         _of_process.add(self)
 
     def close(self) -> None:
-        """Ends :meth:`open`. Does nothing if it has ended already."""
+        """Ends :meth:`open`. May be called twice."""
         _of_process.remove(self)
         for handle in [each for handles in self._own.values() for each in handles]:
             handle.remove()
         self.give_back_groups()
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
-        """Whether it is another run's, of several at once. A thread of the user's tells nothing, but weights do."""
+        """Returns True if an optimizer belongs to another run. In a thread of the user's, only its weights show that."""
         streamer = self._engine_or_none()
         if streamer is None or elsewhere(self._scope):
             return True
@@ -92,13 +92,13 @@ class StepHooks:
         return self.deferring[1] if self.deferring is not None and optimizer is self.deferring[0] else None
 
     def steps_on_device(self, optimizer: Optimizer) -> bool:
-        """Whether the running step is an optimizer's of this run, whose layers the device steps."""
+        """Returns True if the running step belongs to an optimizer of this run, whose layers step on the GPU."""
         return self._layerwise(optimizer) is not None and self._engine.updating.stepper.steps_all
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Runs before all other hooks. Returns what the step is called with."""
+        """Runs before all other hooks. Returns the arguments of the step; None if they are unchanged."""
         if updates_here() or self._is_elsewhere(optimizer):
             return None
         if self._engine.updating.stepper.steps_all:
@@ -107,13 +107,13 @@ class StepHooks:
         self._prepare(optimizer)
         self._drop_own(optimizer)
         own = self._own[optimizer] = [optimizer.register_step_post_hook(self.give_back_groups)]
-        run_first_after_step(optimizer, own[0])  # the user's own hooks after the step are to see the user's groups
-        own.append(optimizer.register_step_pre_hook(self._enter))  # after those of the user
+        run_first_after_step(optimizer, own[0])  # the user's own hooks after the step find the user's groups
+        own.append(optimizer.register_step_pre_hook(self._enter))  # after the user's hooks
         args = (optimizer, *(self._followed(optimizer, each) for each in args[1:]))
         return args, {name: self._followed(optimizer, each) for name, each in kwargs.items()}
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Runs after all other hooks. A closure is called by the optimizer's own code, which goes on when it has returned."""
+        """Runs after all other hooks. If there is a closure, the optimizer's own code calls it first."""
         if updates_here():
             return
         self._prepare(optimizer)
@@ -121,7 +121,7 @@ class StepHooks:
             self._arrange_groups(optimizer)
 
     def _followed(self, optimizer: Optimizer, argument: Any) -> Any:
-        """A closure after which the engine prepares for the step anew; any other argument as it is."""
+        """Returns a closure after which the engine prepares for the step again; any other argument unchanged."""
         if not callable(argument):
             return argument
 
@@ -140,12 +140,12 @@ class StepHooks:
         return closure
 
     def closed(self, optimizer: Optimizer) -> None:
-        """Prepares for a step anew, because the user's closure has returned, and Lightning's hooks after it come next."""
+        """Prepares for a step again, because the user's closure has returned, before Lightning's hooks after it."""
         if optimizer is self._in_closure:
             self._prepare(optimizer)
 
     def _refuse_beside_device(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuses what steps on the device cannot do: steps of other optimizers than the trainer's own, and more arguments.
+        """Raises an error for a step that the GPU cannot run: of another optimizer than the trainer's, or with more arguments.
 
         Raises:
             RuntimeError: it is such a step.
@@ -155,7 +155,7 @@ class StepHooks:
         if layerwise is None:
             layer_of, module = self._engine.updating.layer_of, type(self._module).__name__
             ours = any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
-            # A run inside of this one may train the same weights. Where it steps them on the device as well, it does so itself.
+            # A run inside of this one may train the same weights, and may step them on the GPU itself.
             if ours and not any(each.steps_on_device(optimizer) for each in _of_process.runs):
                 what = f"{name} is not what {module}.configure_optimizers has returned, and would step its weights on the host"
                 what += f"; one class can do both ({_ONE_CLASS})"
@@ -168,7 +168,7 @@ class StepHooks:
 
     def _prepare(self, optimizer: Optimizer) -> None:
         parameters = _parameters(optimizer)
-        kinds = {*map(type, parameters)}  # few: a call for each weight would take longer
+        kinds = {*map(type, parameters)}  # there are few, and a call for each weight would take longer
         if any(issubclass(kind, DeviceParameter) for kind in kinds):
             _hold_hosts(optimizer)
             parameters = _parameters(optimizer)
@@ -176,10 +176,10 @@ class StepHooks:
         self._begun = perf_counter()
 
     def _arrange_groups(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Hands the step to the background, or has it run fused, as far as either can be."""
+        """Submits the step to the background, or makes groups fused, as far as possible."""
         layerwise = self._layerwise(optimizer)
         if layerwise is not None and layerwise.submit(closure):
-            self._begun = perf_counter()  # the device may go on meanwhile
+            self._begun = perf_counter()  # the device may compute meanwhile
             return
         for group in optimizer.param_groups if self._fuse(optimizer) else ():
             if not group.get("fused") and runs_fused(optimizer, group, fuse=True):
@@ -189,7 +189,7 @@ class StepHooks:
     # ------------------------------------------------------------------ and after it
 
     def give_back_groups(self, *_: Any) -> None:
-        """A step is over, or has failed: groups are as their user has them."""
+        """Restores the user's groups. Called when a step is over or has failed."""
         if updates_here():
             return
         for group in self._fused:
@@ -206,14 +206,14 @@ class StepHooks:
         streamer, now = self._engine, perf_counter()
         if not streamer.device.computes_on_host:
             streamer.updating.step_seconds += now - self._begun
-        self._begun = now  # an optimizer may have stepped inside another one's step
+        self._begun = now  # this step may be inside another one's
         while self._stepping and self._stepping.pop() is not optimizer:
-            pass  # a step inside this one has raised
+            pass  # a step inside this one has raised an error
         inside = self._stepping and self._stepping[-1] is not self._in_closure
         streamer.invalidate(goes_on=not inside)
 
     def none_runs(self) -> None:
-        """No step is running: if one has raised, no hook was called after it."""
+        """Forgets running steps. Called when none runs: torch calls no hook after a step that raised an error."""
         self._stepping.clear()
 
     def _drop_own(self, optimizer: Optimizer) -> None:
@@ -222,17 +222,17 @@ class StepHooks:
 
 
 class _OfProcess:
-    """torch's hooks on the steps of all optimizers, which serve all runs of the process.
+    """torch's hooks on the steps of all optimizers, one pair for all runs of the process.
 
-    torch walks along its hooks while it calls them. So they must not change there because another thread's run begins or ends.
+    torch iterates over its hooks while it calls them. So they must not change when another thread's run begins or ends.
 
     Attributes:
-        runs: the hooks of all runs. One may begin inside of another one, and torch calls the hooks of both.
+        runs: the hooks of all runs. A run may begin inside another one; both are called.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.runs: tuple[StepHooks, ...] = ()  # exchanged as a whole
+        self.runs: tuple[StepHooks, ...] = ()  # replaced as a whole
 
     def add(self, hooks: StepHooks) -> None:
         with self._lock:
@@ -269,7 +269,7 @@ def _parameters(optimizer: Optimizer) -> list[Any]:
 
 
 def _hold_hosts(optimizer: Optimizer) -> None:
-    """Puts the host's parameters where an optimizer has the device's, because it was made within a step."""
+    """Replaces device parameters by host parameters in an optimizer that was made within a step."""
     for group in optimizer.param_groups:
         group["params"] = [p.host if _is_device_s(p) else p for p in group["params"]]
     state = {p.host if _is_device_s(p) else p: values for p, values in optimizer.state.items()}

@@ -1,7 +1,7 @@
-"""What user code could see or write, and where: whether copies on the device stay valid, and when updates run.
+"""Finds the hooks of user code that could read or write weights and gradients, by the point at which they run.
 
-A write through ``.data`` changes no version counter. So a copy on the device is trusted only where no hook runs, of the
-module, its data module or a callback, that is not known to leave weights alone.
+A write through ``.data`` changes no version counter. So a copy on the device is trusted only if no hook runs that may write
+weights: hooks of the module, of its data module and of callbacks, except callbacks whose code was read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sp_lightning.torch_compat.patched import is_patched
 from sp_lightning.torch_compat.private import step_pre_hooks
 from sp_lightning.trainer.compat import base_of, is_exactly
 
-# The code of these callbacks was read: none of their hooks writes weights. A subclass may, and is not among them.
+# The code of these callbacks was read: their hooks write no weights. A subclass may write some, and does not count.
 WRITE_NO_WEIGHTS: set[type[Callback]] = {
     DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar,
     RichModelSummary, RichProgressBar, Timer, TQDMProgressBar,
@@ -46,15 +46,15 @@ _HOOKS = {
     ),
     # Between forward and backward.
     "backward": ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"),
-    # The part of it in which the last step's gradients are there.
+    # The hooks of these that find the last step's gradients.
     "zero_grad": ("on_before_zero_grad", "optimizer_zero_grad"),
     # Between two batches.
     "validate": ("on_validation_batch_start", "on_validation_batch_end", *_TRANSFER),
     "test": ("on_test_batch_start", "on_test_batch_end", *_TRANSFER),
     "predict": ("on_predict_batch_start", "on_predict_batch_end", *_TRANSFER),
-    # From backward to the optimizer's step: the gradients are there and could be written.
+    # From backward to the optimizer's step, when gradients could be written.
     "gradients": ("backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
-    # Around the optimizer's step: it may wrap the closure.
+    # Around the optimizer's step. It may wrap the closure.
     "step": ("optimizer_step",),
     # Around the optimizer's step, and before backward.
     "optimizer": ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad"),
@@ -64,11 +64,11 @@ _HOOKS = {
 
 
 class UserHooks:
-    """Answers where user code of a run could write weights. An answer holds until the next loop starts.
+    """Says where user code of a run could write weights. An answer holds until the next loop starts.
 
     Args:
         module: the LightningModule. Its trainer's callbacks may change between loops.
-        debug_writes: whether weights count as written at every point, because writes are being looked for.
+        debug_writes: whether weights count as written at every point, because the run looks for writes.
     """
 
     def __init__(self, module: pl.LightningModule, *, debug_writes: bool) -> None:
@@ -78,22 +78,22 @@ class UserHooks:
         self._last_phase = ""
 
     def loop_starts(self) -> None:
-        """Forgets all answers: callbacks may have come and gone, and any hook may have run since the last step."""
+        """Forgets all answers: callbacks may have changed, and any hook may have run since the last step."""
         self._answers.clear()
         self._last_phase = ""
 
     def run_at(self, point: str) -> bool:
-        """Whether a hook of a user's runs at a point: one of :data:`_HOOKS`."""
+        """Returns True if a user's hook runs at a point of :data:`_HOOKS`."""
         if point not in self._answers:
             self._answers[point] = bool(hooks_of_users(self._module.trainer, point))
         return self._answers[point]
 
     def may_write_weights(self, point: str) -> bool:
-        """Whether a hook that runs at a point could write weights."""
+        """Returns True if a hook that runs at a point could write weights."""
         return self._check_writes or self.run_at(point)
 
     def may_write_before_training_step(self) -> bool:
-        """Whether user code could write weights between the start of a batch and its training step.
+        """Returns True if user code could write weights between the start of a batch and its training step.
 
         In automatic optimization an optimizer's step lies between them: it calls the training step as its closure.
         """
@@ -103,20 +103,20 @@ class UserHooks:
         return self._check_writes or self._answers["step"]
 
     def may_have_written(self, phase: str) -> bool:
-        """Whether weights may have been written by the time a step begins, unless the engine knows of it.
+        """Returns True if weights may have been written, unnoticed by the engine, before a step.
 
-        Before the first step of a loop hooks have run since the last step, whatever loop that was in.
+        Before the first step of a loop, hooks have run since the last step of any loop.
         """
         first, self._last_phase = phase != self._last_phase, phase
         return self.may_write_before_training_step() if phase == "train" else first or self.may_write_weights(phase)
 
 
 def calls_closure_first(optimizer: Any, replaced: Any = None) -> bool:
-    """Whether an optimizer's step calls the closure before it writes weights: torch's do, without hooks before it.
+    """Returns True if an optimizer's step calls the closure before it writes weights: torch's steps do, without hooks before it.
 
     Args:
-        optimizer: any.
-        replaced: the step that it had on the object before ours took that place; None if it had none, or has it still.
+        optimizer: any optimizer.
+        replaced: the ``step`` attribute of the object before the package replaced it; None if it had none, or still has it.
     """
     if is_patched(optimizer, replaced or getattr(optimizer, "__dict__", {}).get("step")):
         return False
@@ -145,7 +145,7 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
             base: Any = base_of(owner, kind)
             name = type(owner).__name__
             found += [f"{name}.{hook}" for hook in hooks if hasattr(base, hook) and is_overridden(hook, owner, base)]
-        if point == "train":  # all schedulers but those of plateaus step before on_train_batch_end
+        if point == "train":  # only schedulers that reduce on plateaus step after on_train_batch_end
             late = [config.scheduler for config in trainer.strategy.lr_scheduler_configs if config.reduce_on_plateau]
             own = [type(each) for each in late if not type(each).step.__module__.startswith("torch.")]
             found += [f"{kind.__name__}.step" for kind in own]

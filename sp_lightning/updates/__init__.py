@@ -4,7 +4,7 @@
 fused, and which can be taken apart by layers. ``pieces`` widens, unscales, clips, steps and casts in a single pass over memory.
 ``step_context`` gives a step in the background the settings of the thread that has called ``optimizer.step()``. ``scaler`` is the
 gradient scaler for gradients on the host; ``cpu_seconds`` estimates steps that compute long. ``layer_stepper`` is the interface
-of steps on the GPU.
+of steps on the GPU, ``gpu_bits`` that of steps on the CPU with a GPU's bits.
 
 The user's optimizer and the layers (``layers``) come in. Updated weights in host memory go out; code that reads them waits for
 them. ``engine.layerwise`` takes a step apart, and ``plan.update_policy`` decides whether it does.
