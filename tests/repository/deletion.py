@@ -41,26 +41,35 @@ print("works")
 
 MISSING = "needs sp_lightning/{folder}, which is not installed"
 
-REFUSES_HOST_MEMORY = """
+RAISE = """
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.registry import MissingCapabilityError
-try:
-    SuperpipelineStrategy(host_memory="1GiB")
-except MissingCapabilityError:
-    pass
-else:
-    raise SystemExit("host_memory= has raised no error")
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+for ask in {calls!r}:
+    try:
+        eval(ask)
+    except MissingCapabilityError:
+        continue
+    raise SystemExit(ask + " has raised no error")
 """
+HOST_MEMORY = RAISE.format(calls=['SuperpipelineStrategy(host_memory="1GiB")'])
+TRANSFER_AND_FOLDERS = RAISE.format(
+    calls=[
+        'SuperpipelineStrategy(transfer="sharded")',
+        "SuperpipelineStrategy(save_distributed_checkpoint=True)",
+        'AtomicCheckpointIO().load_checkpoint("sp_lightning")',  # a folder
+    ]
+)
 
 ASKED_FOR: dict[str, tuple[str, str]] = {
     "activations": (FIT.format(options='activations="recompute"', devices=1), MISSING),
     "comparison": ("import sp_lightning; sp_lightning.check", MISSING),
-    "disk": (REFUSES_HOST_MEMORY + FIT.format(options='disk="."', devices=1), MISSING),
+    "disk": (HOST_MEMORY + FIT.format(options='disk="."', devices=1), MISSING),
     "experts": (FIT.format(options="k=1", devices=1), "works"),
     "gpu_steps": (FIT.format(options='optimizer_on="gpu"', devices=1), MISSING),
     "kernels": (FIT.format(options='k=1, optimizer_overlap="forward"', devices=1), "works"),
     "planner": ("from sp_lightning.__main__ import main; main(['plan', 'os:getcwd'])", MISSING),
-    "ranks": (FIT.format(options="", devices=2), MISSING),
+    "ranks": (TRANSFER_AND_FOLDERS + FIT.format(options="", devices=2), MISSING),
     "sharing": ("import sp_lightning; sp_lightning.SharedBase", MISSING),
     "tuning": (FIT.format(options='k="auto"', devices=1), "works"),
 }
