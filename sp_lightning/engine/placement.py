@@ -46,7 +46,7 @@ class Placement:
         return ledger
 
     def leave(self) -> None:
-        """Evicts weights from host memory that are elsewhere, too. Called after training."""
+        """Evicts weights from host memory that are elsewhere as well. Called after training."""
 
     def complete_pending(self) -> None:
         """Waits until all writes of weights and gradients are complete.
@@ -56,38 +56,38 @@ class Placement:
         """
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
-        """Returns what allocates the host memory of the plan's layers, in their order."""
+        """Returns the function that allocates host memory for the plan's layers. It is called in their order."""
         return partial(BlockMemory, device)
 
     def blocks(self, device: Device, plan: Plan) -> tuple[Allocate, Callable[..., HostBlock]]:
-        """Returns what allocates memory, and what makes blocks."""
+        """Returns the functions that allocate host memory and make blocks."""
         return self.allocate(device, plan), self.block
 
     def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
-        """Makes the block of a layer, as the class :class:`~sp_lightning.store.block.HostBlock` does."""
+        """Makes the host block of a layer, with the arguments of :class:`~sp_lightning.store.block.HostBlock`."""
         return HostBlock(layer, planned, *args, **options)
 
     def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
-        """Returns what copies layers to the device."""
+        """Returns the part that uploads layers."""
         return Uploads(device)
 
     def gradients(
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
     ) -> GradientSink:
-        """Returns the place that gradients go to."""
+        """Returns the part that takes gradients."""
         return Gradients(device, staging, in_flight=in_flight)
 
     def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
-        """Returns what runs updates in the background."""
+        """Returns the part that runs updates in the background."""
         return BackgroundUpdates(layers, device)
 
     @property
     def source(self) -> type[HostSource]:
-        """The class of what brings layers' bytes."""
+        """The class of the part that provides the layers' bytes."""
         return HostSource
 
     def turns(self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step) -> Turns:
-        """Returns who may change the weights when. The other parts have been made already."""
+        """Returns which process may change the weights, and when. It is the last part that is made."""
         return Turns()
 
 

@@ -1,4 +1,4 @@
-"""What Lightning's loops call while a run lasts, and what a user can ask about it."""
+"""The strategy's methods that Lightning's loops call during a run, and those with which users read its plan and counters."""
 
 from __future__ import annotations
 
@@ -26,13 +26,10 @@ from sp_lightning.trainer.signals import DeferredSignals
 
 
 class ReadableStrategy(HostStrategy):
-    """A strategy that says what its run has decided and counted: the one that lasts, else the one before it.
+    """A strategy with the plan and the counters of the present run, or of the last one.
 
     Args:
-        options: the user's. The other arguments are handed on.
-
-    Attributes:
-        said: the lines that runs of this strategy have logged when they began.
+        options: the user's options. The other arguments are passed on.
     """
 
     def __init__(self, options: Options, *args: Any) -> None:
@@ -41,19 +38,19 @@ class ReadableStrategy(HostStrategy):
         self._last: Results | None = None  # of the run before
         self._ledger: Ledger | None = None
         self._remarks: list[str] = []
-        self._bits: list[str] = []  # whose bits optimizers' steps had
+        self._bits: list[str] = []  # sentences on the bits of optimizer steps
         self._updates: UpdatePolicy | None = None  # how layers were updated
-        self._said: set[str] = set()
+        self._said: set[str] = set()  # the lines that runs have logged when they began
         self._signals = DeferredSignals()
         super().__init__(*args)
 
     def _close(self) -> None:
-        """Ends the run, if there is one. What a user reads stays."""
+        """Ends the run, if there is one. Its plan and counters stay readable."""
         run = self._run
         if run is None:
             return
         try:
-            if run.streamer is not None:  # else building it anew has failed
+            if run.streamer is not None:  # otherwise building the engine again has failed
                 self._ledger = run.steps.ledger or self._ledger  # with the state that optimizers have come to
                 self._remarks, self._bits, self._updates = run.remarks(), run.steps.bits(), run.steps.policy
         finally:
@@ -149,24 +146,24 @@ class ReadableStrategy(HostStrategy):
 
     @property
     def _device_memory(self) -> tuple[int, int] | None:
-        """Bytes of device memory that the run has taken at most, and may take; None on the CPU, and outside of a run."""
+        """Peak and limit of device memory in bytes; None on the CPU, and outside of a run."""
         return None if self._run is None else self._run.device_memory
 
     @property
     def _computing_device(self) -> Device | None:
-        """The device of the run that lasts, which notes what happens in its timelines."""
+        """The device of the present run, which records timelines."""
         return None if self._run is None else self._run.engine.device
 
 
 class LoopStrategy(ReadableStrategy):
-    """A strategy that has an engine while a run lasts: training with its validation, or another loop alone."""
+    """A strategy with an engine during a run. A run is training with its validation, or another loop alone."""
 
     _loop_begun: bool
 
     # ------------------------------------------------------------------ a run begins and ends
 
     def model_to_device(self) -> None:
-        """Begins a run: the host store takes the parameters in; only what is no parameter goes to the device."""
+        """Begins a run: moves parameters to the host store, and everything else to the device."""
         module, options = self.lightning_module, self._options
         assert module is not None
         self._close()
@@ -178,11 +175,11 @@ class LoopStrategy(ReadableStrategy):
         self._loop_begun = False
 
     def _fitting_begins(self) -> None:
-        """Set-up for training is over but for loading a checkpoint.
+        """Called at the end of set-up for training, before a checkpoint is loaded.
 
         Raises:
-            ValueError: ``optimizer_overlap`` has a mode that is not possible, or ranks have different optimizers.
-            RuntimeError: the host has no room for gradients and optimizer state.
+            ValueError: ``optimizer_overlap`` names a mode that is not possible, or ranks have different optimizers.
+            RuntimeError: host memory does not suffice for gradients and optimizer state.
         """
         assert self._run is not None
         self._group.check_optimizers(self.optimizers)
@@ -191,7 +188,7 @@ class LoopStrategy(ReadableStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._signals.install(self._is_torn)
-        if isinstance(exception, KeyboardInterrupt):  # of several ranks, another one may have had Ctrl-C first
+        if isinstance(exception, KeyboardInterrupt):  # another process may have got Ctrl-C first
             self._signals.drop(signal.SIGINT)
         self._group.fail(exception)  # so that no other process waits for this one
         if self._run is not None:
@@ -222,7 +219,7 @@ class LoopStrategy(ReadableStrategy):
         self._loop_begins("predict")
 
     def _loop_begins(self, phase: str) -> None:
-        """What ``on_fit_start`` and its like have changed counts from here on."""
+        """Called when a loop begins, after ``on_fit_start`` and similar hooks."""
         if self._run is None:
             return
         self._signals.run_deferred()
@@ -235,17 +232,17 @@ class LoopStrategy(ReadableStrategy):
         if phase == "train":
             self._run.steps.arrange()
         if phase == "validate":
-            self._run.tuner.stop_timing()  # validation is no part of the training batch before it
+            self._run.tuner.stop_timing()  # validation does not count as part of the previous training batch
 
     def _compare_nodes(self, when: str, *, state: bool = False) -> None:
-        """With several nodes, compares their weights while a run lasts. Collective.
+        """Compares the weights of several nodes during a run. Collective.
 
         Args:
-            when: it is, in words.
-            state: whether the optimizers' state is compared, too.
+            when: the time, for the error.
+            state: compare the optimizers' state as well.
 
         Raises:
-            ValueError: they differ.
+            ValueError: nodes have different weights.
         """
         run = self._run
         if run is not None and run.group.nodes > 1:
@@ -255,7 +252,7 @@ class LoopStrategy(ReadableStrategy):
     # ------------------------------------------------------------------ batches
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Callbacks and module have had their hooks: but for an optimizer's step around it, the training step is next."""
+        """Called after the hooks of callbacks and module. The training step follows, perhaps within an optimizer step."""
         super().on_train_batch_start(batch, batch_idx)
         if self._run is not None:
             self._group.note_place(f"batch {batch_idx} of epoch {self._run.module.current_epoch}")
@@ -279,15 +276,15 @@ class LoopStrategy(ReadableStrategy):
         """Runs Lightning's step of a batch.
 
         Raises:
-            torch.OutOfMemoryError: the device has run out of memory. The window is smaller from now on, and the error says
-                which options take less.
+            torch.OutOfMemoryError: device memory does not suffice. The window is smaller from now on, and the error names
+                options that use less memory.
         """
         run = self._run
         if run is None:
             self._refuse_partially_updated()
-            return step(*args, **kwargs)  # called by hand, outside of a run: the weights are whole, on the host
+            return step(*args, **kwargs)  # user code calls it outside of a run: the weights are in host memory
         training = phase == "train"
-        if not training:  # the start of a training batch has seen to it
+        if not training:  # ``on_train_batch_start`` calls it for training
             self._batch_starts(run, phase, args)
         run.step_begins()
         streamer, hooks, manual = run.engine, run.hooks, training and not run.module.automatic_optimization
@@ -301,7 +298,7 @@ class LoopStrategy(ReadableStrategy):
                     run.steps.forget_freed()
                 if training and not manual and output is not None and not skips_backward(run.module.trainer):
                     streamer.await_backward(seen=hooks.run_at("zero_grad"))
-                else:  # the batch may be the loop's last one: hooks between training batches run then
+                else:  # after the loop's last batch, hooks between training batches run
                     follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")
                     streamer.end(writes_follow=follows)
                 return output
@@ -311,25 +308,25 @@ class LoopStrategy(ReadableStrategy):
         if mixed is not None:
             if self._run is not None and self._run.is_foreign:
                 raise RuntimeError(BEING_UPDATED)
-            if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
+            if sys.exception() is not None:  # a checkpoint on exception: if it fails, Lightning does not call teardown
                 self._close()
                 self._signals.remove()
             assert self.lightning_module is not None
             raise RuntimeError(not_whole(mixed, last_checkpoint(self.lightning_module.trainer)))
 
     def _batch_starts(self, run: Run, phase: str, batch: Any) -> None:
-        """Updates the engine to the module as it is now, and has k and k' chosen, if they are to be."""
+        """Adapts the engine to changes of the module, and lets the tuner choose k and k'."""
         self._signals.run_deferred()
         self._signals.install(self._is_torn)  # user code may have set handlers since
         try:
             run.renew()
         except BaseException:
-            if run.streamer is None:  # the old engine is gone, and there is no new one
+            if run.streamer is None:  # building the engine again has failed
                 self._close()
             raise
         if phase == "train" and run.hooks.may_write_weights("train"):
             run.engine.invalidate()
-        if (phase == "train") == run.trains:  # validation within training chooses nothing
+        if (phase == "train") == run.trains:  # validation within training does not count
             stay = run.engine.plan.stay
             run.tuner.batch_starts(batch, run.steps.overlap)
             if run.engine.plan.stay != stay:
@@ -344,7 +341,7 @@ class LoopStrategy(ReadableStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._run is not None:  # also where the module's own ``backward`` does nothing
+        if self._run is not None:  # even if the module's own ``backward`` computes nothing
             self._run.engine.end_without_backward()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -356,7 +353,7 @@ class LoopStrategy(ReadableStrategy):
         )
 
     def _expect_next_batch(self) -> None:
-        """A training batch is over: where nothing writes weights before the next one, its first layers come now."""
+        """Called after a training batch. Prefetches the first layers of the next one unless hooks may write weights before."""
         if self._run is not None and not self._run.hooks.may_write_weights("train"):
             with self._run.whole_after_failure():
                 self._run.engine.prefetch_for("train", training=True)
