@@ -1,11 +1,18 @@
-"""What becomes of what autograd saves in the units' forwards.
+"""Activation offloading and activation checkpointing, for each layer; losses in chunks.
 
-``calls`` runs each call of a unit in the unit's mode: keep what is saved on the device, compute it again in backward
-(``recompute``, with the ``snapshot`` of what the forward found; ``once_only`` knows forwards that cannot run twice), or send
-it to the host and back (``offload``). What is kept in a batch that was never measured is offloaded before device memory ends
-(``headroom``). In come the modes by name and the calls; out go the forwards' outputs, and what each call saved, in bytes.
+**What it adds.** ``activations="recompute"``, ``"offload"``, modes by patterns, and ``"auto"``. ``policy`` gives each unit its
+mode and counts the memory that modes take. ``calls`` runs each call of a unit in its mode: ``recompute`` runs a forward again in
+backward (``snapshot`` restores what the forward found, ``fingerprints`` compare what both runs save, ``once_only`` lists forwards
+that cannot run twice); ``offload`` copies activations to the host (``host_ring``) and back. ``headroom`` offloads the oldest
+activations before device memory ends, in batches that were not measured. ``sp_lightning.chunk_loss`` (``chunked_loss``) computes
+the loss of a language model in chunks. It works without a strategy, too.
 
-``chunked_loss`` is for what is saved outside of all units: a language model's logits. It works without a strategy, too.
+**Where it enters.** :func:`~sp_lightning.registry.activations` returns the plan of ``calls.plan_activations``. It replaces the
+engine's :class:`~sp_lightning.engine.activations.KeepAll` by ``calls.UnitModes``.
 
-This wing may import ``device``, ``model``, ``plan``, ``observe`` and ``store``. It knows weights by their attributes alone.
+**What it costs if unused.** Nothing: the engine has ``KeepAll`` if all units keep their activations and ``"auto"`` never chooses,
+because the run does not train or device memory is not limited.
+
+**Without this folder** ``"recompute"``, ``"offload"``, patterns and ``chunk_loss`` raise an *error*. ``"auto"`` keeps all
+activations, and logs one line if device memory ends (*fallback*).
 """

@@ -1,6 +1,6 @@
-"""Activations while a step runs: each unit's forward is called in its mode.
+"""Runs the forward of each unit in its mode.
 
-The module is called as ever, with its hooks around it, and the unit's mode runs its own forward.
+The module is called as usual, with its hooks. The mode applies to the forward inside that call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sp_lightning.torch_compat.private import (
 
 
 def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) -> ActivationPlan:
-    """Decides what becomes of activations: the interface of this capability, called at set-up.
+    """Resolves ``activations=`` at set-up.
 
     Args:
         choice: ``activations=``.
@@ -47,7 +47,8 @@ def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) 
         ValueError: a pattern in ``choice`` decides nothing.
     """
     modes = resolve(choice, module, found.units)
-    chooses, changed = choice == "auto", any(mode != "keep" for mode in modes.values())
+    chooses = choice == "auto"
+    changed = any(mode != "keep" for mode in modes.values())
 
     def make(setup: ActivationSetup) -> Activations:
         log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
@@ -70,13 +71,13 @@ class UnitModes:
     Attributes:
         modes: the mode of each unit now; :meth:`choose` changes it.
         idle: True if every unit keeps its activations.
-        calls: the unit calls of the last step's forward. If it ran several, those of the one that saved the most bytes.
+        calls: the unit calls of the last step's forward. If the step ran several, those of the one that saved the most bytes.
         ring: the host memory for offloaded activations.
         offload: stores saved tensors on the host.
         recompute: runs forwards again in backward.
         headroom: offloads kept activations before device memory ends; None in batches that are known to fit.
-        with_inner_experts: the units that cannot be computed again because experts in them are layers, with the reason.
-        unrepeatable: the units that are never computed again in place of an offload for which the host has no room.
+        with_inner_experts: the units that cannot be recomputed because experts inside them are layers, with the reason.
+        unrepeatable: the units that stay on the device if the host has no room for them. All others are then recomputed.
     """
 
     def __init__(self, setup: ActivationSetup, modes: Modes) -> None:
@@ -94,7 +95,7 @@ class UnitModes:
         self.calls: tuple[Call, ...] = ()
         self._installed = False
         self._forward: list[UnitCall] = []  # the calls of the running forward
-        self._in_backward = False  # whether that forward's backward has begun
+        self._in_backward = False  # True if that forward's backward has begun
         self._counts: list[int] = []  # the number of calls of each forward of this step
         self._expected = [len(self._units)]  # the same of the last step
 
@@ -145,7 +146,7 @@ class UnitModes:
             self.headroom.begin()
         if not self.idle or self.headroom is not None:
             buffers = (each for each in self._module.buffers() if each.layout is torch.strided)
-            self.offload.buffers = {each.untyped_storage().data_ptr() for each in buffers}  # user code may exchange one
+            self.offload.buffers = {each.untyped_storage().data_ptr() for each in buffers}  # user code may replace one
         if not self.idle:
             self._expected, self._counts = self._counts or self._expected, []
             self._forward, self._in_backward = [], False
@@ -168,7 +169,7 @@ class UnitModes:
             self.offload.flush()
 
     def check(self, *, everything: bool = False) -> None:
-        """Raises an error if a forward that ran again has computed other values; see :meth:`Differences.check`."""
+        """Raises an error if a forward has computed other values when it ran again; see :meth:`Differences.check`."""
         self.recompute.differences.check(everything=everything)
 
     def first_run(self) -> object | None:
@@ -196,17 +197,17 @@ class UnitModes:
 
     @trace_only_inlined
     def run(self, unit: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Calls a unit's module, and runs the forward inside of the call in the unit's mode.
+        """Calls a unit's module, and runs the forward inside that call in the unit's mode.
 
-        What the module's forward is, is read anew in each call: user code may have exchanged it, or the module's class.
+        ``module.forward`` is read in each call: user code may have replaced it, or the module's class.
         """
         if not self._installed:
             return call(module, *args, **kwargs)
         if getattr(module, COMPILED_CALL, None) is not None:
-            # Nothing can be put inside of a compiled call, so it runs as a whole in the mode.
+            # A compiled call cannot be opened, so all of it runs in the mode, hooks included.
             return self.call(unit, partial(call, module), args, kwargs)
         if isinstance(vars(module).get("forward"), UnitForward):
-            # Another thread calls the module, or a hook in its call does. What this call saves is kept.
+            # Another thread calls the module, or a hook in its call does. The activations of this inner call are kept.
             return call(module, *args, **kwargs)
         forward = UnitForward(module, partial(self.call, unit))
         try:
@@ -215,17 +216,17 @@ class UnitModes:
         finally:
             forward.close()
 
-    @never_compiled  # the engine is no part of a graph
+    @never_compiled  # a compiled graph must not contain the engine
     def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward in its mode."""
         if interpreter_stack() is not None or forward_mode_level() >= 0:
             return forward(*args, **kwargs)  # checkpoints cannot repeat torch.vmap and forward-mode differentiation
         for first in first_runs():
-            first.before.add(unit, self._units[unit])  # its state is put back, too
+            first.before.add(unit, self._units[unit])  # a second run of the outer forward restores this unit, too
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if current_graph_task() != -1:
-            # A checkpoint of the user's around the unit runs it again in backward, which needs at once what is saved.
+            # The user's own checkpoint around the unit runs it again in backward, which needs these activations at once.
             return self._run(UnitCall(unit, self._rows[unit], at_once=True), forward, args, kwargs)
         call = self._begin_call(unit)
         outer = self.offload.enter(call, tree_leaves((args, kwargs)))
@@ -241,17 +242,17 @@ class UnitModes:
         return output
 
     def _run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a forward once, inside the hooks that autograd saves tensors with."""
+        """Runs a forward inside the engine's saved-tensor hooks."""
         unit, mode = call.unit, self.modes[call.unit]
         if mode == "offload" and not call.at_once:
             room = self.ring.free_bytes
-            call.leaves = all(each.saved <= room for each in self.calls if each.unit == unit)
-            if not call.leaves and unit in self.unrepeatable:
+            call.offloads = all(each.saved <= room for each in self.calls if each.unit == unit)
+            if not call.offloads and unit in self.unrepeatable:
                 self.offload.warn(unit, "stay on the device")
-            elif not call.leaves:
+            elif not call.offloads:
                 self.offload.warn(unit, "are computed again in backward")
                 mode = "recompute"
-        # A checkpoint of the user's around the unit computes it again by itself, and shows twice what the forward changes.
+        # If the user's own checkpoint is around the unit, that one runs it again: two of them would run it three times.
         if mode == "recompute" and not is_checkpointed():
             return self.recompute.run(unit, self._units[unit], partial(self._look_at_others, forward), args, kwargs)
         if self.recompute.in_trial:
@@ -261,9 +262,9 @@ class UnitModes:
         return forward(*args, **kwargs)
 
     def _look_at_others(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a forward. In the first run, units that it refers to are looked at: ``other.forward(x)`` is no call."""
+        """Runs a forward. The first run takes snapshots of units that it refers to: ``other.forward(x)`` is not a call."""
         for first in first_runs()[-1:]:
-            for name, module in first.before.outside:  # which grows meanwhile
+            for name, module in first.before.outside:  # it grows in this loop
                 if module in self._set_of_units:
                     first.before.add(name, module)
         return forward(*args, **kwargs)
@@ -281,7 +282,7 @@ class UnitModes:
         if self._in_backward:
             self._end_forward()
             self._in_backward = False
-        # The last calls of the forward, if it has as many as in the last step: backward needs at once what they save.
+        # Backward needs the activations of the last calls at once. The number of calls is taken from the last step.
         expected = self._expected[min(len(self._counts), len(self._expected) - 1)]
         at_once = expected - EXEMPT <= len(self._forward) < expected
         previous = self._forward[-1] if self._forward else None
@@ -289,7 +290,7 @@ class UnitModes:
         return self._forward[-1]
 
     def _end_forward(self) -> None:
-        """Notes what the calls of a forward have saved: a unit is called after its backward has begun, or the step ends."""
+        """Records the calls of a forward: its backward has begun and another unit is called, or the step has ended."""
         if self._forward:
             calls = tuple(Call(call.unit, call.saved, call.inputs) for call in self._forward)
             if not self._counts or sum(call.saved for call in calls) > sum(call.saved for call in self.calls):
@@ -299,37 +300,37 @@ class UnitModes:
 
 
 class UnitForward:
-    """Stands in place of a module's forward from the beginning of a call to that of the forward, and hands it on.
+    """Replaces ``module.forward`` from the beginning of a module's call until its forward begins.
 
-    Between the two, hooks of users run. torch reads ``module.forward`` before them, and code of ours can be inside of hooks
-    only there. Another thread that calls the module meanwhile may find it, too: its forward then runs in the mode as well.
+    The user's pre-hooks run between the two. torch reads ``module.forward`` before it runs them, and the mode must not include
+    them. If another thread calls the module at the same time, its forward may run in the mode as well.
 
     Args:
         module: the module.
-        call: takes the module's own forward, and the arguments that hooks leave.
+        call: called with the module's own forward and the arguments that pre-hooks have returned.
     """
 
     def __init__(self, module: nn.Module, call: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
         self._call: Callable[[Callable[..., Any], Any, Any], Any] | None = call
         self._module = module
-        self._own: Any = vars(module).get("forward")  # what the instance has beside its class
+        self._own: Any = vars(module).get("forward")  # an attribute of the instance; usually None
         self._forward: Callable[..., Any] = module.forward
 
     def install(self) -> None:
-        """Takes its place in the module."""
+        """Replaces the module's forward."""
         vars(self._module)["forward"] = self
 
     def remove(self) -> None:
-        """Gives the module its own forward back."""
+        """Restores the module's own forward."""
         attributes = vars(self._module)
-        if attributes.get("forward") is self:  # a hook may have exchanged it
+        if attributes.get("forward") is self:  # a hook may have replaced it
             if self._own is None:
                 del attributes["forward"]
             else:
                 attributes["forward"] = self._own
 
     def close(self) -> None:
-        """The call is over. Code that has kept this object calls the module's own forward from now on."""
+        """Called after the call. From now on this object runs the module's own forward, because a hook may have kept it."""
         self.remove()
         self._call = None
 
@@ -347,7 +348,7 @@ class UnitForward:
         return self._forward  # inspect.signature asks for it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A hook copies the module: the forward is bound to the copy, which is made before its attributes are.
+        # A hook copies the module. The copied forward is bound to the copy, which deepcopy makes before its attributes.
         return copy.deepcopy(self._forward, memo)
 
     def __reduce__(self) -> Any:

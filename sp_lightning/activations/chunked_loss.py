@@ -1,17 +1,17 @@
-"""The loss of a causal language model of transformers, from a few tokens' logits at a time.
+"""Computes the loss of a causal language model of transformers in chunks of tokens.
 
-A model computes ``logits = self.lm_head(hidden)`` and hands them to its ``loss_function``, which copies them to float32 and
-saves the logarithms of all probabilities. There are two ways to have that back:
+A model computes ``logits = self.lm_head(hidden)`` and passes them to its ``loss_function``, which copies them to float32 and
+saves the logarithms of all probabilities. Two replacements take less memory:
 
-- The loss function alone is exchanged (``keep_logits=True``). Logits and their gradient stay, in the head's dtype, which is
-  a third of what there was. All is bitwise the same, because each token's loss and gradient are computed from its own row.
-- The head gives a promise of logits, which the loss function keeps chunk by chunk, each in a checkpoint of torch's. No
-  logits stay. The price is a second product with the head's weight, whose gradient becomes a sum over chunks: another
-  order of sums, and a second gradient of that size while it is made.
+- Only the loss function (``keep_logits=True``). Logits and their gradient are kept in the head's dtype, a third of the memory.
+  Results are bit-identical, because each token's loss and gradient are computed from its own row.
+- The head as well. It returns deferred logits, and the loss function computes them chunk by chunk, each in torch's checkpoint. No
+  logits are kept. The head's product is computed twice. The gradient of its weight becomes a sum over chunks: the order of sums
+  differs, and one more gradient of that size is needed while it is computed.
 
-The head is called by its module's call, not read: hooks, adapters, quantised weights and the engine see ordinary calls. It
-is exchanged only while the model's own forward runs, by an attribute of the instance that is found before the module: PEFT
-calls that forward past all hooks, and the tree of modules stays as it is.
+The head is called as a module, so hooks, adapters, quantised weights and the engine work as usual. It is replaced only while the
+model's own forward runs, by an attribute of the instance, which Python finds before the module. The tree of modules stays as it
+is, and it works when PEFT calls that forward without hooks.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _IGNORED = -100
 
 
 def chunk_loss(model: nn.Module, tokens: int = 1024, *, keep_logits: bool = False) -> None:
-    """Has a causal language model of transformers compute its loss from a few tokens' logits at a time.
+    """Makes a causal language model of transformers compute its loss in chunks of tokens.
 
-    This changes a forward with ``labels`` while gradients are enabled. All others are as before: evaluation, generation,
-    training without ``labels``. Call it where the model is made, before or after adapters are added. It needs no streaming.
+    This changes forwards with ``labels`` while gradients are enabled. Evaluation, generation and training without ``labels`` are
+    as before. Call it when the model is created, before or after adapters are added. It works without a strategy, too.
 
-    With ``keep_logits`` everything is bitwise the same, and what is saved in float32 is not there any more. Without, logits
-    are not there either, and ``output.logits`` has none to read. Loss and gradients are bitwise the same then, too, where
-    the rows of a product do not depend on how many there are; but for the head's weights, whose gradient is a sum over
-    chunks, each rounded to its dtype. Dropout in an adapter of the head draws other numbers.
+    - With ``keep_logits`` results are bit-identical. Only the float32 copies of logits are not kept.
+    - Without it no logits are kept, and ``output.logits`` cannot be read. Results are bit-identical if the rows of a matrix
+      product do not depend on their number, with two exceptions: the gradient of the head's weights is a sum over chunks, each
+      rounded to its dtype, and dropout in an adapter of the head draws other numbers.
 
     Args:
-        model: the model of transformers itself, or PEFT's around it.
-        tokens: how many tokens there are in a chunk. Fewer take little less memory and more time.
-        keep_logits: whether the logits stay, in the dtype of the head.
+        model: the model of transformers, or PEFT's model around it.
+        tokens: tokens per chunk. Smaller chunks take little less memory and more time.
+        keep_logits: keep the logits, in the dtype of the head.
 
     Raises:
-        ValueError: the model has no head, or another loss than transformers' for causal language models; or ``tokens`` is
-            no positive whole number.
+        ValueError: the model has no head, or its loss is not transformers' loss for causal language models; or ``tokens`` is
+            not a positive integer.
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"chunk_loss(tokens={tokens!r}): give a whole number of at least 1, for example 1024.")
@@ -71,7 +71,7 @@ def _is_ours(function: Any, of: Callable[..., Any]) -> bool:
 
 
 def _check(model: nn.Module, head: Any, loss: Any) -> None:
-    """Refuses what is no causal language model of transformers."""
+    """Raises an error if a model is not a causal language model of transformers."""
     kind = type(model).__name__
     if not isinstance(head, nn.Module) or loss is None:
         raise ValueError(
@@ -81,7 +81,7 @@ def _check(model: nn.Module, head: Any, loss: Any) -> None:
     forwards = (inspect.unwrap(vars(each)["forward"]) for each in type(model).__mro__ if "forward" in vars(each))
     if not any("loss_function" in each.__code__.co_names for each in forwards if inspect.isfunction(each)):
         raise ValueError(
-            f"chunk_loss: {kind} computes its loss by itself (T5 and BART do), so that chunks of it cannot be asked for. "
+            f"chunk_loss: {kind} computes its loss by itself (T5 and BART do), so it cannot be chunked. "
             "Leave chunk_loss out."
         )
     name = f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', loss)}"
@@ -92,11 +92,11 @@ def _check(model: nn.Module, head: Any, loss: Any) -> None:
         )
 
 
-# ---------------------------------------------------------------------- what stands in place of the model's own
+# ---------------------------------------------------------------------- replacements
 
 
 def _forward(forward: Callable[..., Any], model: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
-    """A model's forward. If it is given labels, its head is exchanged while it runs."""
+    """Runs a model's forward. If it has labels, the model's head is replaced while it runs."""
     given = inspect.signature(forward).bind(*args, **kwargs).arguments if args else kwargs
     if given.get("labels") is None:
         return forward(*args, **kwargs)
@@ -110,13 +110,13 @@ def _forward(forward: Callable[..., Any], model: nn.Module, path: str, *args: An
 
 
 class _Head:
-    """Stands in place of a head while its model's forward runs, and gives a promise if there is to be a backward."""
+    """Replaces a head while its model's forward runs. It returns deferred logits if gradients are enabled."""
 
     def __init__(self, head: nn.Module) -> None:
         self._head = head
 
     def __call__(self, hidden: Tensor) -> Any:
-        # This is asked of the thread: another one may predict with the same model meanwhile.
+        # This depends on the thread: another one may predict with the same model at the same time.
         return DeferredLogits(self._head, hidden) if torch.is_grad_enabled() else self._head(hidden)
 
     def __getattr__(self, name: str) -> Any:
@@ -128,20 +128,20 @@ def _loss(
     vocab_size: Any = None, *, num_items_in_batch: Tensor | int | None = None, ignore_index: int = _IGNORED,
     shift_labels: Tensor | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """What ``plain``, transformers' loss for causal language models, computes."""
-    promised = isinstance(logits, DeferredLogits)
-    if not promised and not (keep_logits and torch.is_grad_enabled() and logits.requires_grad):
+    """Computes ``plain``, transformers' loss for causal language models, in chunks."""
+    deferred = isinstance(logits, DeferredLogits)
+    if not deferred and not (keep_logits and torch.is_grad_enabled() and logits.requires_grad):
         kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
         return plain(logits, labels, vocab_size, **kwargs)
     if shift_labels is None:  # tokens before n predict n
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
     targets = shift_labels.reshape(-1).to(logits.device)
     targets = targets.masked_fill(targets == ignore_index, _IGNORED)
-    if promised:
-        losses = _of_promise(logits, targets, tokens, vocab_size)
+    if deferred:
+        losses = _of_deferred(logits, targets, tokens, vocab_size)
     else:
         losses = _KeptLogits.apply(logits.view(-1, vocab_size), targets, tokens)
-    # Torch sums the losses of all tokens as it would sum entries of rows of a vocabulary: each is the one entry of its row.
+    # Each token's loss is the single entry of a row, so that torch sums them in the order in which it sums rows of a vocabulary.
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = F.nll_loss(-losses[:, None], targets.clamp(max=0), ignore_index=_IGNORED, reduction=reduction)
     if isinstance(num_items_in_batch, Tensor):
@@ -154,10 +154,10 @@ def _loss_of_each(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _chunks(tokens: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Rows of several tensors, some at a time.
+    """Splits tensors into chunks of rows.
 
     Raises:
-        ValueError: they have not equally many rows.
+        ValueError: the tensors differ in their numbers of rows.
     """
     if len({len(tensor) for tensor in tensors}) > 1:
         rows, targets = map(len, tensors[:2])
@@ -165,11 +165,11 @@ def _chunks(tokens: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(tensor.split(tokens) for tensor in tensors), strict=True)
 
 
-# ---------------------------------------------------------------------- the two ways
+# ---------------------------------------------------------------------- with and without logits
 
 
 class _KeptLogits(torch.autograd.Function):
-    """The loss of each token, from logits that are there. Their gradient is made in one piece of memory, chunk by chunk."""
+    """The loss of each token from kept logits. Their gradient is written into one tensor, chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, tokens: int) -> Tensor:
@@ -190,9 +190,9 @@ class _KeptLogits(torch.autograd.Function):
         return made, None, None
 
 
-def _of_promise(promised: DeferredLogits, targets: Tensor, tokens: int, vocabulary: int) -> Tensor:
-    """The loss of each token, from logits that are there for a chunk alone, and in backward again."""
-    compute, hidden = promised.take()
+def _of_deferred(deferred: DeferredLogits, targets: Tensor, tokens: int, vocabulary: int) -> Tensor:
+    """Returns the loss of each token. Logits exist for one chunk at a time, in forward and again in backward."""
+    compute, hidden = deferred.take()
 
     def of_chunk(rows: Tensor, targets: Tensor) -> Tensor:
         return _loss_of_each(compute(rows).view(-1, vocabulary), targets)
@@ -205,31 +205,31 @@ def _of_promise(promised: DeferredLogits, targets: Tensor, tokens: int, vocabula
 
 
 class DeferredLogits:
-    """What a head gives in place of logits: the head, what it was given, and what the model does with logits before its loss.
+    """Returned by a head in place of logits: the head, its input, and what the model does with logits before its loss.
 
-    That is noted: numbers that scale them, and soft caps. All else is refused, and so is everything once they are taken.
+    That may be scaling by numbers, and soft caps. Anything else raises an error, and so does any use after :meth:`take`.
     """
 
     def __init__(self, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         self.device = hidden.device
-        self._promised: tuple[Callable[[Tensor], Tensor], Tensor] | None = compute, hidden
+        self._deferred: tuple[Callable[[Tensor], Tensor], Tensor] | None = compute, hidden
 
     def take(self) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """What computes the logits of some rows, and the rows of all tokens. The promise holds nothing from then on."""
-        compute, hidden = self._promised or _refuse("their second use")
-        self._promised = None
+        """Returns a function that computes the logits of rows, and the rows of all tokens. Can be called once."""
+        compute, hidden = self._deferred or _refuse("their second use")
+        self._deferred = None
         return compute, hidden.reshape(-1, hidden.shape[-1])
 
     def _followed_by(self, function: Callable[[Tensor], Tensor]) -> DeferredLogits:
-        compute, hidden = self._promised or _refuse("a function")
+        compute, hidden = self._deferred or _refuse("a function")
         return DeferredLogits(lambda rows: function(compute(rows)), hidden)
 
     def float(self) -> DeferredLogits:
-        """As a tensor's."""
+        """See :meth:`torch.Tensor.float`."""
         return self._followed_by(Tensor.float)
 
     def tanh(self) -> DeferredLogits:
-        """As a tensor's."""
+        """See :meth:`torch.Tensor.tanh`."""
         return self._followed_by(torch.tanh)
 
     def __mul__(self, other: Any) -> DeferredLogits:
@@ -259,12 +259,12 @@ class DeferredLogits:
 
 
 def _number(value: Any) -> int | float:
-    return value if isinstance(value, (int, float)) else _refuse("a product with what is no number")
+    return value if isinstance(value, (int, float)) else _refuse("a product with something that is not a number")
 
 
 def _refuse(what: str) -> NoReturn:
-    """Says why there are no logits, with an error that ``hasattr`` and copies understand."""
+    """Raises the error for a use of deferred logits. ``hasattr`` and copies expect an ``AttributeError``."""
     raise AttributeError(
-        f"{what}: chunk_loss keeps no logits of a forward with labels. Say chunk_loss(model, keep_logits=True), or call the "
+        f"{what}: chunk_loss keeps no logits of a forward with labels. Use chunk_loss(model, keep_logits=True), or call the "
         "model without labels for logits."
     )

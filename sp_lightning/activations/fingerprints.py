@@ -1,8 +1,8 @@
-"""Compares what autograd saves in the two runs of a forward, bit by bit, while the host goes on.
+"""Compares the tensors that autograd saves in the two runs of a forward, bit by bit, without a wait of the host.
 
-Backward follows the graph of the first run and computes with the tensors of the second one. So if the two runs save the same
-bits, backward computes what it would have computed without a second run; and if not, gradients are wrong. The tensors of the
-first run are gone by then. What stays of each is a fingerprint: sums over its memory, at most 24 kB.
+Backward follows the graph of the first run and computes with the tensors of the second run. If the two runs save the same bits,
+backward computes the same as without a second run. If not, gradients are wrong. The tensors of the first run are freed before the
+second one. A fingerprint of each remains: sums over its memory, at most 24 kB.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from sp_lightning.torch_compat.private import (
 LayerAt = Callable[[int], StreamedLayer | None]
 """Returns the layer whose weights lie in the device's storage at an address."""
 
-# A tensor of at most so many bytes is kept whole.
 _SMALL = 2**14
-# A larger tensor's memory is summed to so many 64-bit numbers, a prime number of them.
-_COLUMNS = 1021
+"""Tensors of at most this many bytes are copied whole."""
 
-_NOT_THERE_YET = 2
-"""A byte that no comparison gives."""
+_COLUMNS = 1021
+"""The memory of a larger tensor is summed to this number of 64-bit numbers. It is prime."""
+
+_PENDING = 2
+"""The byte of a result that is not on the host yet. Results are 0 or 1."""
 
 
 class Fingerprint(NamedTuple):
-    """What stays of a saved tensor.
+    """A fingerprint of a saved tensor.
 
     Attributes:
         kind: its class, dtype, shape and strides.
-        sums: sums over its memory, or a copy of it if it is small; each flat, ``uint8``. None of a weight.
-        place: where a weight lies, which may be written in no run; empty if it is none.
+        sums: sums over its memory, or a copy of it if it is small; each flat, ``uint8``. Empty for a weight.
+        place: the place of a weight, which no run may write; empty for other tensors.
     """
 
     kind: tuple[Any, ...]
@@ -62,7 +63,7 @@ class Fingerprint(NamedTuple):
 
 
 class SavedRun:
-    """What autograd saves in one run of a forward, as fingerprints, in the order in which it does.
+    """Fingerprints of the tensors that autograd saves in one run of a forward, in that order.
 
     Args:
         layer_at: finds weights on the device.
@@ -74,15 +75,15 @@ class SavedRun:
     def __init__(self, layer_at: LayerAt) -> None:
         self._layer_at = layer_at
         self.found: list[Fingerprint] = []
-        # Several operators may save one tensor, as those that compute queries, keys and values do.
+        # Several operators may save one tensor: for example, those that compute queries, keys and values.
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Fingerprint]] = {}
 
     @contextmanager
     def noting(self, unpack: Callable[[Callable[..., Any], Any], Any]) -> Iterator[None]:
-        """While this is active, what is packed by the present hooks is noted before.
+        """A context in which each tensor is recorded before the present hooks pack it.
 
         Args:
-            unpack: is called in place of the present hook that unpacks, with that hook and what it is given.
+            unpack: called in place of the present unpack hook, with that hook and its argument.
         """
         present = top_saved_tensors_hooks()
         if present is None:  # in a trial, in which autograd keeps tensors itself
@@ -101,7 +102,7 @@ class SavedRun:
                 self._known.clear()
 
     def note(self, output: Any) -> None:
-        """Notes what a forward has returned, which a trial compares as well: a factor of it need not be saved."""
+        """Records the output of a forward. A trial compares it as well, because autograd may save nothing of its computation."""
         for each in tree_leaves(output):
             if isinstance(each, Tensor):
                 self._note(each)
@@ -112,11 +113,11 @@ class SavedRun:
             self.found.append(self._fingerprint(tensor))
 
     def _fingerprint(self, tensor: Any) -> Fingerprint:
-        # A nested tensor has no shape, or one with a symbol in it that is another one for each tensor.
+        # A nested tensor has no shape, or one with a symbol that differs from tensor to tensor.
         kind: tuple[Any, ...] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         if isinstance(tensor, OffloadedWrapper):
             return Fingerprint((*kind, id(tensor.host)))
-        # A weight may be away, and a view of one outside of its slot.
+        # A weight may be offloaded, and a view of it may be outside the slot.
         weight: Any = tensor if hasattr(tensor, "_of") else base_of(tensor)
         if hasattr(weight, "_of"):
             before = 0 if weight is tensor else _begin(tensor) - _begin(weight)
@@ -156,7 +157,7 @@ def _place(layer: StreamedLayer, offset: int) -> tuple[int, int | None, int]:
 
 
 def _plain_parts(tensor: Any) -> Sequence[Any] | None:
-    """The strided tensors that a tensor consists of, itself if it is one; None if it has no values that can be read."""
+    """Returns the strided tensors that a tensor consists of, possibly itself; None if it has no values that can be read."""
     if tensor.is_meta or not tensor.numel():
         return None
     if is_traceable_wrapper_subclass(tensor):
@@ -179,10 +180,10 @@ def _plain_parts(tensor: Any) -> Sequence[Any] | None:
 
 
 def may_be_unwritten(tensor: Tensor) -> bool:
-    """Whether operators save such a tensor, by its dtype and shape, without having written all of it.
+    """Returns True for tensors, by dtype and shape, that operators save without having written all of them.
 
-    Recurrent layers (cuDNN, oneDNN) save a workspace with gaps, attention on an accelerator the seed and the offset of random
-    numbers that it has not drawn. What is there is anything, and is used by no backward.
+    Recurrent layers (cuDNN, oneDNN) save a workspace with gaps. Attention on an accelerator saves the seed and the offset of
+    random numbers that it has not drawn. The memory has any values, and backward does not use them.
     """
     if tensor.ndim == 1 and tensor.dtype is torch.uint8:
         return True
@@ -191,15 +192,15 @@ def may_be_unwritten(tensor: Tensor) -> bool:
 
 
 def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Sums over a large tensor's memory, each flat, ``uint8``. They differ, but for a chance, if any bit does.
+    """Returns sums over a large tensor's memory, each flat, ``uint8``. If any bit differs, they differ with near certainty.
 
-    The memory is read once, as a matrix of 64-bit numbers whose columns are summed, modulo 2**64.
+    The memory is read once, as a matrix of 64-bit numbers whose columns are summed modulo 2**64.
 
-    - A single bit shows, whatever its place.
-    - Elements that have changed places show: they have come to other columns, unless they went by a multiple of 1021, a prime
-      number of which no size of a model is a multiple.
-    - The highest bits, which are the signs of every second float, show only where an odd number of them has changed in a
-      column. The number of rows is odd, so that a change of all of them does.
+    - A change of a single bit is detected anywhere.
+    - Elements that have changed places are detected: they are in other columns, unless they moved by a multiple of 1021. That is
+      a prime number, and no size of a model is a multiple of it.
+    - The highest bits are the signs of every second float. They are detected if an odd number of them has changed in a column.
+      The number of rows is odd, so a change of all of them is detected.
     """
     size, begin = tensor.element_size(), tensor.storage_offset()
     extent = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -214,15 +215,15 @@ def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def differences(first: SavedRun, second: SavedRun, *, weights_may_be_copies: bool = False) -> list[Tensor]:
-    """Compares two runs as far as the second one has come, with one kernel for each device.
+    """Compares two runs up to the last tensor of the second one, with one kernel for each device.
 
     Args:
         first, second: the runs.
-        weights_may_be_copies: whether a weight in one of them and a tensor of its form in the other one may have the same bits:
-            of a weight that is no cast on the device any more, autocast makes one.
+        weights_may_be_copies: if True, a weight in one run and a tensor of the same form in the other one count as equal.
+            Autocast makes such a tensor if the weight's cast is not on the device any more.
 
     Returns:
-        Of each device a tensor of shape ``(1,)``, ``uint8``: 1 if the runs differ there, else 0.
+        For each device a tensor of shape ``(1,)``, ``uint8``: 1 if the runs differ there, else 0.
     """
     found: list[Tensor] = []
     pairs: dict[torch.device, dict[tuple[int, int], tuple[Tensor, Tensor]]] = {}
@@ -241,34 +242,34 @@ def differences(first: SavedRun, second: SavedRun, *, weights_may_be_copies: boo
 
 
 class Differences:
-    """Results of comparisons on their way to the host, and the first difference that has been found.
+    """Results of comparisons, in flight to the host, and the first difference that was found.
 
-    On an accelerator a result comes to the host in the order of compute, and the host does not wait for it. Whenever the host has
-    waited for gradients it looks at what has come: a result comes before the gradients that follow from its second run.
+    On an accelerator, results are copied to the host on the compute stream, and the host does not wait for them. It reads them
+    whenever it has waited for gradients: a result arrives before the gradients that follow from its second run.
 
     Args:
         device: the device that computes.
-        pin: whether the host's memory is page-locked.
+        pin: whether host memory is page-locked.
     """
 
     def __init__(self, device: Device, *, pin: bool) -> None:
         self._device = device
         self._pin = pin
         self._memory: PinnedMemory | None = None
-        self._free: deque[int] = deque()  # places in it
-        self._under_way: deque[tuple[Callable[[], Exception], int]] = deque()
+        self._free: deque[int] = deque()  # free bytes in it
+        self._in_flight: deque[tuple[Callable[[], Exception], int]] = deque()
         self._error: Exception | None = None
         self._lock = threading.RLock()  # each device has a thread of autograd's
 
     def add(self, results: Sequence[Tensor], error: Callable[[], Exception]) -> None:
-        """Takes the results of a comparison.
+        """Adds the results of a comparison.
 
         Args:
-            results: what :func:`differences` has returned.
-            error: makes the error that a difference is.
+            results: from :func:`differences`.
+            error: makes the error for a difference.
 
         Raises:
-            Exception: that error, if the host knows already.
+            Exception: that error, if the host knows of a difference already.
         """
         with self._lock:
             for each in results:
@@ -288,44 +289,44 @@ class Differences:
         at = self._free.popleft()
         place = self._memory.bytes[at : at + 1]
         with unseen():
-            place.fill_(_NOT_THERE_YET)
+            place.fill_(_PENDING)
             self._device.copy([place], [result], Stream.COMPUTE)
-        self._under_way.append((error, at))
+        self._in_flight.append((error, at))
 
     def check(self, *, everything: bool = False) -> None:
-        """Looks at what has come.
+        """Reads the results that have arrived.
 
         Args:
-            everything: whether the host waits for what is under way.
+            everything: wait for all results in flight.
 
         Raises:
-            Exception: the first difference that was found since :meth:`clear`.
+            Exception: the error for the first difference since :meth:`clear`.
         """
-        if self._under_way:
+        if self._in_flight:
             with self._lock:
                 self._read(everything=everything)
         if self._error is not None:
             raise self._error
 
     def clear(self) -> None:
-        """A backward is over: forgets what it has found."""
+        """Called at the end of a backward: forgets its differences."""
         with self._lock:
             self._read(everything=True)
             self._error = None
 
     def _read(self, *, everything: bool) -> None:
-        if self._under_way and everything:
+        if self._in_flight and everything:
             assert self._memory is not None
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.READ_AFTER_COMPARE)
             self._device.access(self._memory.bytes, None, write=False)
-        while self._under_way:
+        while self._in_flight:
             assert self._memory is not None
-            error, at = self._under_way[0]
+            error, at = self._in_flight[0]
             with unseen():
-                came = self._memory.bytes[at].item()
-            if came not in (0, 1) and not everything:
+                arrived = self._memory.bytes[at].item()
+            if arrived not in (0, 1) and not everything:
                 return
-            self._under_way.popleft()
+            self._in_flight.popleft()
             self._free.append(at)
-            if came:
+            if arrived:
                 self._error = self._error or error()

@@ -1,9 +1,9 @@
 """Keeps activations on the device while memory is left, and offloads the oldest ones before it ends.
 
 For batches whose memory use was not measured. If such a batch fits, nothing is copied and nothing runs twice. If it does not,
-what was saved first is offloaded first, because backward needs it last.
+the oldest activations are offloaded first, because backward needs them last.
 
-torch's allocator gives no notice before memory ends. So free memory is compared with what comes next at three places:
+torch's allocator gives no notice before memory ends. So free memory is compared with the next allocations at three places:
 
 - before a layer's forward, with the most that a layer has saved so far, and with results as large as its widest weight makes of
   its input, for example a head's logits and the loss's intermediate results;
@@ -26,11 +26,11 @@ from sp_lightning.activations.offload import Offload, SavedReference, UnitCall
 from sp_lightning.torch_compat.private import tree_leaves
 
 _COPIES = 4
-"""So many float32 tensors of a layer's widest result may be alive at once. A loss has four: logits, their log-softmax, and both
+"""The float32 tensors of a layer's widest result that may be alive at once. A loss has four: logits, their log-softmax, and both
 gradients. A layer's backward has fewer, of several widths."""
 
 _LOOK = 4
-"""Memory is counted again after a quarter of what was left over has been saved: other tensors are allocated meanwhile."""
+"""Memory is counted again after a quarter of the remaining memory has been saved, because other tensors are allocated, too."""
 
 
 class Kept:
@@ -66,7 +66,7 @@ class Headroom:
         reserve: bytes that gradients of weights take in backward.
 
     Attributes:
-        used: whether autograd has saved anything since.
+        used: True if autograd has saved anything since.
         evicted_bytes: bytes that were offloaded.
         most_kept: the most bytes that one step has saved.
     """
@@ -89,7 +89,7 @@ class Headroom:
     # ------------------------------------------------------------------ forward
 
     def begin(self) -> None:
-        """A training step begins."""
+        """Called when a training step begins."""
         self._kept.clear()
         self._credit = self._step_bytes = self._before_layer = 0
 
@@ -100,7 +100,7 @@ class Headroom:
             name: the layer's name.
             row: its row in the timeline.
             shapes: the shapes of its weights.
-            inputs: what its module is called with.
+            inputs: the arguments of its module's call.
         """
         self._call = UnitCall(name, row)
         transient = _COPIES * torch.float32.itemsize * _widest(shapes, inputs)
@@ -111,9 +111,9 @@ class Headroom:
         self._make_room(self._reserve + self._most_of_layer + max(transient, self._usual))
 
     def keep(self, tensor: Tensor) -> Kept | None:
-        """Returns what a graph is to hold in place of a saved tensor; None for a tensor that is never offloaded."""
+        """Returns what a graph holds in place of a saved tensor; None if the tensor is never offloaded."""
         self.used = True
-        if not self._offload.can_leave(tensor):
+        if not self._offload.can_be_offloaded(tensor):
             return None
         kept = Kept(tensor, self._call, self)
         self._kept.append(weakref.ref(kept))
@@ -164,8 +164,8 @@ class Headroom:
         moved, room = 0, True
         while self._kept and moved < nbytes and room:
             kept = self._kept.popleft()()
-            if kept is None or kept.tensor is None or not self._offload.can_leave(kept.tensor):
-                continue  # user code may have given a leaf other memory
+            if kept is None or kept.tensor is None or not self._offload.can_be_offloaded(kept.tensor):
+                continue  # freed, or a leaf whose ``.data`` user code has replaced
             before = self._offload.stored_bytes
             kept.reference = self._offload.evict(kept.tensor, kept.call)
             if kept.reference is None:
@@ -188,7 +188,7 @@ class Headroom:
 
 
 def _widest(shapes: Iterable[Sequence[int]], inputs: Any) -> int:
-    """The number of elements of the largest result that a layer's weights can make of its first input."""
+    """Returns the number of elements of the largest result that a layer's weights can compute from its first input."""
     given = (
         each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.is_floating_point() and each.ndim
     )

@@ -10,8 +10,8 @@ from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import whole_pages
 
-# An idle buffer is used for something smaller, down to this share of its size.
 _FILLED = 1 / 2
+"""An idle buffer is used for a smaller tensor down to this share of the buffer's size."""
 
 
 class HostRing:
@@ -20,12 +20,12 @@ class HostRing:
     Args:
         device: the device that the transfers are from and to.
         pin: whether the memory is page-locked.
-        limit: the most bytes that the ring takes; None for no limit.
+        limit: the most bytes of all buffers together; None for no limit.
 
     Attributes:
-        pin: the same.
-        nbytes: bytes that the ring has taken.
-        peak_bytes: the most bytes that it had taken at once.
+        pin, limit: as given.
+        nbytes: bytes of all buffers now.
+        peak_bytes: the most bytes of all buffers so far.
     """
 
     def __init__(self, device: Device, *, pin: bool, limit: int | None) -> None:
@@ -33,22 +33,21 @@ class HostRing:
         self.pin = pin
         self.limit = limit
         self._idle: list[PinnedMemory] = []  # the smallest first
-        # A buffer is returned when a graph is freed, by any thread and at any moment, while the ring is in use, too. A
-        # deque takes it without a lock.
+        # A buffer is returned when a graph is freed: by any thread, at any moment. A deque needs no lock for that.
         self._returned: deque[PinnedMemory] = deque()
         self.nbytes = 0
         self.peak_bytes = 0
 
     @property
     def free_bytes(self) -> float:
-        """Bytes that are idle, or that the limit still allows."""
+        """Bytes of idle buffers and of buffers that the limit still allows."""
         idle = sum(buffer.nbytes for buffer in (*self._idle, *self._returned))
         return math.inf if self.limit is None else self.limit - self.nbytes + idle
 
     def take(self, nbytes: int) -> PinnedMemory | None:
-        """Gives out a buffer of at least so many bytes; None if the limit leaves no memory for one.
+        """Returns a buffer of at least ``nbytes``; None if the limit leaves no memory for one.
 
-        Who takes it notes the last transfer from or to it (:attr:`~sp_lightning.device.host_memory.PinnedMemory.last`).
+        The caller sets :attr:`~sp_lightning.device.host_memory.PinnedMemory.last` to the event of each copy from or to it.
         """
         while self._returned:
             insort(self._idle, self._returned.popleft(), key=_size)
@@ -67,7 +66,7 @@ class HostRing:
         return buffer
 
     def give_back(self, buffer: PinnedMemory) -> None:
-        """Takes a buffer back whose contents its taker does not need any more."""
+        """Takes a buffer back. Its contents are not needed any more."""
         self._returned.append(buffer)
 
     def close(self) -> None:
@@ -78,7 +77,7 @@ class HostRing:
         self._returned.clear()
 
     def _free(self, buffer: PinnedMemory) -> None:
-        """Makes sure that no copy uses a buffer any more."""
+        """Waits for the last copy from or to a buffer."""
         self._device.synchronize(buffer.last, Wait.CLOSE_AFTER_STORE)
         self._device.access(buffer.bytes, None, write=True)
 

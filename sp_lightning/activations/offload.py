@@ -1,14 +1,14 @@
-"""Saved tensors on their way to the host and back: they leave while forward goes on, and come back one unit ahead.
+"""Copies saved tensors to the host in forward, and back one unit before backward needs them.
 
 ::
 
-    saved ──store──▶ ring on the host ──return──▶ device, again ──▶ backward
+    saved ──store──▶ ring on the host ──return──▶ device ──▶ backward
              (1)                          (2)
 
-(1) A storage leaves on the drain stream as soon as autograd saves something of it; views and duplicates travel once. Its
-device memory is free when compute has waited for the copy, at the end of the next unit's forward (``retire``). (2) When
-backward comes to a unit's call, the storages that the call before it has saved begin to come back. Whatever else is
-unpacked comes on demand. A wrong guess costs time, never a result.
+(1) A storage is copied on the download stream when autograd first saves a view of it. All views of it share that copy. Its
+device memory is freed when compute has waited for the copy, at the end of the next unit's forward (``retire``). (2) When backward
+begins a unit's call, the storages of the call before it are prefetched. Other storages are copied back on demand. A wrong guess
+costs time, never a result.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from sp_lightning.plan.units import human_bytes
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import preserve_version_counter, storage_id
 
-# Storages of fewer bytes stay: they are not worth the host's time.
 WORTH_MOVING = 2**18
+"""Smaller storages, in bytes, stay on the device: a copy would cost the host more time than the memory is worth."""
 
 
 @dataclass(eq=False)
 class OffloadedStorage:
-    """What one storage held at one version: on the device until it is stored, on the host, and on the device again.
+    """The values of one storage at one version, and where they are.
 
     Attributes:
-        counter: a tensor that shares the version counter of the saved one, and no memory with it.
-        source: the whole storage on the device, ``uint8``; None as soon as compute may use the memory for something else.
-        buffer: where it goes on the host.
-        offload: copies it back, and takes the buffer back when no graph needs this object any more.
-        row: the row of the timeline in which its copies are noted.
-        identity: a weak reference to the storage: while it lives, no other storage gets the same number.
+        counter: a tensor that shares the version counter of the saved tensor, but not its memory.
+        source: the whole storage on the device, ``uint8``; None once compute may reuse the memory.
+        buffer: the storage's memory on the host.
+        offload: copies the storage back. It takes the buffer back when no graph needs this object any more.
+        row: the row of the copies in timelines.
+        identity: a weak reference to the storage. While it lives, no other storage has the same number.
         nbytes: bytes of the storage.
         stored: the event of the copy to the host.
-        returned: the storage on the device again, ``uint8``, while backward is about to need it.
-        arrived: the event of the copy from the host.
+        returned: the storage in other device memory, ``uint8``, from the copy back until backward is done with it.
+        arrived: the event of the copy back.
     """
 
     counter: Tensor
@@ -79,13 +79,13 @@ class OffloadedStorage:
 
     @property
     def version(self) -> int:
-        """The version of the saved tensor now, in-place writes since then included."""
+        """The version of the saved tensor now. In-place writes have increased it."""
         return self.counter._version
 
     def counts_with(self, tensor: Tensor) -> bool:
-        """Whether a write of a tensor shows in :attr:`version`.
+        """Returns True if an in-place write of a tensor increases :attr:`version`.
 
-        Not all views of one storage share a counter: each result of ``unsafe_chunk`` has its own.
+        Not all views of a storage share a counter: each result of ``unsafe_chunk`` has its own.
         """
         with preserve_version_counter(tensor):
             before = self.version
@@ -93,15 +93,15 @@ class OffloadedStorage:
             return self.version != before
 
     def __del__(self) -> None:
-        # The graph has let go of it. That may happen in any thread.
+        # No graph holds it any more. Any thread may be the last one.
         self.offload.ring.give_back(self.buffer)
 
 
 class SavedReference(NamedTuple):
-    """What the graph holds in place of a saved tensor: where the tensor lies in its storage, and its version then.
+    """What a graph holds in place of an offloaded tensor: the tensor's place in its storage.
 
     Attributes:
-        storage: what the tensor is a view of.
+        storage: the tensor's storage.
         version: the tensor's version when it was saved.
         offset: bytes from the start of the storage.
         stride: in elements.
@@ -121,49 +121,50 @@ class SavedReference(NamedTuple):
 
 @dataclass(eq=False)
 class UnitCall:
-    """One call of a unit, and what autograd saves in it.
+    """One call of a unit, and the storages that autograd saves in it.
 
     Attributes:
         unit: the unit's name.
-        row: the row of the timeline: the index of the unit's layer.
-        previous: the call before this one in the same forward, whose backward comes after this one's.
-        at_once: whether backward needs at once what is saved here, so that it is not worth to send it away.
-        leaves: whether what is saved here leaves the device; the unit's mode says so.
-        storages: the storages that have left, in that order.
-        saved: bytes of the storages that were saved here first, whether they have left or not.
-        inputs: bytes of the storages that this call was the first to be given.
-        in_backward: what is to be called once, when the call's backward begins; None if nothing is.
+        row: the row in timelines, which is the index of the unit's layer.
+        previous: the call before this one in the same forward. Its backward follows this one's.
+        at_once: True if backward needs these activations so soon that they stay on the device.
+        offloads: True if the activations of this call are offloaded.
+        storages: the offloaded storages, the oldest first.
+        saved: bytes of the storages that this call was the first to save, offloaded or not.
+        inputs: bytes of the storages that this call was the first to take as arguments.
+        in_backward: called once when the call's backward begins; None if nothing is to be called.
     """
 
     unit: str
     row: int
     previous: UnitCall | None = None
     at_once: bool = False
-    leaves: bool = False
+    offloads: bool = False
     storages: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     saved: int = 0
     inputs: int = 0
     in_backward: Callable[[], None] | None = None
 
     def needed(self) -> list[OffloadedStorage]:
-        """The storages that the graph still holds, in the order in which backward needs them."""
+        """Returns the offloaded storages that a graph still holds, in the order in which backward needs them."""
         return [storage for reference in reversed(self.storages) if (storage := reference()) is not None]
 
 
 class Offload:
-    """Stores saved tensors on the host and brings them back.
+    """Copies saved tensors to the host, and back for backward.
 
     Args:
-        device: the device that they leave.
-        ring: the host memory that they go to.
-        stays: the addresses of storages that are on the device in any case. The set may grow later.
+        device: the device.
+        ring: the host memory.
+        stays: the addresses of storages that are on the device in any case. The set grows.
         log: where warnings go; None for Lightning's log.
 
     Attributes:
+        ring: as given.
         lock: guards the tables of storages.
-        active: whether any call was ever entered. Before that, :meth:`store` lets everything stay.
-        stored_bytes, returned_bytes: bytes copied to the host, and from it.
-        buffers: the addresses of the module's buffers, which stay as well.
+        active: True once a unit's call has been entered. Before that, :meth:`store` offloads nothing.
+        stored_bytes, returned_bytes: bytes copied to the host, and back.
+        buffers: the addresses of the module's buffers, which are not offloaded either.
     """
 
     def __init__(self, device: Device, ring: HostRing, stays: Set[int], log: logging.Logger | None = None) -> None:
@@ -172,13 +173,14 @@ class Offload:
         self.ring = ring
         self._stays = stays
         self.lock = threading.RLock()
-        self._calls = threading.local()  # of each thread: the call under way
-        # By the storage's number and version: what is on the way, or on the host.
+        self._calls = threading.local()  # of each thread: the running call
+        # By the storage's number and version: all that are offloaded, copies in flight included.
         self._known: weakref.WeakValueDictionary[tuple[int, int], OffloadedStorage] = weakref.WeakValueDictionary()
-        self._leaving: deque[list[OffloadedStorage]] = deque()  # one list for each call, the latest last
-        self._latest: dict[int, OffloadedStorage] = {}  # of each storage that leaves, the version that left last
-        self._returned: list[OffloadedStorage] = []  # the storages that are on the device again
-        # Those of them that stay until their graph releases them.
+        # Copies to the host for which compute has not waited: a list for each call, the latest last.
+        self._in_flight: deque[list[OffloadedStorage]] = deque()
+        self._latest: dict[int, OffloadedStorage] = {}  # of each storage in flight, the version that was copied last
+        self._returned: list[OffloadedStorage] = []  # copied back; dropped when backward is done with their call
+        # Copied back; they stay until their graph releases them.
         self._returned_once: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._saved: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as saved
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
@@ -192,68 +194,68 @@ class Offload:
 
     @property
     def call(self) -> UnitCall | None:
-        """The call that is under way in this thread."""
+        """The running call of this thread."""
         return getattr(self._calls, "call", None)
 
     def enter(self, call: UnitCall, given: Iterable[Any]) -> UnitCall | None:
-        """A unit's forward begins.
+        """Called when a unit's forward begins.
 
         Args:
             call: the call.
-            given: its arguments, taken apart.
+            given: its arguments, flattened.
 
         Returns:
-            The call inside which it is made, for :meth:`leave`.
+            The call that contains it, for :meth:`leave`.
         """
         outer = self.call
         self.active = True
         with self.lock:
             call.inputs = sum(count_once(each, self._given) for each in given if isinstance(each, Tensor))
-            self._leaving.append([])
+            self._in_flight.append([])
         self._calls.call = call
         return outer
 
     def leave(self, outer: UnitCall | None) -> None:
-        """The forward has returned or raised. By the time compute goes on, what the call before it saved has left."""
+        """Called when the forward has returned or raised. Compute waits for the copies of the call before."""
         self._calls.call = outer
         self.retire(keep=1)
 
     def store(self, tensor: Tensor) -> SavedReference | None:
-        """Has a saved tensor leave (1), and returns what the graph holds in its place; None if the tensor stays."""
+        """Offloads a saved tensor (1) and returns what the graph holds in its place; None if the tensor stays."""
         call = self.call
-        if call is None or not self.can_leave(tensor):
+        if call is None or not self.can_be_offloaded(tensor):
             return None
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             call.saved += count_once(tensor, self._saved)
-            reference = self._refer(tensor, call, leaves=call.leaves)
-            if reference is not None and call.leaves:
+            reference = self._refer(tensor, call, offloads=call.offloads)
+            if reference is not None and call.offloads:
                 call.storages.append(weakref.ref(reference.storage))
             return reference
 
     def evict(self, tensor: Tensor, call: UnitCall) -> SavedReference | None:
-        """Sends a tensor that was saved before, and kept. Returns what stands for it; None if the host has no room."""
+        """Offloads a tensor that was saved before and kept. Returns its reference; None if the host has no room."""
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
-            return self._refer(tensor, call, leaves=True)
+            return self._refer(tensor, call, offloads=True)
 
     def count(self, tensor: Tensor) -> int:
-        """Bytes of a saved tensor's storage; 0 if they were counted in this step."""
+        """Returns the bytes of a saved tensor's storage; 0 if they were counted in this step."""
         with self.lock:
             return count_once(tensor, self._saved)
 
-    def _refer(self, tensor: Tensor, call: UnitCall, *, leaves: bool) -> SavedReference | None:
-        """What stands for a tensor whose storage has left, or leaves now; None if it stays."""
+    def _refer(self, tensor: Tensor, call: UnitCall, *, offloads: bool) -> SavedReference | None:
+        """Returns the reference of a tensor whose storage is offloaded, or is now if ``offloads``; None if it stays."""
         key = storage_id(tensor.untyped_storage()), tensor._version
         storage = self._known.get(key)
         if storage is None or not storage.counts_with(tensor):
-            storage = self._send(tensor, call) if leaves else None
+            storage = self._send(tensor, call) if offloads else None
             if storage is None:
                 return None
             self._known[key] = storage
         offset = int(tensor.storage_offset()) * tensor.element_size()
         return SavedReference(storage, tensor._version, offset, tensor.dtype, tensor.shape, tensor.stride())
 
-    def can_leave(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a plain view of a large storage on the device that does not stay there in any case."""
+    def can_be_offloaded(self, tensor: Tensor) -> bool:
+        """Returns True for a plain view of a large storage on the device that need not stay there."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return False
         storage = tensor.untyped_storage()
@@ -275,24 +277,24 @@ class Offload:
         storage = OffloadedStorage(counter, source, buffer, self, call.row, identity, source.nbytes)
         earlier = self._latest.get(storage.identity.cdata)
         if earlier is not None:
-            # The storage was written since it was sent, and what it held before is not read.
+            # The storage was written after that copy had begun. Nobody reads the copy: unpacking it raises an error.
             device.wait(Stream.COMPUTE, earlier.stored, Wait.REUSE_AFTER_STORE)
         self._latest[storage.identity.cdata] = storage
         device.access(source, Stream.COMPUTE, write=True)
-        # Compute has waited for the last copy from this buffer, so the copy to it comes after that one, too.
+        # Compute has waited for the last copy from this buffer. So this copy to the buffer follows that one.
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy([storage.on_host], [source], Stream.DOWNLOAD, why=Wait.REUSE_AFTER_STORE)
         device.note("store", call.row, begun, Stream.DOWNLOAD, source.nbytes)
         storage.stored = buffer.last = device.record(Stream.DOWNLOAD)
-        if not self._leaving:  # a backward inside this call has ended and flushed
-            self._leaving.append([])
-        self._leaving[-1].append(storage)
+        if not self._in_flight:  # a backward inside this call has ended and flushed
+            self._in_flight.append([])
+        self._in_flight[-1].append(storage)
         self.stored_bytes += source.nbytes
         return storage
 
     def warn(self, unit: str, instead: str) -> None:
-        """Says once that the host has no room for a unit's activations, and what is done instead."""
+        """Logs once that the host has no room for a unit's activations, and what happens instead."""
         if not self._warned:
             self._warned = True
             self._log.warning(
@@ -302,13 +304,13 @@ class Offload:
             )  # fmt: skip
 
     def retire(self, *, keep: int) -> None:
-        """Frees the device memory of what all but the ``keep`` latest calls have stored. Compute waits for the copies."""
+        """Frees the device memory of storages in flight, except those of the ``keep`` latest calls. Compute waits for copies."""
         with self.lock:
-            while len(self._leaving) > keep:
-                for storage in self._leaving.popleft():
+            while len(self._in_flight) > keep:
+                for storage in self._in_flight.popleft():
                     self._device.wait(Stream.COMPUTE, storage.stored, Wait.REUSE_AFTER_STORE)
                     if storage.source is not None and self._latest.get(storage.identity.cdata) is storage:
-                        # Whatever is allocated there next is written by compute.
+                        # The next tensor in this memory is written by compute.
                         self._device.access(storage.source, Stream.COMPUTE, write=True)
                         del self._latest[storage.identity.cdata]
                     storage.source = None
@@ -316,7 +318,7 @@ class Offload:
     # ------------------------------------------------------------------ backward
 
     def pre_backward(self, call: UnitCall) -> None:
-        """Backward has come to a call: what it saved is on the device, what the call before it saved is coming (2)."""
+        """Called when backward begins a call: copies its storages back if they are not there, and prefetches the next (2)."""
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             self.retire(keep=0)
             now = call.needed()
@@ -324,12 +326,12 @@ class Offload:
             wanted = {*now, *next_}
             self._drop([storage for storage in self._returned if storage not in wanted])
             self._begin_return(now)
-            # Without room for them now, they come on demand, when there may be room again.
+            # If there is no room now, they are copied back on demand, when there may be room again.
             with suppress(torch.OutOfMemoryError):
                 self._begin_return(next_)
 
     def load(self, reference: SavedReference) -> Tensor:
-        """The saved tensor, for backward. Its storage comes on demand if it is not on the device."""
+        """Returns the saved tensor, for backward. If its storage is not on the device, it is copied back now."""
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             storage = reference.storage
             memory = storage.source
@@ -342,7 +344,7 @@ class Offload:
             return strided(memory, reference.offset, reference.dtype, reference.shape, reference.stride)
 
     def load_once(self, reference: SavedReference) -> Tensor:
-        """As :meth:`load`. The storage leaves the device again as soon as the graph has let go of it."""
+        """Does what :meth:`load` does. Its device memory is freed when the graph releases the tensor."""
         with self.lock:
             tensor = self.load(reference)
             if reference.storage in self._returned:
@@ -351,11 +353,11 @@ class Offload:
             return tensor
 
     def flush(self) -> None:
-        """A step or a backward is over: afterwards nothing is on its way, and nothing is kept on the device."""
+        """Called when a step or a backward has ended: frees all device memory, for which compute waits for copies in flight."""
         with self.lock:
             self.retire(keep=0)
             self._drop(self._returned)
-            for storage in self._returned_once:  # of graphs that are kept; compute has waited for them
+            for storage in self._returned_once:  # their graphs are retained; compute has waited for the copies
                 storage.returned = None
             self._returned_once.clear()
             self._saved.clear()
@@ -371,10 +373,12 @@ class Offload:
         missing = [each for each in dict.fromkeys(storages) if each.source is None and each.returned is None]
         if not missing:
             return
-        memories = [device.empty(storage.nbytes) for storage in missing]  # an error here leaves no storage half there
+        memories = [
+            device.empty(storage.nbytes) for storage in missing
+        ]  # before any storage is changed: this may raise
         for storage, memory in zip(missing, memories, strict=True):
             storage.returned = memory
-        # Compute may have used that memory last. It has waited for the copies to the host, so those back come after them, too.
+        # Compute may have used that memory last. It has waited for the copies to the host, so the copies back follow these.
         device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
         for storage, memory in zip(missing, memories, strict=True):
             begun = device.mark(Stream.UPLOAD)
@@ -394,12 +398,12 @@ class Offload:
 
 
 def count_once(tensor: Tensor, seen: dict[int, StorageWeakRef], *, small: bool = False) -> int:
-    """Bytes of a tensor's storage, or 0 if the storage is in ``seen`` already, to which it is added.
+    """Returns the bytes of a tensor's storage and adds the storage to ``seen``; 0 if it was in ``seen``.
 
     Args:
         tensor: a tensor of any kind.
         seen: the storages that are counted already, by their numbers.
-        small: whether small storages count, too.
+        small: whether small storages count as well.
     """
     try:
         storage = tensor.untyped_storage()
@@ -412,5 +416,5 @@ def count_once(tensor: Tensor, seen: dict[int, StorageWeakRef], *, small: bool =
 
 
 def is_small(nbytes: int) -> bool:
-    """Whether a storage of so many bytes stays where it is."""
+    """Returns True if a storage of this size is not worth a copy."""
     return nbytes < WORTH_MOVING

@@ -1,4 +1,4 @@
-"""Forwards of other packages that are known not to run twice: why, in which units, and the option that works with them."""
+"""Forwards of other packages that are known not to run twice, with the reason and the option that works with them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _KNOWN = {
     ("bitsandbytes", "Linear8bitLt"): "bitsandbytes' Linear8bitLt moves its 8-bit weights in its first forward",
     ("peft", "ParamWrapper"): "PEFT's target_parameters exchange a parameter in each forward",
 }
-"""By package and class: what the forward of such a module does."""
+"""By package and class, the reason."""
 
 _SHOWN = 8
-"""Units that a message lists by name. More are a pattern and a number."""
+"""The most units that a message lists by name. If there are more, it lists patterns."""
 
 
 def known_cause(module: nn.Module) -> str | None:
-    """Returns why the forward of a unit cannot run twice; empty if nothing inside it is known for that."""
+    """Returns why the forward of a unit cannot run twice; None if no module inside it is known for that."""
     kinds = {
         (kind.__module__.partition(".")[0], kind.__name__) for each in module.modules() for kind in type(each).__mro__
     }
@@ -26,7 +26,7 @@ def known_cause(module: nn.Module) -> str | None:
 
 
 def explained(cause: str, units: Mapping[str, nn.Module]) -> str:
-    """Says what the cause is, which units it concerns, and the option that works with them all.
+    """Returns a message with the cause, the units that it concerns, and the option that works with all of them.
 
     Args:
         cause: as :func:`known_cause` returns it.
@@ -35,7 +35,7 @@ def explained(cause: str, units: Mapping[str, nn.Module]) -> str:
     concerned = [unit for unit, module in units.items() if known_cause(module) == cause]
     patterns = _patterns(concerned, units)
     listed = concerned if len(concerned) <= _SHOWN else patterns
-    # A pattern that decides nothing is an error.
+    # The option accepts no pattern that decides nothing.
     others = [] if len(concerned) == len(units) else ['"**": "recompute"']
     modes = ", ".join([*(f'"{pattern}": "offload"' for pattern in patterns), *others])
     return (
@@ -45,7 +45,7 @@ def explained(cause: str, units: Mapping[str, nn.Module]) -> str:
 
 
 def _patterns(concerned: Collection[str], units: Iterable[str]) -> list[str]:
-    """Patterns that match these units and no others. Numbers become ``*`` where that is so."""
+    """Returns patterns that match these units and no others. Numbers become ``*`` if that matches no other unit."""
     found: dict[str, None] = {}
     for unit in concerned:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", unit)

@@ -1,8 +1,7 @@
-"""What becomes of each unit's activations: the choice by name, and the device memory that a choice takes.
+"""The mode of each unit's activations, and the device memory that modes take.
 
-A *unit* is a layer, or a part beside the layers that stays on the device. What autograd saves in its forward is kept,
-computed again in backward, or sent to the host and brought back. Nothing here touches memory;
-:mod:`sp_lightning.activations.calls` has what carries each mode out.
+A *unit* is a layer, or a part beside the layers that stays on the device. Its activations are kept, recomputed in backward, or
+offloaded to the host. This file only computes; :mod:`sp_lightning.activations.calls` carries the modes out.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ FREEING: tuple[Mode, ...] = ("recompute", "offload")
 """The modes that free memory on the device."""
 
 EXEMPT = 2
-"""How many calls at the end of a forward keep what they save in ``"offload"``: backward begins with the last one, and the
-one before it would have to come back at once."""
+"""The calls at the end of a forward that keep their activations in ``"offload"``. Backward begins with the last one, and the one
+before it would have to be copied back at once."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit in a forward. A storage is counted with the first call that saves it.
+    """One call of a unit in a forward. A storage counts in the first call that saves it.
 
     Attributes:
         unit: the unit's name.
-        saved: bytes that autograd saves in the call, which are kept or travel.
-        inputs: bytes that the unit is called with. They are all that is kept if the rest is computed again.
+        saved: bytes that autograd saves in the call.
+        inputs: bytes of the call's arguments. ``"recompute"`` keeps only these.
     """
 
     unit: str
@@ -41,12 +40,12 @@ class Call:
 
 
 def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, Mode]:
-    """The mode of each unit.
+    """Returns the mode of each unit.
 
     Args:
         choice: one mode for all (``"auto"`` begins with ``"keep"``), or modes by patterns. A pattern matches names of
-            units, or of modules above them. The first pattern that matches decides, and a unit that no pattern matches
-            keeps what it saves.
+            units, or of modules above them. The first pattern that matches decides. If no pattern matches a unit, its
+            activations are kept.
         module: the root.
         units: the units by name.
 
@@ -66,8 +65,8 @@ def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.
                 f"activations={{{pattern!r}: {mode!r}}} names a part of {above[0]!r}, whose activations are treated as one. "
                 f"Use activations={{{above[0]!r}: {mode!r}}}."
                 if above
-                else f"activations={{{pattern!r}: {mode!r}}} names modules without parameters, outside of all layers: what they "
-                f"save stays on the device. Layers and parts with parameters are: {list(units)[:5]}."
+                else f"activations={{{pattern!r}: {mode!r}}} names modules without parameters, outside all layers. Their "
+                f"activations stay on the device. Layers and parts with parameters are: {list(units)[:5]}."
             )
         if all(unit in modes for unit in inside):
             raise ValueError(
@@ -88,7 +87,7 @@ def with_inner_experts(found: Found) -> dict[str, str]:
 
 
 def summary(modes: Modes) -> str:
-    """Which units have which mode, in a few words."""
+    """Returns which units have which mode, for logs."""
     groups = {mode: [unit for unit, each in modes.items() if each == mode] for mode in get_args(Mode)}
     return "; ".join(f"{mode} {len(units)} ({_some(units)})" for mode, units in groups.items() if units)
 
@@ -98,41 +97,39 @@ def _some(units: Sequence[str]) -> str:
 
 
 def peak_bytes(calls: Sequence[Call], modes: Modes) -> int:
-    """The most bytes of saved tensors on the device at once, in one forward and its backward.
+    """Returns the most bytes of saved tensors on the device at once, in one forward and its backward.
 
-    Workspaces, gradients and what is saved outside of units are not counted, because they are the same whatever the
-    modes. A mode that is neither ``"recompute"`` nor ``"offload"`` is counted as one that keeps everything.
+    Workspaces, gradients and tensors saved outside units are not counted: they do not depend on the modes.
 
     Args:
         calls: the calls in the order of the forward.
         modes: the mode of each unit.
     """
     last = len(calls) - EXEMPT
-    travels = [modes[call.unit] == "offload" and at < last for at, call in enumerate(calls)]
-    stays = [call.inputs if modes[call.unit] == "recompute" else call.saved for call in calls]
+    offloaded = [modes[call.unit] == "offload" and at < last for at, call in enumerate(calls)]
+    kept = [call.inputs if modes[call.unit] == "recompute" else call.saved for call in calls]
     peak = held = 0
-    leaving: list[int] = []  # calls whose copies may still be under way: they end when the next call has returned
+    in_flight = 0  # bytes of the call before, whose copy to the host ends when this call has returned
     for at, call in enumerate(calls):
-        flying = sum(calls[each].saved for each in leaving)
-        peak = max(peak, held + flying + call.saved)
-        if travels[at]:
-            leaving = [at]
+        peak = max(peak, held + in_flight + call.saved)
+        if offloaded[at]:
+            in_flight = call.saved
         else:
-            leaving = []
-            held += stays[at]
-    for at in reversed(range(len(calls))):  # the backward of each call, while what the call before it saved comes back
-        coming = calls[at - 1].saved if at and travels[at - 1] else 0
-        here = calls[at].saved
-        held -= 0 if travels[at] else stays[at]
-        peak = max(peak, held + here + coming)
+            in_flight = 0
+            held += kept[at]
+    for at in reversed(range(len(calls))):  # in the backward of a call, activations of the call before are copied back
+        in_flight = calls[at - 1].saved if at and offloaded[at - 1] else 0
+        if not offloaded[at]:
+            held -= kept[at]
+        peak = max(peak, held + calls[at].saved + in_flight)
     return peak
 
 
 def least_bytes(calls: Sequence[Call]) -> int:
-    """As :func:`peak_bytes`, if all units have the one mode that takes least."""
+    """Returns :func:`peak_bytes` of the mode that takes least, for all units."""
     return min(peak_bytes(calls, dict.fromkeys([call.unit for call in calls], mode)) for mode in FREEING)
 
 
 def scaled(calls: Iterable[Call], factor: float) -> tuple[Call, ...]:
-    """The calls of a batch that is ``factor`` times as large."""
+    """Returns the calls of a batch that is ``factor`` times as large."""
     return tuple(Call(call.unit, int(call.saved * factor), int(call.inputs * factor)) for call in calls)

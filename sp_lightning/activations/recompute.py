@@ -1,16 +1,20 @@
-"""A forward whose inner results are not kept: backward computes them once more, by torch's own checkpoint.
+"""Activation checkpointing: backward runs a forward again, by torch's own checkpoint.
 
-torch restores its random state and autocast, and leaves the rest to the user. Here the rest is done for the user: a forward
-that runs twice leaves the traces of one run, and finds the second time what it found the first time. For the second run,
-these are what they were before the first one: the module's buffers and attributes (BatchNorm's statistics, spectral norms,
-counters, lists, tensors that ``functional_call`` puts in place of weights), the objects that it is given (a cache of keys
-and values), the random states of Python and NumPy, context variables, which weights are trained, and the choice of attention
-kernels. After the second run, they are as they were before it. What cannot be put back, as a weight or an argument that the
-forward writes, is refused by name: a weight of the module as soon as the first run has written it, another one if the second
-run writes it once more.
+torch's checkpoint restores its random state and autocast, and leaves the rest to the user. This file does the rest, so that a
+forward that runs twice has the effects of one run. Before the second run it restores what the first run found, and after it the
+present values:
 
-Whatever else differs in the second run (a hook that was removed, a function that was patched, a kernel that is not
-deterministic) shows in what autograd saves, which is compared with what it saved in the first run (``fingerprints``).
+- the module's buffers and attributes (BatchNorm's statistics, spectral norms, counters, lists, tensors that ``functional_call``
+  puts in place of weights);
+- the forward's arguments that are objects (a cache of keys and values);
+- the random states of Python and NumPy, and context variables;
+- which weights are trained, and which attention kernels are enabled.
+
+Writes of weights and of tensors among the arguments cannot be undone and raise an error: a weight of the module as soon as the
+first run has written it, any other weight if the second run writes it once more.
+
+Other differences (a removed hook, a patched function, a kernel that is not deterministic) change the tensors that autograd saves.
+Those of the two runs are compared (``fingerprints``).
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ from sp_lightning.torch_compat.private import (
 )
 
 _MODIFIED = "modified by an inplace operation"
-"""Of torch's error about a saved tensor, as this package raises it, too."""
+"""Part of torch's error about a saved tensor that was written. The engine raises the same error."""
 _OF_ALL = (
     'This is under activations="recompute", which "auto" may choose. Keep or offload what all layers save: '
     'SuperpipelineStrategy(activations="offload").'
@@ -58,17 +62,17 @@ class Unrepeatable(RuntimeError):
 
 
 class Recompute:
-    """Runs units' forwards of which autograd keeps the inputs only; and finds out, in a trial, of which ones it could.
+    """Runs units' forwards so that autograd keeps only their inputs. A trial finds units for which that is not possible.
 
-    In a trial autograd keeps everything, as usual. What forwards write, and what is written between them and the end of backward,
-    is looked at, and each forward runs again right before its backward, for nothing but a look at what it saves.
+    In a trial autograd keeps all activations. Each forward runs again right before its backward, and only to compare what it
+    saves. The trial also looks for writes in forwards, and between them and the end of backward.
 
     Args:
         setup: the parts of the engine.
 
     Attributes:
-        in_trial: whether forwards are looked at now.
-        differences: what the comparisons of two runs have found.
+        in_trial: True during a trial.
+        differences: the results of comparisons of two runs.
     """
 
     def __init__(self, setup: ActivationSetup) -> None:
@@ -76,26 +80,26 @@ class Recompute:
         self._layer_at = setup.layer_at
         self._units = setup.found.units
         self.differences = Differences(setup.device, pin=setup.pin)
-        # It tells torch's checkpoint whose random state to restore if no argument does.
+        # It tells torch's checkpoint the device whose random state to restore, if no argument does.
         self._anchor = setup.device.empty(0)
-        # By unit, the tensors that it writes where no version shows it.
+        # By unit, the tensors that it writes without a change of their version.
         self._volatile: defaultdict[str, set[str]] = defaultdict(set)
         self.in_trial = False
         self._unfit: dict[str, str] = {}
         self._watched: list[FirstRun] = []
 
     def run(self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a unit's forward, of which autograd keeps the inputs only.
+        """Runs a unit's forward so that autograd keeps only its inputs.
 
-        The second run is seen by everything outside of the module and its arguments: hooks on inner modules, prints, files
-        and global variables.
+        Everything outside the module and its arguments notices the second run: hooks on inner modules, prints, files and global
+        variables.
 
         Raises:
-            Unrepeatable: the forward has written what cannot be put back, or has saved something in TorchScript.
+            Unrepeatable: the forward has written something that cannot be restored, or has saved a tensor in TorchScript.
         """
         given: Any = (tuple(args), kwargs)
         leaves, structure = tree_flatten(given, is_leaf=_is_leaf)
-        # What is given twice has to be one object in the second run, too: attention asks whether query and key are the same.
+        # One object in two arguments has to be one object in the second run: attention tests whether query and key are the same.
         once = {id(leaf): leaf for leaf in leaves}
         position = {identity: number for number, identity in enumerate(once)}
         positions = [position[id(leaf)] for leaf in leaves]
@@ -110,8 +114,7 @@ class Recompute:
                     output = forward(*args, **kwargs)
                 first.ended()
                 return output
-            # Lists and dicts are made anew, as they were given: what the forward has added to them stays in those of the
-            # first run.
+            # The second run gets new lists and dicts, as they were before the first run, which may have added items to its own.
             args, kwargs = tree_unflatten([once[position] for position in positions], structure)
             # Backward may compute several gradients at once, by torch.vmap.
             with (
@@ -126,7 +129,7 @@ class Recompute:
 
     @contextmanager
     def _compared(self, first: FirstRun) -> Iterator[None]:
-        """While this is active, a forward runs again. What it saves is compared with what it saved before."""
+        """A context for a second run. At its end, what both runs have saved is compared."""
         second = SavedRun(self._layer_at)
         try:
             with second.noting(_unpacked):
@@ -136,16 +139,16 @@ class Recompute:
 
     @contextmanager
     def _rerun(self, unit: str, inputs: Any) -> Iterator[None]:
-        """A context for the second run of a unit's forward. The root module logs nothing: the first run has logged."""
+        """A context for the second run of a unit's forward. It drops ``self.log``: the first run has logged."""
         quiet = in_place_of(self._setup.module, {"log": _log_nothing})  # log_dict calls it, too
         with self._setup.rerun(self._setup.layers_of[unit], inputs), quiet:
             yield
 
     def _watch_outside(self, unit: str) -> Callable[[], str | None]:
-        """Looks at the weights outside of a unit. Returns a function that says what was done to them since; None if nothing."""
+        """Returns a function that returns what was done since to weights outside a unit; None if nothing."""
         own = set(self._setup.layers_of[unit])
-        # A layer that the running backward has updated is left out: nothing may use it before the next step, and its update
-        # changes its weights at any time.
+        # Layers that the running backward has updated are left out: nothing may use them before the next step, and the update
+        # may change their weights at any moment.
         others = [layer for layer in self._setup.layers if layer.owner not in own and not layer.owner.updated_early]
         before = [(layer, layer.parameters.host_writes()) for layer in others]
         given = self._setup.given_by_nested()
@@ -164,34 +167,36 @@ class Recompute:
     # ------------------------------------------------------------------ the trial
 
     def begin_trial(self, unfit: Mapping[str, str]) -> None:
-        """Looks at all forwards from now on, except those of units that are known to be unfit, each with the reason."""
+        """Begins a trial. It leaves out units that are known to be unfit; the reason of each is given."""
         self.in_trial, self._unfit = True, dict(unfit)
 
     def end_trial(self) -> dict[str, str]:
-        """Looks at none from now on. Returns the units that could not be recomputed, and why."""
+        """Ends the trial. Returns the units that cannot be recomputed, each with the reason."""
         unfit, self._unfit, self.in_trial = self._unfit, {}, False
         return unfit
 
     def try_out(
         self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, Callable[[], None] | None]:
-        """Runs a unit's forward and looks at what it changes.
+        """Runs a unit's forward in a trial.
 
         Returns:
-            Its output, and what is to be called when its backward begins; None if the unit cannot be recomputed.
+            Its output, and a function to call when its backward begins; None if the unit cannot be recomputed.
         """
         if unit in self._unfit:
             return forward(*args, **kwargs), None
-        if current_graph_task() != -1:  # this is a second run already, of a unit or of a checkpoint around it
+        if (
+            current_graph_task() != -1
+        ):  # this is a second run already, of a unit or of a checkpoint around it: not tried
             return forward(*args, **kwargs), None
         try:
             first = FirstRun(
                 unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._layer_at, self._units
             )
-            again = None  # a checkpoint of the user's around the unit runs it again by itself
+            again = None  # the user's own checkpoint around the unit runs it again
             if not is_checkpointed():
                 again = partial(self._try_again, first, forward, _Given(args, kwargs), _Around(self._anchor.device))
-        except Exception as error:  # an object of the user's may raise anything when it is looked at
+        except Exception as error:  # the snapshot reads objects of the user, which may raise anything
             self._unfit[unit] = str(error)
             return forward(*args, **kwargs), None
         done = self._watch_outside(unit)
@@ -208,10 +213,10 @@ class Recompute:
         return output, again
 
     def _try_again(self, first: FirstRun, forward: Callable[..., Any], given: _Given, around: _Around) -> None:
-        """Runs a forward again, whose backward begins, and looks at what it saves. Nothing uses what it computes.
+        """Runs a forward again at the beginning of its backward, and compares what it saves. Its results are not used.
 
         Raises:
-            Unrepeatable: each run saves other values. Then runs may have changed what the next step's forward will find.
+            Unrepeatable: each run saves other values, so the additional runs may have changed what later steps compute.
         """
         if not self.in_trial or first.unit in self._unfit:
             return
@@ -234,11 +239,11 @@ class Recompute:
             second = again()
             if _differ(first.saved, second):
                 self._unfit[first.unit] = str(first.differs())
-                # Otherwise something was around the first run alone.
+                # If a third run equals the second one, something was active only around the first run.
                 moves = _differ(second, again(), weights_may_be_copies=True)
-        except torch.OutOfMemoryError:  # in a step that recomputes it, less of other units is on the device
+        except torch.OutOfMemoryError:  # steps that recompute have more memory than the trial
             pass
-        except Exception as error:  # a forward may raise anything that it does not raise in its first run
+        except Exception as error:  # a second run may raise anything
             self._unfit[first.unit] = str(error)
         finally:
             first.drop_values()
@@ -246,7 +251,7 @@ class Recompute:
             raise first.moves()
 
     def backward_ended(self) -> None:
-        """Looks at what was written since the forwards, which a second forward in backward could not put back."""
+        """Called at the end of a backward. In a trial, it finds units whose state was written after their forward."""
         self.differences.clear()
         watched, self._watched = self._watched, []
         for first in watched if self.in_trial else ():
@@ -261,12 +266,12 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def is_checkpointed() -> bool:
-    """Whether a non-reentrant checkpoint of the user's, in its first or its second run, takes what autograd saves now."""
-    return checkpoint_hook() is not None  # within ours, a SavedRun's hooks are before it
+    """Returns True inside a non-reentrant checkpoint of the user, in its first or its second run."""
+    return checkpoint_hook() is not None  # inside our own checkpoint, a SavedRun's hooks are on top of it
 
 
 def _differ(one: SavedRun, other: SavedRun, *, weights_may_be_copies: bool = False) -> bool:
-    """Whether two runs that have ended have saved other values."""
+    """Returns True if two complete runs have saved different values."""
     found = differences(one, other, weights_may_be_copies=weights_may_be_copies)
     return len(one.found) != len(other.found) or any(each.item() for each in found)
 
@@ -276,12 +281,12 @@ def _unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Whether checkpoint keeps a value as it is. Objects are not taken apart, even if torch was told how to do that."""
+    """Returns True if checkpoint keeps a value whole. Objects are not flattened, even those that are registered with torch."""
     return type(value) not in (tuple, list, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
 class _Given:
-    """The arguments of a forward, for a second run. Tensors are packed as autograd's own are, and may be away meanwhile."""
+    """The arguments of a forward, for a second run. Tensors are packed like saved tensors, so that they may be offloaded."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         leaves, self._structure = tree_flatten((tuple(args), kwargs), is_leaf=_is_leaf)
@@ -293,10 +298,10 @@ class _Given:
         self._tensors = [isinstance(leaf, Tensor) for leaf in leaves]
 
     def take(self) -> Any:
-        """The positional arguments, and those by name.
+        """Returns the positional and the keyword arguments.
 
         Raises:
-            RuntimeError: one has been written since.
+            RuntimeError: a tensor among them was written since.
         """
         each = zip(self._leaves, self._tensors, strict=True)
         return tree_unflatten([self._tensor(*leaf) if tensor else leaf for leaf, tensor in each], self._structure)
@@ -307,7 +312,7 @@ class _Given:
 
 
 class _Around:
-    """What torch's checkpoint keeps for a second run: random states and autocast."""
+    """The random states and autocast of a first run, as torch's checkpoint keeps them."""
 
     def __init__(self, device: torch.device) -> None:
         self._random = generator_states()
@@ -318,7 +323,7 @@ class _Around:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """While this is active, they are as they were."""
+        """A context in which they are restored."""
         now = generator_states()
         with ExitStack() as contexts:
             contexts.enter_context(no_transforms())
@@ -333,19 +338,19 @@ class _Around:
 
 
 class FirstRun:
-    """The first run of a forward: what it finds when this object is made, and what it changes until :meth:`ended`.
+    """The first run of a forward: a snapshot from before it, what it changes, and what it saves.
 
     Args:
         unit: the module's name.
-        module: it and the modules inside it are looked at.
-        given: the forward's arguments. Objects among them that are no tensors are looked at, and what they hold.
-        volatile: the names of tensors that the unit was seen to write where no version shows it; more are added.
+        module: the module.
+        given: the forward's arguments.
+        volatile: the names of tensors that the unit has written without a change of their version. More are added.
         layer_at: finds weights on the device.
         units: the units by name, for errors.
 
     Attributes:
         unit: the same.
-        before: what it finds.
+        before: the snapshot.
         saved: what autograd saves in it.
     """
 
@@ -364,14 +369,14 @@ class FirstRun:
         self.before = Snapshot(module, given)
         self.saved = SavedRun(layer_at)
         self._volatile = volatile
-        self._again = 0  # how often it was run again
+        self._again = 0  # the number of further runs
         self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
         self.scripted: str | None = None
-        """The function of TorchScript that has saved something for backward in the forward."""
+        """The function of TorchScript that has saved a tensor for backward in the forward."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this is active, the forward runs."""
+        """A context for the first run."""
         _watch_torchscript()
         first_runs().append(self)
         try:
@@ -380,16 +385,16 @@ class FirstRun:
             first_runs().remove(self)
 
     def ended(self) -> None:
-        """Forgets the values of large tensors that the forward has not changed.
+        """Called after the first run. It drops the copies of large tensors that the forward has not changed.
 
         Raises:
-            Unrepeatable: it has written what cannot be put back, or has saved something in TorchScript.
+            Unrepeatable: the forward has written something that cannot be restored, or has saved a tensor in TorchScript.
         """
         before = self.before
         if self.scripted is not None:
-            # Its first call is profiled and runs operator by operator. A later one runs an optimized graph, which saves other
-            # tensors, in another order: gradients were wrong where their shapes were the same. torch's own checkpoint has
-            # this defect, and the exception that ends its second run early cannot pass through TorchScript's interpreter.
+            # TorchScript profiles its first call, operator by operator. A later call runs an optimized graph, which saves other
+            # tensors in another order: if their shapes agree, gradients are wrong. torch's own checkpoint has this defect. Also,
+            # the exception that ends its second run early cannot pass through TorchScript's interpreter.
             self.refuse(
                 f"calls {self.scripted!r} in TorchScript, which saves other tensors for backward once it is optimized"
             )
@@ -401,33 +406,33 @@ class FirstRun:
         for tensor, version in before.inputs:
             if tensor._version != version:
                 self.refuse(f"writes a tensor of shape {tuple(tensor.shape)} that it is given")
-        before.inputs.clear()  # a weight among them would keep its layer on the device
+        before.inputs.clear()  # a weight among them keeps its layer on the device
         for name, copied in list(before.tensors.items()):
             if copied.kept or copied.tensor._version != copied.version:
                 continue
             if not copied.trusted and not copied.same_bits:
-                self._volatile.add(name)  # it was written through .data, or in NumPy
+                self._volatile.add(name)  # written through .data or NumPy
             elif name not in self._volatile:
                 del before.tensors[name]
                 self._unchanged.append((name, copied.tensor, copied.version))
 
     def drop_values(self) -> None:
-        """Forgets all but what :meth:`check` needs. There is no further run."""
+        """Drops everything that only a further run needs."""
         self.before.states.clear()
         self.before.tensors.clear()
         self.saved.found.clear()
 
     def check(self) -> None:
-        """Checks that what was written since can be put back.
+        """Checks that nothing was written since the first run that cannot be restored.
 
         Raises:
-            Unrepeatable: it cannot.
+            Unrepeatable: something was.
         """
         changed = [(weight.name, _MODIFIED) for weight in self.before.weights if weight.is_written]
         changed += [
             (name, "exchanged") for name, place, key, held in self.before.held if host_of(place.get(key)) is not held
         ]
-        # Another call of the unit may have written a tensor where no version shows it.
+        # Another call of the unit may have written a tensor without a change of its version.
         changed += [
             (name, _MODIFIED)
             for name, tensor, version in self._unchanged
@@ -445,14 +450,14 @@ class FirstRun:
 
     @contextmanager
     def restored(self, done: Callable[[], str | None]) -> Iterator[None]:
-        """While this is active, everything is as it was before the forward. Afterwards it is as it is now.
+        """A context with the state from before the first run. The present state is restored at its end.
 
         Args:
-            done: says what the second run has done to weights outside of the unit.
+            done: returns what the second run has done to weights outside the unit; None if nothing.
 
         Raises:
-            Unrepeatable: something was written since that cannot be put back, or the second run has written a weight
-                outside of the unit once more, or has given it another gradient.
+            Unrepeatable: something was written since the first run that cannot be restored, or the second run has written a
+                weight outside the unit, or has given it a gradient.
         """
         self._again += 1
         self.check()
@@ -463,15 +468,15 @@ class FirstRun:
             try:
                 put(states, (state.before for state in states))
                 yield
-            finally:  # torch stops the second run by an exception once it has computed what backward needs
+            finally:  # torch ends the second run by an exception as soon as backward has what it needs
                 put(states, now)
                 self.refuse(done())
 
     def unpacked(self, unpack: Callable[[Any], Any], packed: Any) -> Any:
-        """Unpacks what the forward has saved: the first call runs the forward again.
+        """Unpacks a tensor that the forward has saved. The first call runs the forward again.
 
         Raises:
-            Unrepeatable: what the forward was given has been written since.
+            Unrepeatable: a tensor among the forward's arguments was written since, or the second run has saved other tensors.
         """
         before = self._again
         try:
@@ -489,7 +494,7 @@ class FirstRun:
             raise
 
     def differs(self) -> Unrepeatable:
-        """The error that its second run has saved other values."""
+        """Returns the error for a second run that has saved other values."""
         found = f"The forward of {self.unit!r} computed other values in backward than in forward"
         if (cause := known_cause(self._module)) is not None:
             return Unrepeatable(f"{found}. Perhaps {explained(cause, self._units)}")
@@ -500,7 +505,7 @@ class FirstRun:
         )
 
     def moves(self) -> Unrepeatable:
-        """The error that each run saves other values, after a trial."""
+        """Returns the error for a trial in which each run has saved other values."""
         return Unrepeatable(
             f"The forward of {self.unit!r} computed other values each time it ran. It changes what it depends on (an iterator, a "
             'global counter), or uses a kernel that is not deterministic (Trainer(deterministic=True)). activations="auto" has '
@@ -509,10 +514,10 @@ class FirstRun:
         )
 
     def refuse(self, done: str | None, cause: str | None = None) -> None:
-        """Refuses a forward for what it has done, with the known cause of that.
+        """Raises an error for what a forward has done, with its known cause, if any.
 
         Raises:
-            Unrepeatable: it has done anything.
+            Unrepeatable: ``done`` is not None.
         """
         if done is not None and cause is not None:
             raise Unrepeatable(
@@ -534,7 +539,7 @@ _of_thread = threading.local()
 
 
 def first_runs() -> list[FirstRun]:
-    """The forwards of this thread that run for the first time, of which a second one may come."""
+    """Returns the first runs that are running in this thread, outermost first."""
     if not hasattr(_of_thread, "first_runs"):
         _of_thread.first_runs = []
     found: list[FirstRun] = _of_thread.first_runs
@@ -543,7 +548,7 @@ def first_runs() -> list[FirstRun]:
 
 @cache
 def _watch_torchscript() -> None:
-    """From now on, forwards are told which calls of TorchScript save for backward. torch has no hooks around such calls."""
+    """Records calls of TorchScript that save tensors in first runs. torch has no hooks for such calls."""
     for kind in TORCHSCRIPT:
         kind.__call__ = _watched(kind.__call__)
 

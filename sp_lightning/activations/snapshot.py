@@ -1,4 +1,4 @@
-"""What a forward finds in its module, in the objects that it is given, and around it; and how that is put back."""
+"""Records the state that a forward reads: its module's, its arguments' and the process's. It can be restored."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import COMPILED_CALL, RNN_WEIGHTS, NormBase, overlaps_itself
 
 TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
-"""A module of these packages keeps no state in a forward but its buffers, and tensors that hooks set as attributes."""
-# A tensor of at most so many bytes is kept as it was. A larger one is kept only if the forward has written it.
+"""Forwards of modules from these packages change only buffers, and tensors that hooks set as attributes."""
+
 _SMALL = 2**20
+"""Copies of tensors of at most this many bytes are kept. A larger tensor's copy is kept only if the forward has written it."""
 
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
-# Objects of these packages have no state that a forward changes, but lead to the whole run.
+# Objects of these packages have no state that a forward changes, but refer to the whole run.
 _OF_THE_RUN = ("lightning", "pytorch_lightning", "sp_lightning", "torch")
-# Objects are looked into through so many others: a cache of keys and values has a list of objects, one for each layer, that
-# have tensors.
 _DEEP = 3
+"""The depth to which objects are followed: a cache of keys and values has a list of objects, one for each layer, with tensors."""
+
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
-# Attributes of modules that forwards do not touch, and the lists of weights that nn.RNNBase makes anew whenever it is given
-# other weights.
+# Attributes of modules that forwards do not change, and the lists of weights that nn.RNNBase rebuilds if a weight is replaced.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward", COMPILED_CALL, *RNN_WEIGHTS}
-# The value of a key that is not there: None would be one, and would hide an attribute of that name.
+# Stands for a missing key. None would be a value, and would hide an attribute of that name.
 _ABSENT = object()
-# The methods are those of the base classes, because a subclass may do more in its own.
+# Methods of the base classes, because those of a subclass may have other effects.
 _FILL: dict[type, Callable[[Any, Any], None]] = {
     OrderedDict: OrderedDict.update, dict: dict.update, list: list.extend, deque: deque.extend, set: set.update,
 }  # fmt: skip
@@ -53,12 +53,12 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 
 
 class State(NamedTuple):
-    """Something that a forward may read and change.
+    """A value that a forward may read and change.
 
     Attributes:
-        read: returns its value.
-        write: gives it a value.
-        before: its value before the forward.
+        read: returns the value.
+        write: sets the value.
+        before: the value before the forward.
     """
 
     read: Callable[[], Any]
@@ -67,14 +67,14 @@ class State(NamedTuple):
 
 
 class TensorCopy(NamedTuple):
-    """A tensor before the forward.
+    """A tensor and a copy from before the forward.
 
     Attributes:
         tensor: the tensor itself.
-        before: a copy of its value.
-        version: its version, which counts in-place writes.
-        kept: whether the value is kept for the second run, whatever the first run does.
-        trusted: whether the version shows all writes.
+        before: the copy.
+        version: the tensor's version then, which counts in-place writes.
+        kept: True if the copy is kept even if the first run does not write the tensor.
+        trusted: True if every write changes the version.
     """
 
     tensor: Tensor
@@ -85,27 +85,27 @@ class TensorCopy(NamedTuple):
 
     @property
     def same_bits(self) -> bool:
-        """Whether its value is what it was, bit for bit."""
+        """True if the tensor is bit-identical to the copy."""
         with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
             return torch.equal(flat_bytes(self.tensor), flat_bytes(self.before))
 
     @property
     def state(self) -> State:
-        """Its value, as a state."""
+        """The tensor's value, as a state."""
         return State(partial(_clone, self.tensor), partial(_write, self.tensor), self.before)
 
 
 class WeightState(NamedTuple):
     """A weight before a forward, by its place among the device parameters.
 
-    It does not hold the device parameter: who holds one keeps its layer on the device.
+    It holds no device parameter, because a reference to one keeps its layer on the device.
 
     Attributes:
         name: its name in the unit.
         group: the device parameters of its layer.
         position: its position among them.
-        writes: how often it had been written.
-        gradient: which gradient its host parameter had, and the version of that.
+        writes: the number of its writes then.
+        gradient: the identity and the version of its gradient then; None without a gradient.
     """
 
     name: str
@@ -115,22 +115,22 @@ class WeightState(NamedTuple):
     gradient: tuple[int, int] | None
 
     def is_trained(self) -> bool:
-        """Whether it requires a gradient now."""
+        """Returns True if it requires a gradient now."""
         return bool(self.group.hosts[self.position].requires_grad)
 
     def train(self, trained: bool) -> None:
-        """Sets whether it requires a gradient."""
+        """Sets ``requires_grad``."""
         if trained != self.is_trained():
             self.group.all[self.position].requires_grad = trained
 
     @property
     def is_written(self) -> bool:
-        """Whether it has been written since, by the forward or by any other code."""
+        """True if the forward or any other code has written it since."""
         return int(self.group.writes(self.position)) != self.writes
 
     @property
     def has_other_gradient(self) -> bool:
-        """Whether it has been given a gradient since. That updates in the background take its gradient away does not count."""
+        """True if it has another gradient now. A missing gradient does not count: background updates set it to None."""
         return _gradient(self.group.hosts[self.position]) not in (None, self.gradient)
 
 
@@ -138,16 +138,16 @@ class Snapshot:
     """The state that a forward can read or change, as it is now.
 
     Args:
-        module: it and the modules inside it are looked at.
-        given: the forward's arguments. Objects among them that are no tensors are looked at, and what they hold.
+        module: the forward's module. Modules inside it are included.
+        given: the forward's arguments. Objects among them are followed, except tensors.
 
     Attributes:
-        states: all that can be put back, but for tensors.
-        tensors: tensors by name, each with its value.
+        states: all states that can be restored, except tensors.
+        tensors: tensors by name, each with a copy.
         weights: the weights.
-        held: weights and modules: the name, the dict that holds them, their key in it, and what is held.
+        held: of weights and modules: the name, the dict that contains it, the key, and the weight or module.
         inputs: tensors among the arguments, with their versions.
-        outside: modules with weights that it refers to, of which only their own buffers are looked at, and their names.
+        outside: names and modules outside the module's tree that have weights. Only their own buffers are recorded.
         context: a copy of the context variables.
     """
 
@@ -165,12 +165,12 @@ class Snapshot:
                 self._look(f"argument {number}", value, objects=_DEEP)
         pyro = sys.modules.get("pyro.poutine.runtime")
         if pyro is not None:
-            # The handlers around a forward are gone in backward, and without them the forward would sample anew.
+            # Handlers around a forward are not active in backward. Without them the forward would draw new samples.
             self._look("Pyro's handlers", pyro._PYRO_STACK, objects=_DEEP)
         self.context = contextvars.copy_context()
 
     def add(self, name: str, module: nn.Module) -> None:
-        """Looks at a module that the forward calls, and at the modules inside it; the name stands before theirs."""
+        """Records a module that the forward calls, and the modules inside it. Its name is a prefix of theirs."""
         for inner, child in module.named_modules():
             self._look_at_module(join_names(name, inner), child)
 
@@ -185,7 +185,7 @@ class Snapshot:
         for key, parameter in module._parameters.items():
             if is_device_parameter(parameter):
                 self._look_at_weight(join_names(name, key), module._parameters, key, parameter)
-            elif parameter is not None:  # functional_call puts tensors here, for example
+            elif parameter is not None:  # for example a tensor of functional_call
                 self.states.append(_item_state(module._parameters, key))
         self.held += [(join_names(name, key), module._modules, key, child) for key, child in module._modules.items()]
         self.states.append(_dict_state(attributes, besides=_OF_MODULES))
@@ -201,7 +201,7 @@ class Snapshot:
         self.states.append(_state(weight.is_trained, weight.train))
 
     def _look_at_buffers(self, name: str, module: nn.Module, trusted: bool = False) -> None:
-        # These write buffers in kernels that raise no version. The dicts of a ScriptModule cannot be copied.
+        # Kernels of these modules write buffers without a change of their version. The dicts of a ScriptModule cannot be copied.
         uncounted = isinstance(module, (NormBase, torch.jit.ScriptModule))
         if not isinstance(module, torch.jit.ScriptModule):
             self.states.append(_dict_state(module._buffers))
@@ -209,14 +209,14 @@ class Snapshot:
             self._copy(join_names(name, key), buffer, trusted=trusted, uncounted=uncounted)
 
     def _look(self, name: str, value: Any, *, objects: int) -> None:
-        """Looks at a value that can be changed in place, and at what it holds, through so many ``objects``."""
+        """Records a value that can be changed in place, and its contents, to a depth of ``objects`` further objects."""
         if type(value) in _PLAIN or id(value) in self._seen:
             return
         if isinstance(value, Tensor):
             if value.is_leaf and not isinstance(value, nn.Parameter):
                 self._copy(name, value)
         elif isinstance(value, nn.Module):
-            # Outside of the tree. An attribute that has weights may lead to the whole model.
+            # A module outside the tree. If it has weights, it may refer to the whole model.
             if objects < _DEEP and any(True for _ in value.parameters()):
                 self._look_at_buffers(name, value)
                 self.outside.append((name, value))
@@ -232,13 +232,13 @@ class Snapshot:
             self._look(name, _attributes(value), objects=objects - 1)
 
     def _copy(self, name: str, tensor: Tensor, *, trusted: bool = False, uncounted: bool = False) -> None:
-        """Keeps a tensor's value.
+        """Copies a tensor.
 
         Args:
-            name: its name, under which it is kept once.
+            name: its name, under which it is copied once.
             tensor: the tensor.
-            trusted: whether its module is known to write it in no way that its version does not show.
-            uncounted: whether kernels write it all the same.
+            trusted: True if its module is known to change the version with each write.
+            uncounted: True if kernels write it without a change of its version.
         """
         if name not in self.tensors and _can_be_copied(tensor):
             kept = uncounted or tensor.nbytes <= _SMALL
@@ -246,23 +246,23 @@ class Snapshot:
 
 
 def put(states: Iterable[State], values: Iterable[Any]) -> None:
-    """Gives each state a value."""
+    """Sets the value of each state."""
     for state, value in zip(states, values, strict=True):
         state.write(value)
 
 
 def is_device_parameter(value: Any) -> bool:
-    """Whether a module's parameter is the engine's."""
+    """Returns True if a module's parameter is a device parameter of the engine."""
     return hasattr(value, "_of")
 
 
 def host_of(value: Any) -> Any:
-    """The host's parameter in place of a device parameter; any other value as it is."""
+    """Returns the host parameter of a device parameter, and any other value as it is."""
     return value._of.hosts[value._index] if is_device_parameter(value) else value
 
 
 def _gradient(parameter: Tensor) -> tuple[int, int] | None:
-    # Through __torch_function__, reading the gradient would wait for an update of it that is under way.
+    # With __torch_function__, this would wait for a running update of the weight.
     with torch.DisableTorchFunctionSubclass():
         return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
@@ -275,7 +275,7 @@ def _state(read: Callable[[], Any], write: Callable[[Any], object]) -> State:
 
 
 def _around_modules() -> Iterator[State]:
-    """Random numbers of Python and NumPy, the kernels of attention that are enabled, the default dtype."""
+    """Yields states of the process: random numbers of Python and NumPy, enabled attention kernels, the default dtype."""
     yield _state(random.getstate, random.setstate)
     yield _state(np.random.get_state, np.random.set_state)
     for enabled, enable in _KERNELS:
@@ -284,7 +284,7 @@ def _around_modules() -> Iterator[State]:
 
 
 def _state_of(value: Any) -> State | None:
-    """A container, or an object that gives random numbers, as a state; None for any other object."""
+    """Returns the state of a container or a random number generator; None for any other object."""
     if isinstance(value, dict):
         return _dict_state(value)
     kind = next((kind for kind in _FILL if isinstance(value, kind)), None)
@@ -292,7 +292,7 @@ def _state_of(value: Any) -> State | None:
         return _items_state(kind, value)
     if isinstance(value, (bytearray, array)):
         return State(lambda: value[:], partial(value.__setitem__, slice(None)), value[:])
-    if isinstance(value, np.ndarray):  # what cannot be written does not change; what is on a disk is too large to copy
+    if isinstance(value, np.ndarray):  # a read-only array does not change; an array on a disk is too large to copy
         fixed = isinstance(value, np.memmap) or not value.flags.writeable
         return None if fixed else _state(value.copy, partial(_write_array, value))
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
@@ -313,7 +313,7 @@ def _write_array(into: Any, value: Any) -> None:
 
 
 def _item_state(place: dict[str, Any], key: str) -> State:
-    """The value of a key in a dict, which may not be there."""
+    """Returns the state of a key in a dict, which may be missing."""
 
     def write(value: Any) -> None:
         if value is _ABSENT:
@@ -326,7 +326,7 @@ def _item_state(place: dict[str, Any], key: str) -> State:
 
 def _items_state(kind: type, container: Any) -> State:
     def write(items: Any) -> None:
-        if not _same(container, items):  # a container that has not changed is left alone
+        if not _same(container, items):
             kind.clear(container)  # type: ignore[attr-defined]
             _FILL[kind](container, items)
 
@@ -335,7 +335,7 @@ def _items_state(kind: type, container: Any) -> State:
 
 
 def _dict_state(container: dict[Any, Any], besides: frozenset[str] = frozenset()) -> State:
-    """A dict, ``besides`` some keys: what belongs to them is left alone."""
+    """Returns the state of a dict without the keys ``besides``."""
 
     def read() -> dict[Any, Any]:
         return {key: value for key, value in container.items() if key not in besides}
@@ -345,14 +345,14 @@ def _dict_state(container: dict[Any, Any], besides: frozenset[str] = frozenset()
         if not (_same(now, items) and _same(now.values(), items.values())):
             kind = OrderedDict if isinstance(container, OrderedDict) else dict
             rest = {key: value for key, value in container.items() if key in besides}
-            kind.clear(container)  # the order of the keys is restored, too
+            kind.clear(container)  # so that the order of the keys is restored
             kind.update(container, rest | items)
 
     return State(read, write, {key: _without_graph(value) for key, value in read().items()})
 
 
 def _without_graph(value: Any) -> Any:
-    """A value that keeps no graph alive. Otherwise the graph of the last batch would keep the one before it, and so on."""
+    """Returns a value that holds no graph. Otherwise the graph of each batch would hold that of the batch before."""
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     return value
@@ -363,28 +363,28 @@ def _same(items: Any, others: Any) -> bool:
 
 
 def _items(container: Any) -> Iterable[Any]:
-    """What is in a container that may hold containers."""
+    """Returns the items of a container whose items may be containers."""
     if isinstance(container, dict):
         return list(container.values())
     return list(container) if isinstance(container, (tuple, list, deque, set)) else ()
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """An object's own attributes, past whatever its class does when it is asked for them."""
+    """Returns an object's own attributes. It runs no ``__getattribute__`` of the object's class."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
-    except Exception:  # it has none, or a property of that name that raises
+    except Exception:  # the object has none, or a property of that name raises
         return None
     return attributes if type(attributes) is dict else None
 
 
 def _can_be_copied(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own that can be put back."""
+    """Returns True if a tensor has memory of its own that can be restored."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_inference():
         return False
     if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return False  # its memory is given up for the time being, as FSDP does
-    return not overlaps_itself(tensor)  # an expanded tensor has its values in its base
+        return False  # its memory is freed for now, as FSDP does
+    return not overlaps_itself(tensor)  # the values of an expanded tensor are in its base
 
 
 def _clone(tensor: Tensor) -> Tensor:
