@@ -19,7 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from sp_lightning.registry import CAPABILITIES
+
 ROOT = Path(__file__).parents[2]
+FOLLOWED = [[folder] for folder in CAPABILITIES]
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
@@ -83,7 +86,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @cache
 def capabilities_of(file: Path) -> frozenset[str]:
-    """Returns the folders of the package that a file imports while it is loaded, itself or through files of ``tests``."""
+    """Returns the folders of the package that a file imports while it is loaded, itself or through files of ``tests``.
+
+    A capability that imports others while it is loaded, for example the planner, counts with those.
+    """
     found: set[str] = set()
     seen = {file}
     waiting = [file]
@@ -92,7 +98,7 @@ def capabilities_of(file: Path) -> frozenset[str]:
             parts = module.split(".")
             if parts[0] == "sp_lightning" and len(parts) > 1:
                 found.add(parts[1])
-            if parts[0] == "tests":
+            if parts[0] == "tests" or parts[1:2] in FOLLOWED:
                 for end in range(2, len(parts) + 1):
                     path = ROOT.joinpath(*parts[:end]).with_suffix(".py")
                     if path.exists() and path not in seen:
