@@ -75,10 +75,10 @@ def test_torch_reads_it_and_tied_weights_are_there_once(tmp_path: Path) -> None:
 
 
 def test_tensors_are_mapped_and_stay_mapped_where_they_are_copied(tmp_path: Path) -> None:
-    fit(Net, vectors(), together(), recorded="nothing", callbacks=[Saves(str(tmp_path / "a"))])
-    found = AtomicCheckpointIO().load_checkpoint(tmp_path / "a", weights_only=True)
     from sp_lightning.disk.weights_in_files import Mappings
 
+    fit(Net, vectors(), together(), recorded="nothing", callbacks=[Saves(str(tmp_path / "a"))])
+    found = AtomicCheckpointIO().load_checkpoint(tmp_path / "a", weights_only=True)
     places = [Mappings().place(tensor) for tensor in found["state_dict"].values() if tensor.nbytes > 4096]
     assert all(place is not None and Path(place.path).parent == tmp_path / "a" for place in places)
     for tensor in found["state_dict"].values():
@@ -86,8 +86,6 @@ def test_tensors_are_mapped_and_stay_mapped_where_they_are_copied(tmp_path: Path
     again = AtomicCheckpointIO().load_checkpoint(tmp_path / "a", weights_only=True)
     assert any(each.any() for each in again["state_dict"].values()), "what is written stays in memory"
     for state in found["optimizer_states"][0]["state"].values():
-        from sp_lightning.disk.weights_in_files import Mappings
-
         assert all(Mappings().place(each) is None for each in state.values())
 
 
