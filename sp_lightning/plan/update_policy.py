@@ -1,8 +1,8 @@
 """Decides where and when each layer is updated: a frozen :class:`UpdatePolicy`, made from frozen facts by pure functions.
 
 ``trainer.update_facts`` collects the facts. :func:`decide` needs no more than those: it says where optimizers step and when.
-:func:`complete` adds how they step, which also depends on what is on a disk, and on whose bits steps have. The engine executes
-a policy without deciding.
+:func:`complete` adds how they step, which also depends on what leaves host memory and on whose bits steps have. The engine
+executes a policy without deciding.
 """
 
 from __future__ import annotations
@@ -161,13 +161,13 @@ class UpdateFacts:
 
 
 @dataclass(frozen=True)
-class DiskFacts:
-    """What is on a disk.
+class Paging:
+    """What leaves host memory between its uses, to a disk for example.
 
     Attributes:
-        state: whether some of the optimizers' state is.
-        gradients: whether gradients are.
-        anything: whether weights, gradients or state are.
+        state: True if optimizer state of some layers does.
+        gradients: True if gradients of some layers do.
+        anything: True if trained weights, gradients or optimizer state do.
     """
 
     state: bool = False
@@ -213,7 +213,7 @@ class UpdatePolicy:
         clips_by_layers: whether gradients are clipped layer by layer although user code reads them.
         clips_unread_by_layers: the same if no user code reads them.
         gradients_stay: whether gradients of layers that stay on the GPU stay there.
-        lands: whether an update ends only when its results are in host memory, because that may go to a disk next.
+        lands: whether an update ends only when its results are in host memory, because the next update may take that memory.
         optimizers: how each optimizer's steps run.
     """
 
@@ -312,28 +312,28 @@ def choose_overlap(facts: UpdateFacts, place: Place) -> tuple[Overlap, str]:
 
 
 def complete(
-    policy: UpdatePolicy, facts: UpdateFacts, disk: DiskFacts, like_gpu: Sequence[tuple[bool, bool]] = ()
+    policy: UpdatePolicy, facts: UpdateFacts, paging: Paging, like_gpu: Sequence[tuple[bool, bool]] = ()
 ) -> UpdatePolicy:
     """Completes the policy of :func:`decide`.
 
     Args:
         policy: where and when optimizers step.
         facts: what it was decided from.
-        disk: what is on a disk.
+        paging: what leaves host memory.
         like_gpu: for each optimizer, whether its steps on the CPU have a GPU's bits, and whether the norms have them.
     """
     on_gpu, waits = policy.place == "gpu", policy.overlap == "off"
-    by_layers = steps_by_layers(policy, facts, disk)
+    by_layers = steps_by_layers(policy, facts, paging)
     like_gpu = like_gpu or [(False, False)] * len(facts.optimizers)
-    # Gradients on a disk do not stay narrow: one that user code looks at would be widened in memory that there is not.
-    narrow = may_stay_narrow(facts, disk)
+    # Gradients that leave memory are not narrow: one that user code reads would be widened in memory that is not available.
+    narrow = may_stay_narrow(facts, paging)
     clips_norm = facts.batch.clip is not None and facts.batch.clip[0] == "norm"
     return replace(
         policy,
         unit="layers" if by_layers else "primary" if facts.ranks else "whole",
         all_threads=waits and (by_layers or any(steps for steps, _ in like_gpu)),
-        measure_norms=clips_norm and facts.unread_before_step and (disk.gradients or not waits) and not on_gpu,
-        clips_by_layers=disk.gradients or on_gpu,
+        measure_norms=clips_norm and facts.unread_before_step and (paging.gradients or not waits) and not on_gpu,
+        clips_by_layers=paging.gradients or on_gpu,
         clips_unread_by_layers=not waits,
         gradients_stay=facts.stay and not facts.batch.scales and facts.batch.automatic,
         lands=on_gpu and facts.disk,
@@ -350,23 +350,23 @@ def complete(
     )
 
 
-def steps_by_layers(policy: UpdatePolicy, facts: UpdateFacts, disk: DiskFacts) -> bool:
+def steps_by_layers(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> bool:
     """Returns True if steps are taken apart by layers. All ranks do so if one does, although only the primary has state."""
     ranks_with_disk = facts.ranks and facts.disk
     on_gpu = policy.place == "gpu" or facts.stay
-    return policy.overlap != "off" or on_gpu or disk.state or disk.anything or ranks_with_disk
+    return policy.overlap != "off" or on_gpu or paging.state or paging.anything or ranks_with_disk
 
 
-def may_stay_narrow(facts: UpdateFacts, disk: DiskFacts) -> bool:
+def may_stay_narrow(facts: UpdateFacts, paging: Paging) -> bool:
     """Returns True if gradients may keep the dtype in which they come until the update."""
-    return not facts.ranks and not disk.gradients and facts.unread
+    return not facts.ranks and not paging.gradients and facts.unread
 
 
-def against_gpu_bits(policy: UpdatePolicy, facts: UpdateFacts, disk: DiskFacts) -> str:
+def against_gpu_bits(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> str:
     """Returns why all steps on the CPU differ from the GPU's in the last bits; empty if some may have the same."""
     if facts.fused_optimizer is False:
         return "fused_optimizer=False"
-    if facts.ranks and not steps_by_layers(policy, facts, disk):
+    if facts.ranks and not steps_by_layers(policy, facts, paging):
         return 'with several devices and optimizer_overlap="off", the primary steps all layers at once'
     return ""
 

@@ -19,8 +19,8 @@ from sp_lightning.engine.streamer import Streamer
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.plan.update_policy import (
-    DiskFacts,
     EarlyUpdates,
+    Paging,
     Place,
     UpdateFacts,
     UpdatePolicy,
@@ -213,20 +213,20 @@ class OptimizerSteps:
         """Completes the policy, and has the optimizers step as it says."""
         run, engine, facts, decided = self._run, self._run.engine, self._facts, self.policy
         assert decided is not None
-        disk = DiskFacts(self.state.elsewhere, run.placement.pages_gradients, run.placement.pages)
+        paging = Paging(self.state.elsewhere, run.placement.pages_gradients, run.placement.pages)
         optimizers = self._real_optimizers
         bits = self._bits = registry.gpu_bits(None if facts.place == "gpu" else engine.device.plain_steps_on)
         bits.decide(
             optimizers,
             run.module,
-            against_gpu_bits(decided, facts, disk),
+            against_gpu_bits(decided, facts, paging),
             fuse=facts.fused_optimizer is True,
             scaled=facts.batch.scales,
             clips=self._clips() == "norm" or clips_in_its_own_way(run.module),
         )
         likes = [bits.stepping.get(each) for each in optimizers]
         like_gpu = [(like is not None, like is not None and like.norms is not None) for like in likes]
-        policy = self.policy = complete(decided, facts, disk, like_gpu)
+        policy = self.policy = complete(decided, facts, paging, like_gpu)
         self._none_stay = against_staying(facts, like_gpu=bool(bits.stepping) and bits.whole)
         run.let_layers_stay(not self._none_stay)
         if self._executed != (engine, facts, policy):
@@ -375,7 +375,7 @@ class OptimizerSteps:
     def _count_as(self, place: Place, overlap: Overlap) -> Ledger:
         """Returns host memory and traffic with steps in this place and in this mode."""
         trainer, on_device = self._trainer, place == "gpu"
-        disk = DiskFacts(gradients=self._run.placement.pages_gradients)
+        paging = Paging(gradients=self._run.placement.pages_gradients)
         pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
             early=overlap == "backward" and (self._frees or on_device),
@@ -383,7 +383,7 @@ class OptimizerSteps:
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
             pieces=pieces,
-            narrow=(pieces or on_device) and may_stay_narrow(self._facts, disk),
+            narrow=(pieces or on_device) and may_stay_narrow(self._facts, paging),
             sliced=self._run.placement.sliced,
             on_device=on_device,
         )

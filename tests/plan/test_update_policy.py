@@ -9,9 +9,9 @@ import pytest
 
 from sp_lightning.plan.update_policy import (
     BatchFacts,
-    DiskFacts,
     EarlyUpdates,
     OptimizerFacts,
+    Paging,
     UpdateFacts,
     UpdatePolicy,
     against_gpu_bits,
@@ -22,11 +22,11 @@ from sp_lightning.plan.update_policy import (
 )
 
 NO, TRIED, KEEPS, FREES = EarlyUpdates
-MEMORY = DiskFacts()
+MEMORY = Paging()
 NORM, VALUE = BatchFacts(clip=("norm", 1.0)), BatchFacts(clip=("value", 0.5))
 
 
-def policy(on_disk: DiskFacts = MEMORY, /, like_gpu: Any = (), **facts: Any) -> UpdatePolicy:
+def policy(on_disk: Paging = MEMORY, /, like_gpu: Any = (), **facts: Any) -> UpdatePolicy:
     given = UpdateFacts(**facts)
     return complete(decide(given), given, on_disk, like_gpu)
 
@@ -104,24 +104,24 @@ def test_another_place_can_be_asked_for() -> None:
 
 
 OFF: dict[str, Any] = {"overlap": "off"}
-STATE, GRADIENTS = DiskFacts(state=True, anything=True), DiskFacts(gradients=True, anything=True)
+STATE, GRADIENTS = Paging(state=True, anything=True), Paging(gradients=True, anything=True)
 
 
 @pytest.mark.parametrize(
     ("facts", "disk", "unit", "all_threads"),
     [
-        (OFF, DiskFacts(), "whole", False),
-        (OFF | {"ranks": True}, DiskFacts(), "primary", False),
-        ({"overlap": "forward"}, DiskFacts(), "layers", False),
-        (OFF | {"place": "gpu"}, DiskFacts(), "layers", True),
-        (OFF | {"stay": True}, DiskFacts(), "layers", True),
+        (OFF, Paging(), "whole", False),
+        (OFF | {"ranks": True}, Paging(), "primary", False),
+        ({"overlap": "forward"}, Paging(), "layers", False),
+        (OFF | {"place": "gpu"}, Paging(), "layers", True),
+        (OFF | {"stay": True}, Paging(), "layers", True),
         (OFF | {"disk": True}, STATE, "layers", True),
-        (OFF | {"disk": True}, DiskFacts(), "whole", False),
+        (OFF | {"disk": True}, Paging(), "whole", False),
         # Only the primary has state that may be on the disk. All ranks step in one way.
-        (OFF | {"disk": True, "ranks": True}, DiskFacts(), "layers", True),
+        (OFF | {"disk": True, "ranks": True}, Paging(), "layers", True),
     ],
 )
-def test_what_steps_at_once(facts: dict[str, Any], disk: DiskFacts, unit: str, all_threads: bool) -> None:
+def test_what_steps_at_once(facts: dict[str, Any], disk: Paging, unit: str, all_threads: bool) -> None:
     found = policy(disk, **facts)
     assert (found.unit, found.all_threads) == (unit, all_threads)
     assert [each.by_layers for each in found.optimizers] == [unit == "layers"]
@@ -145,35 +145,35 @@ def test_whether_steps_run_fused(facts: dict[str, Any], fused: bool) -> None:
 @pytest.mark.parametrize(
     ("facts", "disk", "measures"),
     [
-        ({"batch": NORM}, DiskFacts(), True),
-        ({"batch": VALUE}, DiskFacts(), False),
-        ({"batch": NORM, "unread_before_step": False}, DiskFacts(), False),
-        ({"batch": NORM, "place": "gpu"}, DiskFacts(), False),
-        ({"batch": NORM, "overlap": "off"}, DiskFacts(), False),
+        ({"batch": NORM}, Paging(), True),
+        ({"batch": VALUE}, Paging(), False),
+        ({"batch": NORM, "unread_before_step": False}, Paging(), False),
+        ({"batch": NORM, "place": "gpu"}, Paging(), False),
+        ({"batch": NORM, "overlap": "off"}, Paging(), False),
         ({"batch": NORM, "overlap": "off"}, GRADIENTS, True),
     ],
 )
-def test_whether_norms_are_measured_in_backward(facts: dict[str, Any], disk: DiskFacts, measures: bool) -> None:
+def test_whether_norms_are_measured_in_backward(facts: dict[str, Any], disk: Paging, measures: bool) -> None:
     assert policy(disk, **facts).measure_norms is measures
 
 
 @pytest.mark.parametrize(
     ("facts", "disk", "read", "unread"),
     [
-        (OFF, DiskFacts(), "whole", "whole"),
-        ({}, DiskFacts(), "whole", "in update"),
-        ({"place": "gpu"}, DiskFacts(), "at once", "at once"),
+        (OFF, Paging(), "whole", "whole"),
+        ({}, Paging(), "whole", "in update"),
+        ({"place": "gpu"}, Paging(), "at once", "at once"),
         (OFF, GRADIENTS, "at once", "in update"),
     ],
 )
-def test_where_gradients_are_clipped(facts: dict[str, Any], disk: DiskFacts, read: str, unread: str) -> None:
+def test_where_gradients_are_clipped(facts: dict[str, Any], disk: Paging, read: str, unread: str) -> None:
     found = policy(disk, **facts)
     assert (found.clip(read=True, like_gpu=False), found.clip(read=False, like_gpu=False)) == (read, unread)
     assert found.clip(read=True, like_gpu=True) == "at once"
 
 
 def test_gradients_stay_narrow_where_nobody_reads_them() -> None:
-    def narrow(on_disk: DiskFacts = MEMORY, /, **facts: Any) -> bool:
+    def narrow(on_disk: Paging = MEMORY, /, **facts: Any) -> bool:
         return policy(on_disk, **facts).optimizers[0].narrow
 
     assert narrow()
@@ -193,7 +193,7 @@ def test_steps_with_a_gpu_s_bits_are_taken_apart_and_wait() -> None:
     assert [each.by_layers for each in found.optimizers] == [True, False]
     assert [each.like_gpu_norms for each in found.optimizers] == [True, False]
     facts = UpdateFacts(**OFF, ranks=True)
-    assert "the primary steps all layers at once" in against_gpu_bits(decide(facts), facts, DiskFacts())
+    assert "the primary steps all layers at once" in against_gpu_bits(decide(facts), facts, Paging())
     assert against_gpu_bits(decide(facts), facts, STATE) == ""
     assert against_gpu_bits(UpdatePolicy(), UpdateFacts(fused_optimizer=False), STATE) == "fused_optimizer=False"
 
