@@ -20,6 +20,7 @@ from sp_lightning.engine.streamer import Streamer
 from sp_lightning.torch_compat.private import ENGINE_CALL
 from tests.support.imported import imports_are_over
 from tests.support.seconds import move_down
+from tests.support.states import checked_states
 
 if TYPE_CHECKING:
     from sp_lightning.activations.calls import UnitModes
@@ -81,6 +82,13 @@ def _nothing_left_behind() -> Iterator[None]:
     assert call is torch.autograd.graph._engine_run_backward
     assert torch.is_grad_enabled()
     assert rank_zero_only.rank == 0  # otherwise later tests log and write nothing
+
+
+@pytest.fixture(autouse=True)
+def _layers_change_as_the_table_says() -> Iterator[None]:
+    """Fail a test in which a layer's state changes in a way that ``layers/states.py`` does not list."""
+    with checked_states():
+        yield
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def total_bytes(spans: tuple[Span, ...]) -> int:
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Returns torch's version counter of each tensor: the number of in-place writes that torch has seen."""
     with torch.DisableTorchFunctionSubclass():  # must not wait for a pending update
-        return list(map(_version, tensors))
+        return list(map(version_of, tensors))
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -119,7 +119,7 @@ def shown(tensor: Tensor) -> None:
     _hidden.pop(id(tensor), None)
 
 
-_version: Callable[[Tensor], int] = attrgetter("_version")
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 
 

@@ -81,7 +81,8 @@ class Access(Part):
         """
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
             visits = ()  # only rows are needed
-        self._refuse_transforms_and_traces(visits)
+        if torch.jit.is_tracing() or interpreter_stack():
+            self._refuse_transforms_and_traces(visits)
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
@@ -91,13 +92,14 @@ class Access(Part):
             helps = self.threads.began or not self.threads.own
             if helps:
                 self._admit(visits)
-            outside = self._is_outside()
+            outside = not (
+                step.running or self._backward.tasks or self.calls.depth
+            )  # no step, backward or call is running
             try:
                 if outside:
                     step.begin_outside()
                 step.activate(in_backward=bool(self._backward.tasks))
                 self.residents.group.sync_requires_grad()
-                entered = [layer for layer in visits if not layer.running_calls]
                 self.residency.begin_call(visits, backward=bool(self._backward.tasks))
             except BaseException:  # user code may catch it: no call has begun then
                 if outside:
@@ -107,8 +109,9 @@ class Access(Part):
                 raise
             packs_any = self._moves or self.activations.packs
             self.calls.begin(self._saved_tensors.hooks if packs_any else None, helps=helps)
-            for layer in entered:
-                layer.parameters.watch()
+            for layer in visits:
+                if layer.running_calls == 1:  # this call is the outermost one that uses the layer
+                    layer.parameters.watch()
         return visits
 
     def _admit(self, visits: Visits) -> None:
@@ -126,10 +129,6 @@ class Access(Part):
     def _may_help(self) -> bool:
         """Whether a forward runs that other threads may help in."""
         return (self._step.admits or self.calls.depth > 0) and not self._backward.tasks
-
-    def _is_outside(self) -> bool:
-        """Whether no step, no backward and no call is running."""
-        return not (self._step.running or self._backward.tasks or self.calls.depth)
 
     def leave(self, visits: Visits, output: Any) -> None:
         """Releases the layers of a module whose call has returned or raised.
@@ -157,7 +156,8 @@ class Access(Part):
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # what was written on the device may be refused
                 self.calls.end(helps=helps)
-                if outside := self._is_outside():
+                outside = not (self._step.running or self._backward.tasks or self.calls.depth)
+                if outside:
                     self._step.end(writes_follow=True)
             if visits and not outside:
                 self.residency.fetch_ahead()
@@ -274,7 +274,7 @@ class Access(Part):
         """Takes what may have been written of a layer through ``.data`` back to the host, whose update is done then."""
         with held(self.lock):
             self.updates.wait(layer, Wait.READ_AFTER_UPDATE)
-            self.lent.take_back(layer)
+            self.writes.take_back(layer)
 
     def host_is_used(self, layer: StreamedLayer) -> None:
         """Has the host's weights be what the device's are, and read by no transfer, because user code reads or writes them."""
@@ -297,7 +297,7 @@ class Access(Part):
             for member in layer.owner.family:
                 if member.outdated and member in self.residency.used:
                     self.residency.renew(member)
-                elif member.outdated and member.slot is not None and member.slot.escaped and not member.block.displaced:
+                elif member.outdated and member.guard is not None and member.guard.views and not member.block.displaced:
                     member.invalidate()
                     self.residency.renew_views()
 
@@ -334,7 +334,7 @@ class Access(Part):
         """
         with held(self.lock):
             self._refuse_tying(layer, index, value)
-            self.lent.replace(layer, index, value, self.activations.first_run())
+            self.writes.replace(layer, index, value, self.activations.first_run())
 
     def _refuse_tying(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         other = self.layer_at(value.untyped_storage().data_ptr())
@@ -409,7 +409,7 @@ class Access(Part):
         if not group.written():
             return None
         with held(self.lock):
-            if not group.attached:
+            if not layer.state.attached:
                 return None
             value = layer.rows.completed(index, group.value(index), self.residency.slots.by_address)
             self.device.access(value, Stream.COMPUTE, write=False)

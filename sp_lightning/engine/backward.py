@@ -162,7 +162,7 @@ class Backward(Part):
             )
         if gradient.dtype is not host.dtype:
             # param.data = other: the host's parameter takes the other dtype before the gradient
-            self.lent.take_back(layer)
+            self.writes.take_back(layer)
         if of_cast:
             gradient = gradient.came
         with self._arrivals:

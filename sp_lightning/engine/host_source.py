@@ -7,8 +7,8 @@ from typing import Any
 
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.layers.layer import AllRows, Kind, StreamedLayer
-from sp_lightning.layers.lent_weights import keep_saved
 from sp_lightning.layers.slots import BlockSource, Slots, Staged
+from sp_lightning.layers.write_back import keep_saved
 from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
@@ -73,12 +73,17 @@ class HostSource(BlockSource):
         if landed is not None:
             return layer.block.weights, landed
         for member in layer.family:
-            self._adopt(member)
+            if displaced := member.block.displaced:
+                self._adopt(member, displaced)
         outdated = not layer.casts.current
         if outdated:
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
-        for member in layer.family if outdated else (layer,):
-            self._use(member.block)
+        try:
+            for member in layer.family if outdated else (layer,):
+                member.block.memory.use()
+        except OSError as error:
+            self._updates.torn = f"memory of the host store could not be read or written: {error!r}"
+            raise
         if outdated:
             layer.casts.refresh()
         return layer.block.weights, None
@@ -89,18 +94,12 @@ class HostSource(BlockSource):
         return (
             type(layer.rows) is AllRows
             and layer.casts.current
-            and (slot is None or not (slot.stale or slot.escaped or slot.digests is not None))
+            and (slot is None or not slot.stale)
+            and (layer.guard is None or not (layer.guard.views or layer.guard.digests is not None))
             and all(type(block.memory).use is BlockMemory.use for block in blocks)
             and not any(block.displaced or block.retyped for block in blocks)
             and self._watch is None
         )
-
-    def _use(self, block: HostBlock) -> None:
-        try:
-            block.memory.use()
-        except OSError as error:
-            self._updates.torn = f"memory of the host store could not be read or written: {error!r}"
-            raise
 
     def synchronize(self) -> None:
         """Waits until no upload reads the host's weights any more, because the next code may write them."""
@@ -124,14 +123,12 @@ class HostSource(BlockSource):
     def adopt(self) -> None:
         """Absorbs memory that the user has given to parameters of any layer."""
         for layer in self._layers:
-            self._adopt(layer)
+            if displaced := layer.block.displaced:
+                self._adopt(layer, displaced)
 
-    def _adopt(self, layer: StreamedLayer) -> None:
-        """Absorbs memory that the user has given to the layer's parameters (``param.data = other``)."""
+    def _adopt(self, layer: StreamedLayer, displaced: Sequence[int]) -> None:
+        """Absorbs memory that the user has given to these of the layer's parameters (``param.data = other``)."""
         block = layer.block
-        displaced = block.displaced
-        if not displaced:
-            return
         self._refuse_tied(block, displaced)
         self.synchronize()
         layer.leave_slot()

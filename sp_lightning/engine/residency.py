@@ -9,6 +9,7 @@ holds the engine's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
 
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Slot, StreamedLayer
@@ -16,6 +17,7 @@ from sp_lightning.layers.lent_weights import SlotUsers
 from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import BlockSource, Slots
+from sp_lightning.layers.states import IN_USE, RESTING
 from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.updates.layer_stepper import LayerStepper
@@ -56,7 +58,7 @@ class Residency:
 
     def begin_call(self, layers: Sequence[StreamedLayer], *, backward: bool = False) -> None:
         """Makes layers resident for the call of a module, or for one operation, until :meth:`end_call`."""
-        if layers:
+        if layers and (self.used or self._tenants.held):
             self.release_unpinned(keep=layers)
         pinned = 0
         try:
@@ -66,6 +68,7 @@ class Residency:
                 pinned += 1
             for layer in layers:
                 self._tenants.move_in(layer, self.used[layer])
+                layer.state = IN_USE
         except BaseException:
             self.end_call(layers[:pinned], release=False)
             raise
@@ -197,7 +200,7 @@ class Residency:
                 self.release(member)
 
     def _fetch(self, pairs: Sequence[tuple[StreamedLayer, Slot]]) -> None:
-        self._tenants.take_back_late([slot for _, slot in pairs])
+        self._tenants.take_back_late(map(_slot_of_pair, pairs))
         transfer = []
         try:
             for layer, slot in pairs:
@@ -227,11 +230,12 @@ class Residency:
 
     def _leave(self, layer: StreamedLayer) -> None:
         """Releases a layer that no call uses any more, or lets it rest."""
-        if self.rests and layer in self.slots.settled:
+        if self.rests and layer.state.attached and layer in self.slots.settled:
             self._tenants.rest(layer)
+            layer.state = RESTING
             self.resting[layer] = self.used.pop(layer)
         else:
-            self.release(layer)
+            self._tenants.release(layer, self.used.pop(layer))
 
     def let_rest(self, rests: bool) -> None:
         """Sets whether layers may rest. Those that do are released if they may not, or if they were written."""
@@ -248,6 +252,9 @@ class Residency:
         """Gives the same layers the slots of another plan, between two batches."""
         self.prefetch.follow(plan)
         self.slots.resize(plan)
+
+
+_slot_of_pair: Callable[[tuple[StreamedLayer, Slot]], Slot] = itemgetter(1)
 
 
 class Peak:

@@ -195,7 +195,8 @@ class SavedTensors(Part):
         elif type(packed) is _Packed:
             layer, which, expected, place, values, rows = packed
             group = layer.parameters
-            if which is not None and (group.exposed or group.retyped):
+            guard = layer.guard
+            if guard is not None and which is not None and (guard.exposed or guard.retyped):
                 # A frozen weight's backward may go on with the values of before. A trained one's update would fail.
                 goes_on = values is not None and values.copy is not None
                 if not goes_on or layer.block.parameters[which].requires_grad:
@@ -207,7 +208,7 @@ class SavedTensors(Part):
             if values is not None and values.copy is not None:
                 assert place is not None
                 with held(self.lock):
-                    self.lent.compare_exchanged()
+                    self.writes.compare_exchanged()
                 tensor = values.recall(self.device, place)
         elif type(packed) is _Outer:
             return packed.unpack(packed.packed)
@@ -233,7 +234,7 @@ class SavedTensors(Part):
                 saved = slot.lease.saved(place)  # (6)
             else:
                 assert which is not None
-                if layer.parameters.attached:  # the weight itself, which may lie outside of the slot
+                if layer.state.attached:  # the weight itself, which may lie outside of the slot
                     saved = layer.parameters.value(which)
                 else:
                     saved = slot.lease.views(layer.layout, layer.spans)[which].detach()

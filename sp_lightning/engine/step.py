@@ -17,6 +17,8 @@ from sp_lightning.layers.lent_weights import BoundWeights
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import BlockSource
 from sp_lightning.layers.swap import ParameterSwap
+from sp_lightning.layers.write_back import WriteBack
+from sp_lightning.layers.write_guard import drop_if_empty
 from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.updates.background import BackgroundUpdates
 
@@ -49,6 +51,7 @@ class Part:
     layers: list[StreamedLayer]
     residency: Residency
     lent: BoundWeights
+    writes: WriteBack
     source: BlockSource
     residents: Residents
     swap: ParameterSwap
@@ -105,7 +108,7 @@ class Step(Part):
             kind: what the step is expected to do.
             quiet: whether nothing can have written weights since the last step or :meth:`prefetch_for`.
         """
-        self.lent.refuses = True
+        self.writes.refuses = True
         if not quiet:
             self.invalidate()
         training = kind is not StepKind.INFERENCE
@@ -197,7 +200,7 @@ class Step(Part):
         """Marks the copies of all layers that are not in use as out of date."""
         self.residency.let_rest(False)
         used = self.residency.used
-        self.lent.take_back_late(self.residency.slots.all)
+        self.writes.take_back_late(self.residency.slots.all)
         self.source.invalidate(
             [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used]
         )
@@ -284,14 +287,15 @@ class Step(Part):
         self.residency.release_unpinned()
         self.residency.let_rest(rests and self.residency.rests)
         for layer in self.residency.used if self.swap.on_device else ():  # a call of its module is running
-            self.lent.take_back(layer)
-        self.lent.take_back_all()
+            self.writes.take_back(layer)
+        self.writes.take_back_all()
         self.residents.take_back_writes()
         for layer in self.layers:
             if layer.kind is Kind.RESIDENTS or layer in self.residency.used:
                 continue
-            if layer.slot is None or not layer.slot.escaped:
-                layer.parameters.exposed.clear()
+            if layer.guard is not None and not layer.guard.views:
+                layer.guard.exposed.clear()
+                drop_if_empty(layer)
 
     # ------------------------------------------------------------------ it ends
 
@@ -307,7 +311,7 @@ class Step(Part):
         """
         if compare:
             self.compare_writes()
-        self.lent.refuses = compare  # until the next step begins
+        self.writes.refuses = compare  # until the next step begins
         self.running = self._stepping = False
         self.threads.end_forward()
         for layer in self.layers:

@@ -30,6 +30,7 @@ from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.swap import ParameterSwap
+from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
@@ -117,10 +118,11 @@ class Streamer:
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self.updates = placement.updates(self._layers, device)
         self.updates.threads = self.threads
-        self._lent = BoundWeights(self._slots, device, self._stays, self._watch)
-        self._lent.await_update = partial(self.updates.wait, why=Wait.READ_AFTER_UPDATE)
+        self._writes = WriteBack(self._slots, device, self._stays, self._watch)
+        self._lent = BoundWeights(self._slots, self._writes, watched=debug_writes)
+        self._writes.await_update = partial(self.updates.wait, why=Wait.READ_AFTER_UPDATE)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
-        self._residents = Residents(self._resident_layer, self._source, self._lent)
+        self._residents = Residents(self._resident_layer, self._source, self._writes)
         self._pin = pin
         if plan.steps_on_device or plan.stay:
             self._use_stepper(plan)
@@ -174,6 +176,7 @@ class Streamer:
             layers,
             self._residency,
             self._lent,
+            self._writes,
             self._source,
             self._residents,
             swap,
@@ -348,7 +351,7 @@ class Streamer:
             drained_bytes=self._gradients.drained_bytes,
             transfers=self._slots.transfers,
             demand_fetches=self._residency.demand_fetches,
-            host_waits=self._lent.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),
+            host_waits=self._writes.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),
             extra_slots=self._slots.extra_slots,
             gathered_bytes=self._slots.uploads.gathered_bytes,
             brought_bytes=brought,

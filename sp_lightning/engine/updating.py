@@ -16,6 +16,7 @@ from sp_lightning.engine.turns import Turns
 from sp_lightning.layers.device_parameter import Untouched
 from sp_lightning.layers.freed_gradient import forget, free
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.layers.write_guard import drop_if_empty
 from sp_lightning.torch_compat.modes import held
 from sp_lightning.updates.layer_stepper import LayerStepper
 
@@ -115,21 +116,23 @@ class Updating(Part):
         for member in layer.family:
             # A fetch of the layer that no call has used may be in flight.
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
-            group, viewed = member.parameters, _viewed(member)
-            if group.exposed or viewed is not None:
+            viewed = _viewed(member)
+            if viewed is not None or member.parameters.is_exposed:
                 with held(self.lock):
-                    self.lent.take_back(member)
+                    self.writes.take_back(member)
                     if viewed is not None:
-                        self.lent.take_digests(viewed)  # user code may also write its view from now on
+                        self.writes.take_digests(viewed)  # user code may also write its view from now on
                 # Otherwise the device's values, or other memory that a weight was given, would overwrite the update later.
-                group.exposed.clear()
-                group.replaced = {}
+                if member.guard is not None:
+                    member.guard.exposed.clear()
+                    member.guard.replaced = {}
+                    drop_if_empty(member)
 
     def notice_uses(self, layer: StreamedLayer) -> None:
         """Starts noticing each use of the weights of a layer, or its masters, by user code."""
-        for group in [member.parameters for member in layer.family]:
-            if group.attached:
-                group.ask(before_use=True)
+        for member in layer.family:
+            if member.state.attached:
+                member.parameters.ask(before_use=True)
 
     def step_of(self, optimizer: Optimizer) -> str:
         """Returns the name of an optimizer's step, with its first parameter, which distinguishes optimizers."""
@@ -146,7 +149,7 @@ class Updating(Part):
     def is_viewed(self, layer: StreamedLayer) -> bool:
         """Returns True if user code holds memory of a weight of the layer or its masters, on the host or the device."""
         return any(
-            member.block.is_viewed or (member.slot is not None and member.slot.digests is not None) or _viewed(member)
+            member.block.is_viewed or (member.guard is not None and member.guard.digests is not None) or _viewed(member)
             for member in layer.family
         )
 
@@ -168,6 +171,8 @@ class Updating(Part):
 
 def _viewed(layer: StreamedLayer) -> Slot | None:
     """Returns the layer's slot if user code has taken a view of it in this step and may keep it."""
-    slot, group = layer.slot, layer.parameters
-    own = len(group.all) if group.attached else 0
-    return slot if slot is not None and slot.digests is None and slot.lease.in_use_beside(own) else None
+    slot = layer.slot
+    own = len(layer.parameters.all) if layer.state.attached else 0
+    if slot is None or (layer.guard is not None and layer.guard.digests is not None):
+        return None
+    return slot if slot.lease.in_use_beside(own) else None

@@ -27,6 +27,7 @@ from sp_lightning.experts.expert_cache import ExpertCache
 from sp_lightning.experts.stacks import NEARLY_ALL, StackReading, how_it_reads
 from sp_lightning.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.layers.layer import NOTHING, AllRows, Rows, Slot, StreamedLayer
+from sp_lightning.layers.states import HELD
 from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
@@ -214,7 +215,7 @@ class ExpertRows(AllRows):
             # An unused layer may have been uploaded into this slot before. Compute has not waited for that transfer.
             self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
             self.cache.bring(self.layer, missing & cached, slot.memory)
-            if not (slot.lent or slot.escaped):  # otherwise later kernels will use the slot
+            if not (slot.locked or self.layer.state is HELD):  # otherwise later kernels will use the slot
                 slot.idle = self._device.record(Stream.COMPUTE)
         nbytes = sum(piece.stop - piece.start for piece in pieces)
         self.sent_bytes += nbytes
@@ -289,7 +290,7 @@ class ExpertRows(AllRows):
 
     def _may_compute(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         group = self.layer.parameters
-        if group.shared or not group.attached:
+        if group.shared or not self.layer.state.attached:
             return False
         if self.present is None or self._reads_rows(call, func, args, kwargs):
             return True

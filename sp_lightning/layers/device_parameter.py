@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sp_lightning.layers.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast
+from sp_lightning.layers.write_guard import guard_of
 from sp_lightning.torch_compat.metadata import METADATA
 from sp_lightning.torch_compat.modes import never_compiled, no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import (
@@ -100,7 +101,7 @@ class DeviceParameter(nn.Parameter):
             self.host.data = value
             return
         with self._of.present(self):
-            self._of.exposed.add(self._index)
+            guard_of(self._of.layer).exposed.add(self._index)
             if not same_place(value, tensor_data.__get__(self)):  # p.data += 1 assigns the same memory again
                 self._of.doors.replacing(self._of.layer, self._index, value)
                 tensor_data.__set__(self, value)

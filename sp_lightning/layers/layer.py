@@ -22,7 +22,8 @@ from sp_lightning.layers.casts import SavedValues
 from sp_lightning.layers.freed_gradient import forget
 from sp_lightning.layers.narrow_gradient import widen
 from sp_lightning.layers.parameter_group import ParameterGroup
-from sp_lightning.layers.writes import ViewDigests
+from sp_lightning.layers.states import HOST, IN_USE, LayerState
+from sp_lightning.layers.write_guard import WriteGuard
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
@@ -173,16 +174,13 @@ class Slot:
         lease: the same memory as compute has it.
         extra: whether it was made beyond the plan, because all others were in use or held.
         layer: the layer whose weights are in it; None if they are out of date.
-        lent: whether it is in use.
-        escaped: whether views of it outlived its last use.
+        locked: whether a layer uses it, whose state is a locked one. This stays so if the layer leaves the slot during that use,
+            because it was given other memory: what reads the slot goes on with the old values.
         stale: whether its layer's weights were or may have been written on the host since it was fetched. Its layer is to
             come to it again, because of those views.
-        digests: what such views are compared with, which may be written at any time; None within the step that took them.
         filled: the event of the transfer into it.
         coming: the upload into it, as long as only a part of it was issued; else None.
         idle: the event after the last kernel that used it.
-        begun: the mark in the timeline, if there is one, at which its last use began.
-        backward: whether that use was in backward.
         alive: tensors of :attr:`Stream.STEP` that the transfer into it reads, until that stream has waited for it.
     """
 
@@ -191,26 +189,22 @@ class Slot:
     lease: Lease
     extra: bool = False
     layer: StreamedLayer | None = None
-    lent: bool = False
-    escaped: bool = False
+    locked: bool = False
     stale: bool = False
-    digests: ViewDigests | None = None
     filled: Any = None
     coming: PendingUpload | None = None
     idle: Any = None
-    begun: Any = None
-    backward: bool = False
     alive: Sequence[Tensor] = ()
 
     @property
     def held(self) -> bool:
         """Whether some tensor still views it after its last use (an escaped view, a graph). It must not be overwritten."""
-        return not self.lent and self.lease.in_use
+        return not self.locked and self.lease.in_use
 
     @property
     def overwritable(self) -> bool:
         """Whether another layer may be fetched into it."""
-        return not self.lent and not self.lease.in_use
+        return not self.locked and not self.lease.in_use
 
 
 class Kind(enum.Enum):
@@ -229,10 +223,10 @@ class Kind(enum.Enum):
 class StreamedLayer:
     """One layer: everything that the engine knows about it.
 
-    The device's copy is valid if :attr:`slot` is not None, nor ``stale``, and the copy is not :attr:`outdated`. Code that writes
-    the host's weights in a way that no version shows calls :meth:`invalidate`. Residents have a slot of their own, which
-    :class:`~sp_lightning.layers.residents.Residents` answers for. The prefetch asks for the slot alone: what it fetches in
-    vain, or not at all, is found out when the layer is used.
+    :attr:`state` tells where its weights are. The device's copy is valid if :attr:`slot` is set and not ``stale``, and the copy
+    is not :attr:`outdated`. Code that writes the host's weights in a way that no version shows calls :meth:`invalidate`.
+    Residents have a slot of their own, for which :class:`~sp_lightning.layers.residents.Residents` answers. The prefetch reads
+    ``slot`` alone: if it fetches in vain, or not at all, the use of the layer corrects that.
 
     Args:
         index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.
@@ -262,6 +256,8 @@ class StreamedLayer:
             code has not come to the host's weights since.
         ahead: whether the host has not what that copy has.
         spent: gradients on the device that this step reads. They are there until compute has waited for it.
+        state: where its weights are: :class:`~sp_lightning.layers.states.LayerState`.
+        guard: writes of its weights that no version counter shows; None as long as user code does nothing that allows them.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
@@ -288,7 +284,11 @@ class StreamedLayer:
         self.planned = planned
         self.block = block
         self.parameters = parameters
+        if parameters is not None:  # a simulated layer has none
+            parameters.layer = self
         self.casts = NoCasts()
+        self.state: LayerState = IN_USE if kind is Kind.RESIDENTS else HOST
+        self.guard: WriteGuard | None = None
         self.masters: StreamedLayer | None = None
         self.family: tuple[StreamedLayer, ...] = (self,)
         self.expert = expert
@@ -334,7 +334,7 @@ class StreamedLayer:
         return (
             slot is not None
             and slot.overwritable
-            and slot.digests is None
+            and (self.guard is None or self.guard.digests is None)
             and not self.casts.saved
             and not any(member.block.displaced or member.block.retyped for member in self.family)
             and all(type(member.block.memory) is BlockMemory for member in self.family)
@@ -379,7 +379,7 @@ class StreamedLayer:
 
         A slot that is viewed after its use stays the layer's, and the layer will come to it again: views of a weight follow it.
         """
-        if self.slot is None or not self.slot.escaped or self.slot.lease.moved:
+        if self.slot is None or self.guard is None or not self.guard.views or self.slot.lease.moved:
             self.leave_slot()
         else:
             self.rows.drop_cached()
@@ -392,6 +392,14 @@ class StreamedLayer:
         if self.kind is Kind.RESIDENTS and self.slot is not None:
             self.slot.stale = True  # they take another one when they are used next
             return
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            slot.layer = None
+        if self.slot is not None:
+            self.slot.layer = None
+            self.evict()
+
+    def evict(self) -> None:
+        """Takes the layer out of its slot. Its weights are on the host alone."""
+        self.slot = None
+        if self.guard is not None:
+            self.guard.leave_slot()
+        if not self.state.locked:  # otherwise its use goes on, and `Slots.release` ends it
+            self.state = HOST

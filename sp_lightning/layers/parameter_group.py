@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.graph import GradientEdge, increment_version
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Span, absent, addresses, versions
+from sp_lightning.device.layout import Span, absent, addresses, version_of, versions
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.layers.casts import SavedValues
 from sp_lightning.layers.device_parameter import (
@@ -28,6 +29,7 @@ from sp_lightning.layers.device_parameter import (
     tensor_data,
     tensor_requires_grad,
 )
+from sp_lightning.layers.write_guard import guard_of
 from sp_lightning.observe.messages import HIDDEN_READ
 from sp_lightning.torch_compat.cast_gradient import CastGradient
 from sp_lightning.torch_compat.modes import no_inference_mode
@@ -104,14 +106,9 @@ class ParameterGroup:
         by_rows: whether only rows of some parameters may be on the device. These stay stand-ins (:meth:`notice_uses_of`).
         compute: runs an operation with a stand-in of which only rows are needed; None if the layer is uploaded whole. It takes
             the stand-in and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
-        resting: whether they are on the device although no call uses the layer.
         shared: whether several threads use the parameters.
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
         present_values: for each weight, the values that graphs have saved views of.
-        exposed: indices of the weights whose ``.data`` was handed out. User code may write them at any time.
-        viewed: indices of those of which the layer's own memory may hold other values than the host: it was handed out.
-        retyped: by index, the weights that were given another dtype; they have device memory of their own.
-        replaced: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
         away: the data that each parameter has while its layer is away.
         counters: tensors that have the weights' versions, and can be asked for them without a call of Python's own.
         unversioned_writes: how often each weight was written without a change of its version, as far as the engine knows: a
@@ -137,12 +134,8 @@ class ParameterGroup:
         self.autocast = autocast
         self.casts: Sequence[Tensor] | None = None
         self.present_values = [SavedValues(span.offset) for span in spans]
-        self.exposed: set[int] = set()
-        self.viewed: set[int] = set()
-        self.retyped: dict[int, Tensor] = {}
-        self.replaced: dict[int, Tensor] = {}
         self.unversioned_writes = [0] * len(spans)
-        self.attached = self.resting = self.shared = self.by_rows = False
+        self.shared = self.by_rows = False
         self.compute: Callable[..., Any] | None = None
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
         self._absent = [_with_user_class(OffloadedParameter, type(host)) for host in hosts]
@@ -210,18 +203,17 @@ class ParameterGroup:
 
     def attach(self, views: Sequence[Tensor]) -> None:
         """Gives every parameter its view of the slot, because the layer is on the device."""
-        if self.replaced:
-            views = [self.replaced.get(index, value) for index, value in enumerate(views)]
-        if self.retyped:
+        guard = self.layer.guard
+        if guard is not None and (guard.replaced or guard.retyped):
             with no_inference_mode(), torch.no_grad(), Untouched():
-                retyped = {index: weight.copy_(self.hosts[index]) for index, weight in self.retyped.items()}
-            views = [retyped.get(index, value) for index, value in enumerate(views)]
+                retyped = {index: weight.copy_(self.hosts[index]) for index, weight in guard.retyped.items()}
+            elsewhere = guard.replaced | retyped
+            views = [elsewhere.get(index, value) for index, value in enumerate(views)]
         with Untouched():
             kinds = self._absent if self.shared else self._present
             for parameter, value, kind in zip(self.all, views, kinds, strict=True):
                 tensor_data.__set__(parameter, value)
                 set_class(parameter, kind)
-        self.attached = True
 
     def _absent_like(self, value: Span | Tensor, index: int) -> Tensor:
         return absent(value, self.device, HIDDEN_READ.format(name=self.spans[index].name))
@@ -229,7 +221,7 @@ class ParameterGroup:
     def set_retyped(self, index: int, value: Tensor) -> None:
         """Keeps a weight that was given another dtype, for which the layer's memory has no place."""
         with no_inference_mode():
-            self.retyped[index] = value
+            guard_of(self.layer).retyped[index] = value
             self.away[index] = self._absent_like(value, index)
 
     def refuse_exchanged(self, index: int) -> None:
@@ -245,7 +237,7 @@ class ParameterGroup:
     def share(self, shared: bool) -> None:
         """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
         self.shared = shared
-        if self.attached:
+        if self.layer.state.attached:
             self.ask(before_use=shared)
 
     def ask(self, before_use: bool) -> None:
@@ -255,7 +247,10 @@ class ParameterGroup:
 
     def watch(self) -> None:
         """Counts references as the layer's first forward since it came begins: hooks of autograd may keep parameters in it."""
-        self._references = self._references or dict(enumerate(map(sys.getrefcount, self.all))) | self._still_held()
+        if not self._references:
+            self._references = dict(enumerate(map(sys.getrefcount, self.all)))
+            if self._held:
+                self._references |= self._still_held()
 
     def detach(self) -> bool:
         """Turns the parameters into stand-ins. Returns whether none is held; if one is, until :meth:`free_dropped` says so.
@@ -272,12 +267,11 @@ class ParameterGroup:
                 if index not in held:
                     set_data(parameter, self.away[index])
                 set_class(parameter, kind)
-        self.attached = False
         return not held
 
     def free_dropped(self) -> bool:
         """Takes the memory from the parameters that are held no more. Returns whether none are held now."""
-        if self._held and not self.attached:
+        if self._held and not self.layer.state.attached:
             before, self._held = self._held, self._still_held()
             with Untouched():
                 for index in before.keys() - self._held.keys():
@@ -286,8 +280,13 @@ class ParameterGroup:
 
     def _still_held(self) -> dict[int, int]:
         """The parameters that still have more references than before they were kept, with the number before."""
-        now = list(map(sys.getrefcount, self.all)) if self._held else []
-        return {index: before for index, before in self._held.items() if now[index] > before}
+        held: dict[int, int] = {}
+        if self._held:
+            now = list(map(sys.getrefcount, self.all))
+            for index, before in self._held.items():
+                if now[index] > before:
+                    held[index] = before
+        return held
 
     def at(self, offset: int) -> int | None:
         """The index of the parameter at ``offset`` bytes of the layer's memory; None between parameters, and in casts."""
@@ -312,7 +311,8 @@ class ParameterGroup:
 
         An update that is under way is waited for: it may show in a version at any moment until the background has done it.
         """
-        written = index in self.exposed or self.version(index) != self._versions[index]
+        guard = self.layer.guard
+        written = (guard is not None and index in guard.exposed) or self.version(index) != self._versions[index]
         update = self.layer.owner.update
         if written or (update is not None and not update.done()):
             self.doors.take_back_writes(self.layer)
@@ -320,18 +320,26 @@ class ParameterGroup:
 
     def host_writes(self) -> tuple[list[int], list[int]]:
         """Two numbers for each weight, which rise if the host gets other values. The device's writes are taken back first."""
-        if self.exposed or versions(self.counters) != self._versions:
+        if self.is_exposed or self.changed:
             self.doors.take_back_writes(self.layer)
         return versions(self.hosts), list(self.unversioned_writes)
 
     @property
+    def is_exposed(self) -> bool:
+        """Whether user code may write a weight at any time without a change of its version."""
+        return self.layer.guard is not None and bool(self.layer.guard.exposed)
+
+    @property
     def changed(self) -> bool:
         """Whether a weight was written on the device since :meth:`take_written`, as far as versions show it."""
-        return versions(self.counters) != self._versions
+        return list(map(version_of, self.counters)) != self._versions
 
     def written(self) -> bool:
         """Whether :meth:`take_written` would return any, or a weight has other memory than the layer's."""
-        return bool(self.exposed or self.retyped) or self.changed
+        guard = self.layer.guard
+        return (guard is not None and bool(guard.exposed or guard.retyped)) or list(
+            map(version_of, self.counters)
+        ) != self._versions
 
     def take_written(self) -> list[int]:
         """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.
@@ -341,10 +349,11 @@ class ParameterGroup:
         now = versions(self.counters)
         before, self._versions = self._versions, now
         if now == before:
-            return sorted(self.exposed)
+            return [] if self.layer.guard is None else sorted(self.layer.guard.exposed)
         changed = {i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new}
-        self.viewed |= changed
-        return sorted(changed | self.exposed)
+        guard = guard_of(self.layer)
+        guard.viewed |= changed
+        return sorted(changed | guard.exposed)
 
     def alias(self, index: int) -> Tensor:
         """Returns :meth:`value` with the version of the device parameter itself, so that writes to it show."""
@@ -359,7 +368,7 @@ class ParameterGroup:
     def sync_requires_grad(self) -> None:
         """Follows the host's parameters, which the user may freeze and unfreeze between two forwards."""
         with Untouched():
-            wanted = [host.requires_grad for host in self.hosts]
+            wanted = list(map(_requires_grad, self.hosts))
         if wanted == self._synced:
             return
         self._synced = wanted
@@ -376,7 +385,9 @@ class ParameterGroup:
     @property
     def stale(self) -> bool:
         """Whether a host parameter was written or exchanged since :meth:`fetched`."""
-        return versions(self.hosts) != self._host_versions or addresses(self.hosts) != self._addresses
+        with Untouched():
+            written = list(map(version_of, self.hosts)) != self._host_versions
+        return written or addresses(self.hosts) != self._addresses
 
     def fetched(self) -> None:
         """The device's copy is that of the host's parameters as they are now.
@@ -384,14 +395,15 @@ class ParameterGroup:
         Where they changed, the device parameters' versions change too, so that autograd's in-place check sees an
         optimizer step between forward and backward as it would on plain parameters.
         """
-        now = versions(self.hosts)
+        with Untouched():
+            now = list(map(version_of, self.hosts))
         if now == self._host_versions:  # nearly always in backward
             return
-        changed = [i for i, (old, new) in enumerate(zip(self._host_versions, now, strict=True)) if old != new]
-        for index in changed:
-            with no_inference_mode(), Untouched():
-                increment_version(self.all[index])
-            self._versions[index] += 1
+        with no_inference_mode(), Untouched():
+            for index, (old, new) in enumerate(zip(self._host_versions, now, strict=True)):
+                if old != new:
+                    increment_version(self.all[index])
+                    self._versions[index] += 1
         self._host_versions = now
 
     def adopted(self) -> None:
@@ -413,13 +425,14 @@ class ParameterGroup:
 
     def expose(self, index: int | None = None) -> None:
         """Notes that a weight, by default any of the layer, may be written at any time without a change of its version."""
-        indices = range(len(self.all)) if index is None else (index,)
-        self.exposed.update(indices)
-        self.viewed.update(indices)
+        guard_of(self.layer).expose(range(len(self.all)) if index is None else (index,))
 
     def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
         """A context in which a parameter's layer is on the device."""
         return self.doors.on_demand([parameter]) if isinstance(parameter, OffloadedParameter) else nullcontext()
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def _counter(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, filterfalse, islice
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sp_lightning.layers.layer import NOTHING, Slot, StreamedLayer
 from sp_lightning.layers.slots import Slots
@@ -95,7 +95,7 @@ class Trace(Generic[L]):
         ahead: Iterable[L] = islice(self._expected, self._at, None)
         for layer in filterfalse(there, chain(ahead, self._expected[: self._at]) if self.cyclic else ahead):
             if layer not in distances and wanted(layer):
-                distances[layer] = int(self.next_use(layer))
+                distances[layer] = int(self.next_uses(layer)[0])
                 if len(distances) == most:
                     break
         return list(distances.items())
@@ -224,19 +224,25 @@ class Prefetch:
         Returns:
             That slot, if any gains; whether it may be overwritten now; and whether others may be, too, and would gain.
         """
-        empty = [slot for slot in slots if slot.layer is None and not slot.lent]
-        if len(empty) > 1:
-            return empty[0], True, True  # nothing gains more; there may be hundreds of slots
+        first_empty = None
+        for slot in slots:
+            if slot.layer is None and not slot.locked:
+                if first_empty is not None:
+                    return first_empty, True, True  # nothing gains more; there may be hundreds of slots
+                first_empty = slot
         best, most, may_go, free = None, needed, False, 0
         for slot in slots:
-            gain, now = self._gain(slot, needed)
+            if slot.layer is None:
+                gain, now = math.inf, not slot.locked
+            else:
+                gain, now = self._gain(slot, needed)
             free += now and gain > needed
             if gain > most or (gain == most and now and not may_go and best is not None):
                 best, most, may_go = slot, gain, now
         return best, may_go, free > 1
 
-    def _gain(self, slot: Slot, needed: float) -> tuple[float, bool]:
-        """What is gained by overwriting a slot for a layer that is used after ``needed`` other uses.
+    def _gain(self, slot: Any, needed: float) -> tuple[float, bool]:
+        """What is gained by overwriting a slot that has a layer, for one that is used after ``needed`` other uses.
 
         A layer that is used before that counts with its use after that one, if another layer runs in between.
 
@@ -244,10 +250,8 @@ class Prefetch:
             After how many uses the slot's present layer is used again (-1 if it has to stay), and whether the slot may be
             overwritten now.
         """
-        if slot.layer is None:
-            return math.inf, not slot.lent
         soon, later = self.trace.next_uses(slot.layer)
-        if slot.lent:
+        if slot.locked:
             return (soon if needed >= 1 else -1), False
         if soon > needed:
             return soon, True

@@ -5,8 +5,9 @@ from __future__ import annotations
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
 from sp_lightning.layers.layer import Slot, StreamedLayer
-from sp_lightning.layers.lent_weights import BoundWeights
 from sp_lightning.layers.slots import BlockSource
+from sp_lightning.layers.write_back import WriteBack
+from sp_lightning.layers.write_guard import drop_if_empty
 from sp_lightning.torch_compat.modes import no_inference_mode
 
 
@@ -16,18 +17,18 @@ class Residents:
     Args:
         layer: the layer that they form. Its device parameters are attached from the beginning.
         source: brings the layer's bytes on the host up to date.
-        lent: takes back what was written on the device.
+        writes: copies to the host what was written on the device.
 
     Attributes:
         nbytes: bytes of device memory.
     """
 
-    def __init__(self, layer: StreamedLayer, source: BlockSource, lent: BoundWeights) -> None:
+    def __init__(self, layer: StreamedLayer, source: BlockSource, writes: WriteBack) -> None:
         self.layer = layer
         self.group = layer.parameters
         self._source = source
-        self._lent = lent
-        self._device: Device = lent.device
+        self._writes = writes
+        self._device: Device = writes.device
         self._slot = self._new_slot(0)
         self._take_memory()
         self._current = False
@@ -44,7 +45,7 @@ class Residents:
             self._source.wait(layer)
         if not group.hosts or (self._current and not group.stale):
             return
-        if not group.stale or self._slot.digests is not None:
+        if not group.stale or self._is_compared:
             self.take_back_writes()
         weights, staged = self._source.stage(layer)
         if self._slot.stale:
@@ -60,13 +61,13 @@ class Residents:
         layer.transfer = self._device.record(Stream.UPLOAD)
         self._device.wait(Stream.COMPUTE, layer.transfer, Wait.USE_AFTER_RESIDENTS)
         self._device.access(memory, Stream.COMPUTE, write=False)
-        if group.retyped:
+        if layer.guard is not None and layer.guard.retyped:
             self._attach()
         group.fetched()
         group.sync_requires_grad()
         self._current = True
-        if self._slot.digests is not None:
-            self._lent.take_digests(self._slot)
+        if self._is_compared:
+            self._writes.take_digests(self._slot)
 
     def distrust(self) -> None:
         """Has the host's weights copied anew before their next use, because they are about to be written unseen."""
@@ -78,26 +79,31 @@ class Residents:
         Views of it that user code keeps see the present weights at once, as views of a plain parameter do.
         """
         self._current = False
-        if self._slot.digests is not None:
+        if self._is_compared:
             self.refresh()
 
     def take_back_writes(self) -> None:
         """Takes what was written on the device over to the host."""
-        written, replaced = self._lent.take_back_slot(self._slot)
+        written, replaced = self._writes.take_back_slot(self._slot)
         if replaced:
             # A parameter was given other memory on the device (param.data = other). A graph that has saved a view
             # keeps the values that it saw, as with plain autograd.
             left = self._slot
             self._take_memory()
-            self._lent.leave_views(left, replaced)
+            self._writes.leave_views(left, replaced)
         if written:
             self._attach()
             self._current = False
         if self.group.hosts and self._held:
-            self._lent.take_digests(self._slot)
-        else:
-            self._slot.digests = None
-            self.group.exposed.clear()
+            self._writes.take_digests(self._slot)
+        elif self.layer.guard is not None:
+            self.layer.guard.drop_views()
+            drop_if_empty(self.layer)
+
+    @property
+    def _is_compared(self) -> bool:
+        """Whether user code keeps views of the memory, which are compared with digests."""
+        return self.layer.guard is not None and self.layer.guard.digests is not None
 
     @property
     def _held(self) -> bool:
@@ -113,15 +119,17 @@ class Residents:
 
     def _take_memory(self) -> None:
         """Takes new memory. Views of the old one keep its values."""
-        self._lent.resident_storages.discard(self.address)
+        self._writes.resident_storages.discard(self.address)
+        if self.layer.guard is not None:
+            self.layer.guard.leave_slot()
         self._slot = self._new_slot(self.layer.planned.nbytes)
-        self._lent.resident_storages.add(self.address)
+        self._writes.resident_storages.add(self.address)
         self._attach()
 
     def _new_slot(self, nbytes: int) -> Slot:
         memory = self._device.empty(nbytes)
         self.nbytes = memory.nbytes
-        self.layer.slot = Slot(-1, memory, Lease(memory), layer=self.layer, lent=True)
+        self.layer.slot = Slot(-1, memory, Lease(memory), layer=self.layer, locked=True)
         return self.layer.slot
 
     def _attach(self) -> None:

@@ -1,12 +1,8 @@
 """Slots: device memory for layers, and the transfers that fill it.
 
-A slot's life::
-
-    FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while it is still viewed, HELD ──▶ FREE
-
-A slot's memory is lent as a separate storage. Once no tensor holds that storage, no new kernel can read it, and an event recorded
-then covers the kernels that are still running. Until then the slot is not overwritten: another slot is used, or an extra one
-is allocated.
+What may be in a slot, and when, is in :mod:`~sp_lightning.layers.states`. A slot's memory is lent as a separate storage. Once no
+tensor holds that storage, no new kernel can read it, and an event recorded then covers the kernels that are still running. Until
+then the slot is not overwritten: another slot is used, or an extra one is allocated.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -22,10 +18,13 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import part
 from sp_lightning.device.lease import Lease
 from sp_lightning.layers.layer import AllRows, Slot, StreamedLayer
+from sp_lightning.layers.states import FETCHED, HELD, HOST, UNPACKED
 from sp_lightning.layers.uploads import Uploads
+from sp_lightning.layers.write_guard import guard_of
 from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 
+Timed = Literal["forward", "backward"]
 Staged = tuple[Tensor, Any]
 """A layer's bytes on the host, flat ``uint8``, and the event after which they may be read; None for at once."""
 
@@ -99,6 +98,7 @@ class Slots:
         self.extra_slots = 0
         self.idle_since: Any = None
         """The mark in the timeline since which compute uses no layer; None at the beginning of a batch."""
+        self._uses: dict[Slot, tuple[Timed, Any]] = {}  # for timelines: what each slot's last use is, and when it began
 
     def _make_planned(self) -> None:
         """Allocates the slots of the plan."""
@@ -158,13 +158,14 @@ class Slots:
         except BaseException:
             for layer, slot, _ in transfer:
                 layer.rows.lost()
-                if layer.slot is slot and not slot.lent:
+                if layer.slot is slot and not slot.locked:
                     layer.invalidate()
             raise
         finally:  # copies may have been issued before an error
             filled = self._latest = self._device.record(Stream.UPLOAD)
             for layer, slot, _ in transfer:
-                slot.filled = layer.transfer = layer.stepped if _is_there(layer, slot) else filled
+                is_there = layer.kept and slot is layer.own_slot
+                slot.filled = layer.transfer = layer.stepped if is_there else filled
         self.transfers += 1
 
     def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
@@ -174,20 +175,21 @@ class Slots:
                 self._arrive(slot)
             if slot.alive:
                 self._wait_for_readers(slot)
-            if slot.layer is not None and slot.layer.slot is slot:
-                slot.layer.slot = None
+            if slot.layer is not None and slot.layer is not layer and slot.layer.slot is slot:
+                slot.layer.evict()
             # A slot that was held after its release has no event, because its last view may be dropped at any time. By now it
             # is dropped, so an event recorded now covers its kernels.
-            if not _is_there(layer, slot):
+            is_there = layer.kept and slot is layer.own_slot  # of a layer that stays, so nothing has to be copied
+            if not is_there:
                 idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
                 self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
             if made and type(layer.rows) is AllRows:  # copied on the device, so the download is not waited for
                 staged = layer.owner.stepped
             if layer.kept:  # compute waits for the step of what is there, and not behind other layers' uploads
-                staged = None if _is_there(layer, slot) else layer.stepped
+                staged = None if is_there else layer.stepped
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
-            begun = self._device.mark(Stream.UPLOAD)
+            begun = self._device.mark(Stream.UPLOAD) if self._device.timelines else None
             nbytes = None
             if layer.kept:
                 nbytes = self._copy_kept(layer, slot)
@@ -203,8 +205,10 @@ class Slots:
             if begun is not None:
                 self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer, slot.stale, layer.slot = layer, False, slot
-            if slot.escaped:
-                self.forget_dropped(slot)
+            if layer.guard is not None and layer.guard.views:
+                self.forget_dropped(layer, slot)
+            elif not layer.state.locked:  # otherwise a use goes on with the new values
+                layer.state = FETCHED
             layer.fetches += 1
             self.fetched_bytes += nbytes
 
@@ -253,10 +257,11 @@ class Slots:
         assert slot is not None
         self.uploads.go_on(layer)
         self.join(slot)
-        slot.lent = True
+        layer.state = UNPACKED
+        slot.locked = True
         slot.idle = None
-        slot.begun = self._device.mark(Stream.COMPUTE)
-        slot.backward = backward
+        if self._device.timelines:
+            self._uses[slot] = "backward" if backward else "forward", self._device.mark(Stream.COMPUTE)
         return slot
 
     def join(self, slot: Slot) -> None:
@@ -278,19 +283,27 @@ class Slots:
         self._device.note("between", None, self.idle_since, Stream.COMPUTE)
         self.idle_since = None
 
-    def release(self, slot: Slot) -> None:
-        """Ends the use of a slot. Device parameters have dropped the memory; other tensors may still view it."""
+    def release(self, layer: StreamedLayer, slot: Slot) -> bool:
+        """Ends a layer's use of a slot. Device parameters have dropped the memory.
+
+        Returns:
+            Whether other tensors still view the slot.
+        """
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if self._device.timelines:
-            layer = None if slot.layer is None else slot.layer.index
-            self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
+            kind, begun = self._uses.pop(slot, ("forward", None))
+            self._device.note(kind, layer.index, begun, Stream.COMPUTE)
             self.idle_since = self._device.mark(Stream.COMPUTE)
-        slot.lent = False
-        self.forget_dropped(slot)
-        if not slot.escaped:
+        slot.locked = False
+        viewed = slot.lease.in_use
+        layer.state = HOST if layer.slot is None else HELD if viewed else FETCHED
+        if viewed and layer.slot is not None:
+            guard_of(layer).views = True
+        if not viewed:
             if self.poisons and not (slot.layer is not None and slot.layer.kept):
                 self._poison(slot)
             slot.idle = self._device.record(Stream.COMPUTE)
+        return viewed
 
     def _poison(self, slot: Slot) -> None:
         if slot.layer is not None:
@@ -299,11 +312,14 @@ class Slots:
         with no_inference_mode(), no_dispatch_modes():
             slot.memory.fill_(0xFF)  # all ones are NaN in every float type
 
-    def forget_dropped(self, slot: Slot) -> None:
-        """Updates whether tensors still view a slot. Writes through dropped views were copied back before."""
-        slot.escaped = slot.lease.in_use
-        if not slot.escaped:
-            slot.digests = None
+    def forget_dropped(self, layer: StreamedLayer, slot: Slot) -> bool:
+        """Updates whether tensors still view a layer's slot, and returns it. Writes through dropped views were copied back before."""
+        viewed = slot.lease.in_use
+        if layer.guard is not None and not viewed:
+            layer.guard.leave_slot()
+        if not layer.state.locked:
+            layer.state = HELD if viewed else FETCHED
+        return viewed
 
     def give_back_extra(self) -> None:
         """Frees the extra slots that no tensor views. Compute waits for uploads into them, because it may get their memory.
@@ -316,7 +332,7 @@ class Slots:
                 if slot.alive:
                     self._wait_for_readers(slot)
                 if slot.layer is not None and slot.layer.slot is slot:
-                    slot.layer.slot = None
+                    slot.layer.evict()
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)
                 self.all.remove(slot)
                 self.device_bytes -= slot.memory.nbytes
@@ -338,16 +354,14 @@ class Slots:
 
         A slot that is still viewed stays as an extra slot until its views are dropped.
         """
-        held = [(slot, slot.layer) for slot in self.all if not slot.overwritable]
-        self._free()
+        held = [slot for slot in self.all if not slot.overwritable]
+        self._free(held)
         self._plan = plan
         for layer in self._layers:
             layer.planned = plan.moving[layer.index]  # the layout is the same, but the ring may differ
-        for slot, holds in held:
+        for slot in held:
             slot.extra = True
             self._keep(slot)
-            if holds is not None:
-                holds.slot = slot
         self._make_planned()
 
     def close(self) -> None:
@@ -355,23 +369,21 @@ class Slots:
         self._free()
         self.uploads.close()
 
-    def _free(self) -> None:
+    def _free(self, held: Sequence[Slot] = ()) -> None:
+        """Frees all slots, and evicts their layers except those in slots that are ``held``."""
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
         for slot in self.all:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
         for layer in self._layers:
-            layer.slot = None
+            if layer.slot is not None and layer.slot not in held:
+                layer.evict()
             if not layer.whole:
                 layer.rows.free()
+        self._uses.clear()
         self.by_address.clear()
         self.planned.clear()
         self.all.clear()
         self.device_bytes = 0
-
-
-def _is_there(layer: StreamedLayer, slot: Slot) -> bool:
-    """Whether a slot has a layer that stays, so that nothing has to be copied."""
-    return layer.kept and slot is layer.own_slot
 
 
 @contextmanager

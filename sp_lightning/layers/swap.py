@@ -321,7 +321,7 @@ def _is_in_use(layer: StreamedLayer) -> bool:
     """Whether a layer is used on the device, or viewed. Residents are there all the time, and used in calls of any modules."""
     if layer.kind is Kind.RESIDENTS:
         return bool(layer.parameters.doors.calls.depth)
-    return layer.parameters.attached or (layer.slot is not None and layer.slot.held)
+    return layer.state.attached or (layer.slot is not None and layer.slot.held)
 
 
 def _elsewhere(

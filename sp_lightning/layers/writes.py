@@ -89,11 +89,11 @@ class StaleViews:
     """
 
     def __init__(self) -> None:
-        self._left: list[tuple[Lease, Tensor, list[tuple[str, Tensor, str]]]] = []
+        self.noted: list[tuple[Lease, Tensor, list[tuple[str, Tensor, str]]]] = []
 
     def note(self, lease: Lease, memory: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
         """Notes the values of the weights that moved, by name. They must not change while the lease of the memory is in use."""
-        self._left.append((lease, memory, [(name, value, digest(value)) for name, value in others]))
+        self.noted.append((lease, memory, [(name, value, digest(value)) for name, value in others]))
 
     def compare(self, settle: Callable[[Tensor], None], *, refuse: bool) -> None:
         """Compares the memory with the values that were noted, and forgets memory that nobody views any more.
@@ -105,14 +105,12 @@ class StaleViews:
         Raises:
             RuntimeError: a weight was written through an old view.
         """
-        if not self._left:  # nearly always; this is called several times for each layer
-            return
-        before, self._left = self._left, [left for left in self._left if left[0].in_use]
+        before, self.noted = self.noted, [left for left in self.noted if left[0].in_use]
         for _, memory, others in before if refuse else ():
             settle(memory)
             for name, value, before_it in others:
                 if digest(value) != before_it:
-                    self._left.clear()
+                    self.noted.clear()
                     raise RuntimeError(
                         f"Parameter {name!r} was written through an old view of it (.data, .detach(), weight[0]): another weight "
                         "of its layer was given other memory since (param.data = other). The write would be lost. Take a new "
@@ -128,7 +126,7 @@ class ExchangedMemory:
     """
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Lease, Tensor, Tensor, str, weakref.ref[Any], Callable[[], None]]] = []
+        self.noted: list[tuple[Lease, Tensor, Tensor, str, weakref.ref[Any], Callable[[], None]]] = []
 
     def note(self, lease: Lease, memory: Tensor, value: Tensor, needed_by: Any, written: Callable[[], None]) -> None:
         """Notes the value of a weight that is about to get other memory.
@@ -139,11 +137,11 @@ class ExchangedMemory:
             needed_by: an object that needs the value to stay the same while it lives.
             written: called if the value was written.
         """
-        self._noted.append((lease, memory, value, digest(value), weakref.ref(needed_by), written))
+        self.noted.append((lease, memory, value, digest(value), weakref.ref(needed_by), written))
 
     def compare(self, settle: Callable[[Tensor], None]) -> None:
         """Compares the memory with the values that were noted. ``settle`` waits for everything that writes a memory."""
-        before, self._noted = self._noted, []  # nearly always empty
+        before, self.noted = self.noted, []
         for noted in before:
             lease, memory, value, before_it, needed_by, written = noted
             if needed_by() is None:
@@ -152,12 +150,11 @@ class ExchangedMemory:
             if digest(value) != before_it:
                 written()
             elif lease.in_use:
-                self._noted.append(noted)
+                self.noted.append(noted)
 
     def forget_dropped(self) -> None:
         """Forgets memory that nobody views any more, before it is overwritten."""
-        if self._noted:
-            self._noted = [noted for noted in self._noted if noted[0].in_use]
+        self.noted = [noted for noted in self.noted if noted[0].in_use]
 
 
 _Look = tuple[int, int, str]

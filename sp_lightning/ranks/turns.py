@@ -160,7 +160,8 @@ class SharedSource(HostSource):
         """Returns the layer's bytes as this rank's user code sees them, in shared memory or in the private view."""
         self.wait(layer)
         for member in layer.family:
-            self._adopt(member)
+            if displaced := member.block.displaced:
+                self._adopt(member, displaced)
         written = [memory_of(member).look() for member in layer.family]  # of all members: each notes what it sees
         if layer.masters is not None and any(written):
             memory_of(layer).written = True

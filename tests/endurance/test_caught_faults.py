@@ -27,6 +27,7 @@ from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.uploads import Uploads
+from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.torch_compat.private import top_saved_tensors_hooks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.support.engine import streamer_of
@@ -140,9 +141,9 @@ ROWS = [
     Row("enter of a call / leave", Residents, "refresh", 2, calls),
     Row("enter of a call / leave", Slots, "fetch", 2, calls),
     Row("enter of a call / leave", torch, "tanh", 2, calls),
-    Row("leave of a call, its parts", BoundWeights, "write_back", 1, writes_and_calls),
-    Row("leave of a call, its parts", BoundWeights, "take_back_all", 1, calls, BETWEEN),
-    Row("leave of a call, its parts", BoundWeights, "_after_release", 2, calls),
+    Row("leave of a call, its parts", WriteBack, "write_back", 1, writes_and_calls),
+    Row("leave of a call, its parts", WriteBack, "take_back_all", 1, calls, BETWEEN),
+    Row("leave of a call, its parts", Slots, "release", 2, calls),
     Row("begin_call / end_call", Slots, "use", 3, calls),
     Row("begin_call / end_call", BoundWeights, "move_in", 3, calls),
     Row("on_demand: begin_call / end_call", Slots, "use", 2, reads, IN),
@@ -191,7 +192,7 @@ def state_of(module: Catches) -> dict[str, Any]:
         "a step runs": streamer._step.running,
         "depth": (running.depth, running._here.depth),
         "pins": [layer.running_calls for layer in streamer._layers],
-        "slots in use": sum(slot.lent for slot in streamer._slots.all) - len(streamer._residency.used),
+        "slots in use": sum(slot.locked for slot in streamer._slots.all) - len(streamer._residency.used),
         "hooks on the thread": top_saved_tensors_hooks(),
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
         "activations": (getattr(activations, "_installed", None), sum("forward" in vars(m) for m in module.modules())),

@@ -21,6 +21,7 @@ from sp_lightning.gpu_steps.twins import for_fetch
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.write_guard import guard_of
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.normed import NormedStack
 from tests.support.on_device import Stepped, on_device
@@ -452,8 +453,8 @@ HOST_HAS_WORK: dict[str, Callable[[Any, Any], tuple[Any, str, Any]]] = {
     "only rows are uploaded": lambda source, layer: (layer, "rows", object()),
     "casts are out of date": lambda source, layer: (type(layer.casts), "current", False),
     "the slot has to be filled again": lambda source, layer: (layer.slot, "stale", True),
-    "user code views the slot": lambda source, layer: (layer.slot, "escaped", True),
-    "its views may write the slot": lambda source, layer: (layer.slot, "digests", object()),
+    "user code views the slot": lambda source, layer: (guard_of(layer), "views", True),
+    "its views may write the slot": lambda source, layer: (guard_of(layer), "digests", object()),
     "weights are on a disk": lambda source, layer: (layer.block, "memory", type("OnDisk", (), {"use": None})()),
     "weights were given other memory": lambda source, layer: (type(layer.block), "displaced", [0]),
     "a weight has another dtype": lambda source, layer: (layer.block, "retyped", {0: torch.ones(1)}),

@@ -18,6 +18,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.layers.write_guard import guard_of
 from tests.support.data_writes import BLOCKS, Convolutions, Linears, Writes, multiply
 from tests.support.models import Module, vectors
 from tests.support.poison import poisoned
@@ -693,17 +694,17 @@ def test_memory_of_another_dtype_is_written_while_its_layer_is_away(k: int) -> N
 
 
 UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {
-    "an update is under way": lambda lent, layer, slot: (layer.owner, "update", Future()),
-    "the host's was written": lambda lent, layer, slot: (StreamedLayer, "outdated", True),
-    "the slot has to be filled again": lambda lent, layer, slot: (slot, "stale", True),
-    "the slot's views may write it": lambda lent, layer, slot: (slot, "digests", object()),
-    "other ranks bring the rest": lambda lent, layer, slot: (slot, "coming", object()),
-    "writes are looked for": lambda lent, layer, slot: (lent, "_watch", object()),
-    "only rows are uploaded": lambda lent, layer, slot: (layer, "planned", replace(layer.planned, rows=(0,))),
-    "a table": lambda lent, layer, slot: (layer, "kind", Kind.TABLE),
-    "residents": lambda lent, layer, slot: (layer, "kind", Kind.RESIDENTS),
-    "the weight was handed out": lambda lent, layer, slot: (layer.parameters, "viewed", {0}),
-    "it has another dtype": lambda lent, layer, slot: (layer.parameters, "retyped", {0: torch.ones(1)}),
+    "an update is under way": lambda writes, layer, slot: (layer.owner, "update", Future()),
+    "the host's was written": lambda writes, layer, slot: (StreamedLayer, "outdated", True),
+    "the slot has to be filled again": lambda writes, layer, slot: (slot, "stale", True),
+    "the slot's views may write it": lambda writes, layer, slot: (guard_of(layer), "digests", object()),
+    "other ranks bring the rest": lambda writes, layer, slot: (slot, "coming", object()),
+    "writes are looked for": lambda writes, layer, slot: (writes, "_watch", object()),
+    "only rows are uploaded": lambda writes, layer, slot: (layer, "planned", replace(layer.planned, rows=(0,))),
+    "a table": lambda writes, layer, slot: (layer, "kind", Kind.TABLE),
+    "residents": lambda writes, layer, slot: (layer, "kind", Kind.RESIDENTS),
+    "the weight was handed out": lambda writes, layer, slot: (guard_of(layer), "viewed", {0}),
+    "it has another dtype": lambda writes, layer, slot: (guard_of(layer), "retyped", {0: torch.ones(1)}),
 }
 
 
@@ -715,13 +716,13 @@ def test_a_weight_is_not_compared_with_a_slot_that_may_have_other_values_than_th
     class Asks(Module):
         def loss(self, batch: Any) -> Tensor:
             loss = super().loss(batch)
-            lent = self.trainer.strategy._run.engine._lent
-            slot = next(each for each in lent._slots.all if each.layer is not None)
-            given = {0: lent._slots.views(slot.layer, slot)[0].clone()}
-            found.append(lent._alike(slot, given))
-            owner, name, value = UNKNOWN[why](lent, slot.layer, slot)
+            writes = self.trainer.strategy._run.engine._writes
+            slot = next(each for each in writes._slots.all if each.layer is not None)
+            given = {0: writes._slots.views(slot.layer, slot)[0].clone()}
+            found.append(writes._alike(slot, given))
+            owner, name, value = UNKNOWN[why](writes, slot.layer, slot)
             with mock.patch.object(owner, name, value):
-                found.append(lent._alike(slot, given))
+                found.append(writes._alike(slot, given))
             return loss
 
     fit(lambda: Asks(nn.Sequential(*(Linears() for _ in range(3)))), vectors(1), superpipeline(k=1))

@@ -8,6 +8,7 @@ first step and run in ``on_train_batch_end``, was lost in the same way.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.trainer import optimizer_steps
+from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from tests.support.engine import step, streamed
 from tests.support.models import Module, vectors
 from tests.support.poison import poisoned
@@ -330,7 +331,9 @@ def test_what_is_written_in_a_backward_that_updates(
 
     The layer is updated after backward then. Where its gradients are to be freed, it is not, and the write is an error.
     """
-    monkeypatch.setattr(optimizer_steps, "may_look_after_step", lambda _: not frees)
+    collect = OptimizerSteps._collect
+    facts = lambda self: replace(collect(self), read_after_step=not frees)  # noqa: E731
+    monkeypatch.setattr(OptimizerSteps, "_collect", facts)
     make = lambda: _WritesInBackward(kind, taken, written)  # noqa: E731
     ours = partial(
         fit, make, vectors(4), superpipeline(k=k, k_prime=1, optimizer_overlap="backward"), recorded="losses"

@@ -80,9 +80,9 @@ def events() -> Iterator[list[str]]:
         happened.append(f"use {layer.index}")
         return use(self, layer, **more)
 
-    def note_release(self: Slots, slot: Slot) -> None:
-        happened.append(f"release {slot.layer and slot.layer.index}")
-        release(self, slot)
+    def note_release(self: Slots, layer: StreamedLayer, slot: Slot) -> bool:
+        happened.append(f"release {layer.index}")
+        return release(self, layer, slot)
 
     def note_enter(self: Access, visits: Visits, inputs: Any) -> Visits:
         visits = hold(self, visits, inputs)

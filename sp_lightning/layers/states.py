@@ -1,0 +1,87 @@
+"""The states of a layer: which memory has its weights, and who may use the copy in device memory.
+
+The diagram is in :mod:`sp_lightning.engine`. :data:`TRANSITIONS` is the same as a table, with the methods that make each
+transition. Tests compare every assignment of :attr:`StreamedLayer.state` with it.
+
+Not in the states, because a layer may have it in several of them: how many module calls use it (``running_calls``), which of its
+rows are in the slot (``rows.complete``), and whether the host's weights were written since the fetch (``outdated``,
+``slot.stale``).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class LayerState(enum.Enum):
+    """Where a layer's weights are. The host's weights always exist; the states tell what exists beside them.
+
+    Attributes:
+        locked: whether the slot must not be overwritten, although no tensor may view it.
+        attached: whether the layer's device parameters are views of the slot; otherwise they are stand-ins.
+    """
+
+    locked: bool
+    attached: bool
+
+    HOST = "host", False, False
+    """No device memory. The first use of a weight fetches the layer."""
+    FETCHED = "fetched", False, False
+    """A copy in a slot, or in flight to it: complete after ``slot.filled``. The slot may be overwritten after ``slot.idle``."""
+    HELD = "held", False, False
+    """As FETCHED, but user code or a graph views the slot. Overwritten only by the same layer's new values."""
+    UNPACKED = "unpacked", True, False
+    """A locked slot, for autograd. No module call uses the layer, so its device parameters are stand-ins."""
+    IN_USE = "in use", True, True
+    """A locked slot of which device parameters are views, for module calls. Residents are always in this state."""
+    RESTING = "resting", True, True
+    """As IN_USE, but no module call uses the layer. Each use of a weight is noticed before it happens."""
+
+    def __init__(self, label: str, locked: bool, attached: bool) -> None:
+        self._value_ = label
+        self.locked = locked
+        self.attached = attached
+
+
+HOST, FETCHED, HELD = LayerState.HOST, LayerState.FETCHED, LayerState.HELD
+UNPACKED, IN_USE, RESTING = LayerState.UNPACKED, LayerState.IN_USE, LayerState.RESTING
+
+
+class Transition(NamedTuple):
+    """A change of a layer's state.
+
+    Attributes:
+        methods: the methods that make it, and no others.
+        pairs: the states before and after it.
+    """
+
+    methods: frozenset[str]
+    pairs: frozenset[tuple[LayerState, LayerState]]
+
+
+def _transition(methods: str, *pairs: tuple[LayerState, LayerState]) -> Transition:
+    return Transition(frozenset(methods.split()), frozenset(pairs))
+
+
+TRANSITIONS: Mapping[str, Transition] = {
+    # A transfer to a slot was issued: ahead of the call that needs the layer, or because a call needs it now. A layer whose
+    # slot is viewed is fetched again into the same slot once the host's weights were written, because views follow weights.
+    "fetch": _transition("Slots._send Slots.forget_dropped", (HOST, FETCHED), (HELD, FETCHED)),
+    # The slot goes to another layer, is freed, or has values that the host's weights do not have any more.
+    "evict": _transition("StreamedLayer.evict", (FETCHED, HOST), (HELD, HOST)),
+    # Compute waits for the transfer. Until `release` no other layer may overwrite the slot.
+    "lock": _transition("Slots.use", (FETCHED, UNPACKED), (HELD, UNPACKED)),
+    # A module call begins: its modules compute with the slot's memory.
+    "attach": _transition("Residency.begin_call", (UNPACKED, IN_USE), (RESTING, IN_USE)),
+    # The last module call has returned, in inference, and every layer has a slot of its own.
+    "rest": _transition("Residency._leave", (IN_USE, RESTING)),
+    # No module call and no backward uses the layer any more. Afterwards it is HOST if what it had is out of date.
+    "release": _transition(
+        "Slots.release", *((used, after) for used in (UNPACKED, IN_USE, RESTING) for after in (FETCHED, HELD, HOST))
+    ),
+    # The last tensor that viewed the slot is gone, and what was written through it was taken back.
+    "drop views": _transition("Slots.forget_dropped", (HELD, FETCHED)),
+}
+"""All transitions, by their names in the diagram."""

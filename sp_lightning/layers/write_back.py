@@ -1,0 +1,387 @@
+"""Write-back: copies to the host what user code has written to weights on the device.
+
+At a layer's release, version counters show which weights were written: :meth:`WriteBack.write_back` copies them. What no counter
+shows is in the layer's :class:`~sp_lightning.layers.write_guard.WriteGuard`. The table of rules is in that file; here is the code
+that follows them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.lease import shared
+from sp_lightning.layers.casts import SavedValues, are_saved, keep_saved_values
+from sp_lightning.layers.device_parameter import same_place
+from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.states import HELD
+from sp_lightning.layers.write_guard import drop_if_empty, guard_of
+from sp_lightning.layers.writes import ExchangedMemory, StaleViews, ViewDigests, WeightWatch
+from sp_lightning.torch_compat.modes import no_inference_mode
+
+
+class WriteBack:
+    """Copies weights that were written on the device to the host. The caller holds the engine's lock.
+
+    Args:
+        slots: the slots of the layers.
+        device: waits for compute; reads and writes are declared to it.
+        resident_storages: addresses of storages that never leave the device. Memory that weights are given in a step is
+            added for that step.
+        watch: compares the host's weights, if ``debug_writes`` asks for it; it is told what the engine itself writes.
+
+    Attributes:
+        replaced: released layers with weights in other memory, which user code holds.
+        left: views of memory that their layer has left.
+        exchanged: memory that weights had before ``param.data = other``, while user code views it.
+        await_update: waits until a layer's update is done and its results are on the host.
+        write_backs: how often the host has waited to take back a weight.
+        refuses: whether it is an error if host and device have both written a weight. Otherwise the host's write counts,
+            because there is an error already.
+    """
+
+    def __init__(self, slots: Slots, device: Device, resident_storages: set[int], watch: WeightWatch | None) -> None:
+        self._slots = slots
+        self.device = device
+        self.resident_storages = resident_storages
+        self._watch = watch
+        self.replaced: set[StreamedLayer] = set()
+        self._given: set[int] = set()  # addresses of the memory that weights were given in this step
+        self.left = StaleViews()
+        self.exchanged = ExchangedMemory()
+        self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
+        self.write_backs = 0
+        self.refuses = True
+
+    # ------------------------------------------------------------------ weights go to the host
+
+    def write_back(
+        self, layer: StreamedLayer, written: Iterable[tuple[int, Tensor]], replaced: Collection[int] = ()
+    ) -> None:
+        """Copies weights that were written on the device, or may have been, to the host.
+
+        Args:
+            layer: the layer.
+            written: the index and the value of each.
+            replaced: the indices of those that were given other memory: views of the host's keep the old values.
+        """
+        group = layer.parameters
+        for index, value in written:
+            self._settle_update(layer)
+            value = layer.rows.completed(index, value, self._slots.by_address)
+            # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
+            self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+            self.write_backs += 1
+            if group.version_once_fetched(index) != group.version(index):  # the host's was written, too
+                if self.refuses:
+                    raise RuntimeError(
+                        f"Parameter {group.spans[index].name!r} was written on the host (through a view from before the step, "
+                        "for example .detach()), and written or viewed on the device in the same step: one of both would be "
+                        "lost. Take a new view within the step, from the module: module.weight.data."
+                    )
+                continue
+            if self._watch is not None:
+                self._watch.compare_one(layer.block, index)
+            if index in replaced:
+                layer.block.leave_to_views(index)
+            written_now = layer.block.write(index, value)
+            if index in layer.block.retyped:
+                group.set_retyped(index, value)
+            if written_now:
+                group.unversioned_writes[index] += 1
+                group.written_back()
+                group.casts = None
+                layer.rows.drop_cached()
+                if self._watch is not None:
+                    self._watch.look_at(layer.block, index)
+
+    def take_back_late(self, slots: Iterable[Slot]) -> None:
+        """Takes back what was written since their layers' release through views that outlived it."""
+        self.compare_left()
+        for slot in slots:
+            if slot.layer is not None and slot.layer.state is HELD:
+                self.take_back_views(slot.layer, slot)
+
+    def take_back_views(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Takes back what was written through views of a layer's slot, and notes whether there still are any.
+
+        No device parameter is a view of the slot.
+        """
+        self.take_back_slot(slot)
+        viewed = self._slots.forget_dropped(layer, slot)
+        guard = layer.guard
+        if guard is not None and not guard.replaced.keys().isdisjoint(guard.viewed):
+            layer.leave_slot()  # where a weight lay that was given other memory since, something else was written
+        if not viewed:
+            if guard is not None:
+                guard.drop_views()
+                drop_if_empty(layer)
+            if slot.stale:
+                layer.leave_slot()
+
+    def take_back_slot(self, slot: Slot, *, held_is_compared_later: bool = False) -> tuple[bool, dict[int, Tensor]]:
+        """Takes back what was written of the layer in a slot since the last time, or may have been.
+
+        Args:
+            slot: the slot.
+            held_is_compared_later: leave weights to :meth:`take_back_replaced` if user code holds their other memory and
+                may write it at any time.
+
+        Returns:
+            Whether anything may have been written, and by index the weights that were given other memory than the slot's
+            (``param.data = other``) while their layer is in use.
+        """
+        self.compare_left()
+        layer = slot.layer
+        assert layer is not None
+        group, attached, written = layer.parameters, layer.state.attached, set(layer.parameters.take_written())
+        guard = layer.guard
+        if guard is None:
+            return False, {}  # `take_written` makes one if it finds anything
+        digests = guard.digests
+        if digests is not None:  # any of them; an early update has them no longer among those that may be written
+            written.update(range(len(group.all)))
+        if not attached:  # the values of these are elsewhere
+            written -= guard.replaced.keys()
+        if not written:
+            return False, {}
+        places = self._slots.views(layer, slot)
+        values = {i: group.value(i) if attached else guard.retyped.get(i, places[i]) for i in written}
+        replaced = {i: value for i, value in values.items() if attached and not same_place(value, places[i])}
+        if digests is not None:
+            written = set(digests.written(group, self._values(slot), refuse=self.refuses))
+            guard.viewed |= written | replaced.keys()
+            if not attached:
+                written -= guard.replaced.keys()
+            if written:
+                group.fetched()  # the host's are those of before, whatever their versions say
+            written |= replaced.keys()
+        elif replaced:
+            # Beside is the device parameter.
+            later = {i for i, value in replaced.items() if held_is_compared_later and shared(value, beside=1)}
+            alike = self._alike(slot, replaced, later)
+            written -= alike
+            guard.viewed |= replaced.keys() - alike  # the host has other values than the slot now
+        self.device.access(slot.memory, Stream.COMPUTE, write=False)
+        self.write_back(layer, ((index, values[index]) for index in sorted(written)), replaced)
+        if digests is not None and written:
+            self.take_digests(slot)
+        return bool(written), replaced
+
+    def _alike(self, slot: Slot, given: Mapping[int, Tensor], later: Collection[int] = ()) -> set[int]:
+        """Returns weights that were given other memory with equal values, so that nothing has to be copied.
+
+        Libraries give a weight its own values in each forward (bitsandbytes' 8 bits), and cast weights up and down (diffusers'
+        layerwise casting). They are compared on the device, where the slot has the host's values, with one wait for all.
+
+        Args:
+            slot: the slot that the layer is in.
+            given: the other memory by the weight's index.
+            later: weights to compare later. They count as equal if a comparison is possible.
+        """
+        layer = slot.layer
+        assert layer is not None
+        places = self._slots.views(layer, slot)
+        guard = guard_of(layer)
+        if layer.kind in (Kind.RESIDENTS, Kind.TABLE) or layer.planned.rows or self._watch is not None:
+            return set()
+        if (
+            layer.owner.update is not None
+            or layer.owner.kept
+            or slot.stale
+            or guard.digests is not None
+            or slot.coming is not None
+            or layer.outdated
+        ):
+            return set()
+        # Those of another dtype stay out: the slot keeps the values that they had before, not the host's.
+        unwritten = [i for i in given.keys() - guard.viewed - guard.retyped.keys() if _same_form(given[i], places[i])]
+        compared, written = [i for i in unwritten if i not in later], set[int]()
+        if compared:
+            self._slots.join(slot)
+            with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+                differ = torch.stack([_differ(given[i], places[i]) for i in compared])
+                self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+                self.write_backs += 1
+                written = {i for i, differs in zip(compared, differ.tolist(), strict=True) if differs}
+        return set(unwritten) - written
+
+    # ------------------------------------------------------------------ views are kept
+
+    def _values(self, slot: Slot) -> Sequence[Tensor]:
+        """The weights in a slot, once everything is done that writes them."""
+        assert slot.layer is not None
+        self._settle(slot.memory)
+        return self._slots.views(slot.layer, slot)[: len(slot.layer.parameters.spans)]
+
+    def _settle(self, memory: Tensor) -> None:
+        """Waits until everything is done that writes a slot's memory."""
+        self.device.access(memory, Stream.COMPUTE, write=False)
+        self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+
+    def _settle_update(self, layer: StreamedLayer) -> None:
+        """Called before the host's weights are read or written: a fetch does not wait until they are updated there."""
+        if layer.owner.update is not None or layer.owner.kept:
+            self.await_update(layer)
+
+    def take_digests(self, slot: Slot) -> None:
+        """Has what may be written of a slot from now on compared with what it is: its views, and the host's weights."""
+        assert slot.layer is not None
+        group = slot.layer.parameters
+        self._settle_update(slot.layer)
+        group.expose()
+        guard_of(slot.layer).digests = ViewDigests(group, self._values(slot))
+
+    def take_back(self, layer: StreamedLayer) -> None:
+        """Takes back what may have been written of a layer through ``.data``."""
+        if layer.state.attached and layer.slot is not None:
+            self.take_back_slot(layer.slot)
+        else:
+            self.take_back_replaced(layer)
+            self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
+
+    def take_back_all(self) -> None:
+        """Takes back everything that was written on the device, after a step or in its midst. No layer is in use."""
+        for layer in list(self.replaced):
+            self.take_back_replaced(layer)
+            self.set_replaced(layer, {})
+        self.resident_storages -= self._given
+        self._given.clear()
+        self.take_back_late(self._slots.all)
+        for slot in self._slots.all:
+            guard = None if slot.layer is None else slot.layer.guard
+            if slot.layer is not None and (guard is None or guard.digests is None) and slot.held:
+                self.take_digests(slot)
+
+    # ------------------------------------------------------------------ weights are given other memory
+
+    def replace(self, layer: StreamedLayer, index: int, value: Tensor, run: object = None) -> None:
+        """Prepares ``param.data = value`` of a layer in use: graphs that saved views of the weight keep its old values.
+
+        Args:
+            layer: the layer.
+            index: of the weight.
+            value: its new memory.
+            run: the forward that runs and may have to run again; None if there is none.
+
+        Raises:
+            RuntimeError: the value has other strides than the weight.
+        """
+        group, span = layer.parameters, layer.parameters.spans[index]
+        strides = zip(span.shape, span.stride, value.stride(), strict=False)
+        if value.shape == span.shape and any(size > 1 and old != new for size, old, new in strides):
+            raise RuntimeError(
+                f"Parameter {span.name!r} has strides {span.stride} and was given memory with strides {value.stride()} inside a "
+                "step (param.data = other, module.to(memory_format=…)); kernels choose by them. Give it the same order, "
+                "param.data = torch.empty_like(param).copy_(other), or exchange it between two batches or before trainer.fit."
+            )
+        address = value.untyped_storage().data_ptr()
+        if address not in self.resident_storages:  # a weight may get its own memory back
+            self._given.add(address)
+        self.resident_storages |= self._given
+        if run is not None:
+            self._note_exchanged(layer, index, run)
+        if are_saved(group.present_values, index):
+            self._note_exchanged(layer, index, group.present_values[index])
+            self._settle_update(layer)
+            self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
+            guard_of(layer).viewed.add(index)
+            keep_saved(layer, index)
+
+    def _note_exchanged(self, layer: StreamedLayer, index: int, needed_by: object) -> None:
+        """Remembers the values in the memory that a weight is about to leave, if user code holds a view and may write them."""
+        group, slot = layer.parameters, layer.slot
+        if slot is None:
+            return
+        value = self._slots.views(layer, slot)[index]
+        if not same_place(group.value(index), value):
+            return
+        storage = slot.memory.data_ptr()
+        own = sum(group.value(i).untyped_storage().data_ptr() == storage for i in range(len(group.all)))
+        if not slot.lease.in_use_beside(own):
+            return
+
+        def written() -> None:
+            group.unversioned_writes[index] += 1  # for forwards that would run again
+            if isinstance(needed_by_it := alive(), SavedValues):
+                needed_by_it.overwritten = group.spans[index].name
+
+        alive = weakref.ref(needed_by)
+        self._settle(slot.memory)
+        self.exchanged.note(slot.lease, slot.memory, value, needed_by, written)
+
+    def compare_left(self) -> None:
+        """Looks for writes to memory that layers or weights have left; nearly always there is none."""
+        if self.left.noted:
+            self.left.compare(self._settle, refuse=self.refuses)
+        if self.exchanged.noted:
+            self.exchanged.compare(self._settle)
+
+    def compare_exchanged(self) -> None:
+        """Detects writes of user code to memory that its weight has left; see :class:`ExchangedMemory`."""
+        self.exchanged.compare(self._settle)
+
+    def leave_views(self, slot: Slot, replaced: Collection[int]) -> None:
+        """Remembers the views of a slot that its layer leaves: what they show of other weights must not be written."""
+        if slot.lease.in_use and slot.layer is not None:
+            weights = enumerate(zip(slot.layer.parameters.spans, self._values(slot), strict=True))
+            others = [(span.name, value) for i, (span, value) in weights if i not in replaced]
+            self.left.note(slot.lease, slot.memory, others)
+
+    def set_replaced(self, layer: StreamedLayer, given: Mapping[int, Tensor]) -> None:
+        """Remembers weights that were given other memory (``param.data = other``) while user code holds it and may write it.
+
+        Args:
+            layer: the layer, which is away.
+            given: that memory by the weight's index. The layer's other weights are forgotten, all of them if there is none.
+        """
+        guard_of(layer).replace({i: value for i, value in given.items() if shared(value)})
+        if guard_of(layer).replaced:
+            self.replaced.add(layer)
+        else:
+            self.replaced.discard(layer)
+            drop_if_empty(layer)
+
+    def take_back_replaced(self, layer: StreamedLayer) -> None:
+        """Takes back what was written, while a layer is away, in other memory that its weights were given."""
+        group, guard = layer.parameters, layer.guard
+        if guard is not None and guard.replaced and not layer.state.attached:
+            before = list(group.unversioned_writes)
+            slot = layer.slot
+            alike = set() if slot is None or slot.layer is not layer else self._alike(slot, guard.replaced)
+            if written := [(i, value) for i, value in guard.replaced.items() if i not in alike]:
+                self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be under way
+                self.write_back(layer, written)
+            if group.unversioned_writes != before:
+                layer.leave_slot()
+            self.set_replaced(layer, guard.replaced)
+
+
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By their size in bytes, the dtypes in which values are compared: a NaN is not equal to itself, and -0.0 is equal to 0.0."""
+
+
+def _same_form(tensor: Tensor, other: Tensor) -> bool:
+    """True if two tensors can be compared by their bytes."""
+    return (
+        (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        == (other.dtype, other.shape, other.stride(), other.device)
+        and tensor.dtype.itemsize in _WHOLE_NUMBERS
+        and not (tensor.is_conj() or tensor.is_neg())
+    )  # fmt: skip
+
+
+def _differ(tensor: Tensor, other: Tensor) -> Tensor:
+    """Returns, on the device, whether any bytes of two tensors of the same form differ."""
+    kind = _WHOLE_NUMBERS[tensor.dtype.itemsize]
+    return (tensor.view(kind) != other.view(kind)).any()
+
+
+def keep_saved(layer: StreamedLayer, index: int) -> None:
+    """Keeps the present values of a weight, which are about to be replaced, for graphs that saved views of it."""
+    keep_saved_values(layer.parameters.present_values, index, layer.block.present(index).clone())
