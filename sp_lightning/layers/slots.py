@@ -313,7 +313,7 @@ class Slots:
             slot.memory.fill_(0xFF)  # all ones are NaN in every float type
 
     def forget_dropped(self, layer: StreamedLayer, slot: Slot) -> bool:
-        """Updates whether tensors still view a layer's slot, and returns it. Writes through dropped views were copied back before."""
+        """Updates and returns whether tensors still view a layer's slot. Writes through dropped views were copied back before."""
         viewed = slot.lease.in_use
         if layer.guard is not None and not viewed:
             layer.guard.leave_slot()

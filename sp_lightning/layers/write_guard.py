@@ -28,13 +28,9 @@ A guard is made by :func:`guard_of` when the first of these happens, and goes by
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from sp_lightning.layers.layer import StreamedLayer
-    from sp_lightning.layers.writes import ViewDigests
 
 
 class WriteGuard:
@@ -46,7 +42,8 @@ class WriteGuard:
         replaced: the other memory of weights (``param.data = other``) which user code holds as well.
         retyped: the memory of weights that were given another dtype.
         views: whether tensors view the layer's slot that were made in an earlier use.
-        digests: what such views, and the host's weights, are compared with. None within the step in which views were made.
+        digests: the :class:`~sp_lightning.layers.writes.ViewDigests` that such views, and the host's weights, are compared with.
+            None within the step in which the views were made.
     """
 
     __slots__ = ("digests", "exposed", "replaced", "retyped", "viewed", "views")
@@ -57,7 +54,7 @@ class WriteGuard:
         self.replaced: dict[int, Tensor] = {}
         self.retyped: dict[int, Tensor] = {}
         self.views = False
-        self.digests: ViewDigests | None = None
+        self.digests: Any = None
 
     def expose(self, indices: Iterable[int]) -> None:
         """User code gets memory of these weights in the slot."""
@@ -82,14 +79,20 @@ class WriteGuard:
         self.viewed.clear()
 
 
-def guard_of(layer: StreamedLayer) -> WriteGuard:
+class Guarded(Protocol):
+    """A :class:`~sp_lightning.layers.layer.StreamedLayer`."""
+
+    guard: WriteGuard | None
+
+
+def guard_of(layer: Guarded) -> WriteGuard:
     """Returns the layer's guard, which is made if there is none."""
     if layer.guard is None:
         layer.guard = WriteGuard()
     return layer.guard
 
 
-def drop_if_empty(layer: StreamedLayer) -> None:
+def drop_if_empty(layer: Guarded) -> None:
     """Drops the layer's guard if nothing is left to guard, so that the layer's uses cost nothing more."""
     guard = layer.guard
     if guard is not None and not (

@@ -350,14 +350,6 @@ def test_each_wing_says_what_lives_there(name: str) -> None:
     assert len(tree.body) == 1, "it imports nothing and passes nothing on"
 
 
-def test_every_number_of_the_engine_s_diagram_stands_beside_a_line() -> None:
-    page = FILES["engine.__init__"].partition("The parts")[0]
-    files = [source for file, source in FILES.items() if wing(file) in ("engine", "layers")]
-    for number in range(1, 10):
-        assert page.count(f"({number})") == 1
-        assert sum(source.count(f"  # ({number})\n") for source in files) == 1
-
-
 def test_the_options_are_frozen() -> None:
     """Each new option is a decision, and is written down here."""
     parameters = inspect.signature(SuperpipelineStrategy).parameters
