@@ -1,9 +1,8 @@
-"""Residency: which layers are on the device, which of them are in use, and when the others come and go.
+"""Residency: the schedule. It decides which layers are fetched, locked, attached, rested and released, and when.
 
-This file holds the schedule and nothing else. What a slot's memory means to the modules is the concern of its
-:class:`~sp_lightning.layers.lent_weights.SlotUsers`; where bytes come from, that of a
-:class:`~sp_lightning.layers.slots.BlockSource`. The simulator drives this very class with a device of clocks. The caller
-holds the engine's lock.
+The states and transitions are in :mod:`~sp_lightning.layers.states`. Residency does not know what modules do with a slot's memory
+(:class:`~sp_lightning.layers.lent_weights.SlotUsers`) or where bytes come from (:class:`~sp_lightning.layers.slots.BlockSource`).
+So the planner's simulator can run this very class with a device of clocks. The caller holds the engine's lock.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from sp_lightning.updates.layer_stepper import LayerStepper
 
 
 class Residency:
-    """The layers that are on the device.
+    """Moves layers between their states.
 
     Args:
-        slots: the slots that they are in.
-        prefetch: chooses the layers that come before a call asks for them.
-        source: the source of their bytes.
-        tenants: the users of their memory.
-        noted: called after a layer may have taken an extra slot, so that more memory may be in use than ever before.
+        slots: the slots of the layers.
+        prefetch: chooses the layers to fetch before a call needs them.
+        source: the layers' bytes on the host.
+        tenants: give a layer's slot to its modules, and take it from them.
+        noted: called after a layer may have taken an extra slot, because device memory may be at its peak.
 
     Attributes:
-        used: the layers in use, in the order in which they came into use, with their slots.
-        resting: layers that no call uses and that keep their slots and their device parameters' memory nevertheless, which
-            saves the host's time. Code that marks copies as out of date first has them released (:meth:`let_rest`).
-        rests: whether layers may rest where there is a slot for each.
-        demand_fetches: how often a layer was needed that was not on the device.
+        used: the locked layers, except resting ones, with their slots: in the order in which they were locked.
+        resting: the resting layers with their slots. Resting saves the host's time in inference. Code that marks copies as out
+            of date first ends it (:meth:`let_rest`).
+        rests: whether layers may rest if each has a slot of its own.
+        demand_fetches: how often a layer was fetched because a call or autograd needed it at once.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Residency:
     # ------------------------------------------------------------------ what a batch does
 
     def begin_call(self, layers: Sequence[StreamedLayer], *, backward: bool = False) -> None:
-        """Makes layers resident for the call of a module, or for one operation, until :meth:`end_call`."""
+        """Locks and attaches layers for a module call, or for one operation, until :meth:`end_call`."""
         if layers and (self.used or self._tenants.held):
             self.release_unpinned(keep=layers)
         pinned = 0
@@ -76,28 +75,28 @@ class Residency:
     def end_call(self, layers: Sequence[StreamedLayer], *, release: bool = True) -> None:
         """Ends a call. If ``release`` is set, layers that no other call uses are released."""
         for layer in layers:
-            layer.running_calls = max(layer.running_calls - 1, 0)  # none is left where the step has failed meanwhile
+            layer.running_calls = max(layer.running_calls - 1, 0)  # a step that has failed meanwhile has set it to 0
         for layer in layers if release else ():
             if not layer.running_calls and layer in self.used:
                 self._leave(layer)
 
     def pre_backward(self, layers: Collection[StreamedLayer]) -> None:
-        """Releases the other layers, because backward has come to these: it is done with those above them."""
+        """Releases all other layers without a running call: the backward of these begins, so that of later ones is over."""
         if self.release_unpinned(keep=layers):
             self.fetch_ahead()
 
     def unpack(self, layer: StreamedLayer) -> Slot:
-        """Makes a layer resident for autograd, which needs its weights."""
+        """Locks a layer for autograd, which unpacks a weight of it."""
         released = layer not in self.used and self.release_unpinned()
         slot = self.require(layer, backward=True)
         if released:
             self.fetch_ahead()
         return slot
 
-    # ------------------------------------------------------------------ layers come
+    # ------------------------------------------------------------------ layers are fetched and locked
 
     def require(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
-        """Makes a layer resident and takes it into use.
+        """Locks a layer's slot. If the layer is not on the device, or is out of date, it is fetched first.
 
         Raises:
             RuntimeError: the running backward has updated the layer already.
@@ -149,9 +148,9 @@ class Residency:
         self.slots.join(slot)
 
     def fetch_ahead(self) -> None:
-        """Fetches the next layers of the trace for which there are slots."""
+        """Fetches the next layers of the trace, as long as slots may be overwritten for them."""
         if self.slots.all_settled and len(self.resting) == len(self.slots.settled):
-            return  # every layer is there
+            return  # every layer is on the device
         for ring in self.prefetch.rings:
             more = True
             while more:
@@ -161,26 +160,26 @@ class Residency:
                 self._fetch(pairs)
 
     def renew_views(self) -> None:
-        """Brings present weights to memory that user code still views, which sees them there as in views of a plain parameter."""
+        """Fetches the host's present weights into slots that user code views, as views of a plain parameter show writes."""
         for slot in self.slots.all:
             if slot.stale and slot.layer is not None and slot.held:
                 self._fetch([(slot.layer, slot)])
 
     def renew_used(self) -> None:
-        """Brings the host's present weights to all layers in use, because the host's were or may have been written."""
+        """Fetches the host's present weights into the slots of all layers in use, because they may have been written."""
         for layer in list(self.used):
             self.renew(layer)
 
     def renew(self, layer: StreamedLayer) -> None:
-        """Does the same for one layer.
+        """Fetches the host's present weights into the slot of one layer in use. A layer without a running call is released.
 
-        A running call goes on with the new weights in the same memory, as with a plain parameter that was written in place:
-        views of the weights see them, and autograd finds the new version of what it saved.
+        A running call continues with the new weights in the same memory, as with a plain parameter that was written in place:
+        views of the weights show them, and autograd finds the new version of what it saved.
 
         Raises:
             RuntimeError: a weight was given other memory, or was written on the device as well.
         """
-        if not layer.running_calls:  # its next use brings it
+        if not layer.running_calls:  # its next use fetches it
             self.release(layer)
             layer.invalidate()
             return
@@ -194,7 +193,7 @@ class Residency:
         self._tenants.renewed(layer, slot)
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
-        """Releases a layer that is about to be staged, if the user has given its host parameters other memory."""
+        """Releases a layer that is about to be fetched, if user code has given its host parameters other memory."""
         for member in layer.family:
             if member in self.used and not member.running_calls and member.block.displaced:
                 self.release(member)
@@ -209,27 +208,27 @@ class Residency:
                 transfer.append((layer, slot, self._source.stage(layer)))
         except BaseException:
             for layer, _ in pairs:
-                layer.made = ()  # it was for this transfer
+                layer.made = ()  # only this transfer could have used it
             raise
         self.slots.fetch(transfer)  # (1)
         for layer, _ in pairs:
             self._tenants.fetched(layer)
 
-    # ------------------------------------------------------------------ layers go
+    # ------------------------------------------------------------------ layers are released
 
     def release(self, layer: StreamedLayer) -> None:
-        """Releases a layer that no call uses any more. Its slot may be overwritten, unless user code still views it."""
+        """Releases a layer that no call uses. Its slot may be overwritten, unless user code still views it (HELD)."""
         self._tenants.release(layer, self.used.pop(layer))
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
-        """Releases the layers that no running call pins, but for ``keep``. Returns whether any memory became free."""
+        """Releases the layers that no running call uses, except ``keep``. Returns whether a slot may have become free."""
         loose = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
         for layer in loose:
             self._leave(layer)
         return (bool(self._tenants.held) and self._tenants.free_dropped()) or bool(loose)
 
     def _leave(self, layer: StreamedLayer) -> None:
-        """Releases a layer that no call uses any more, or lets it rest."""
+        """Releases a layer whose last call has ended, or lets it rest."""
         if self.rests and layer.state.attached and layer in self.slots.settled:
             self._tenants.rest(layer)
             layer.state = RESTING
@@ -238,7 +237,7 @@ class Residency:
             self._tenants.release(layer, self.used.pop(layer))
 
     def let_rest(self, rests: bool) -> None:
-        """Sets whether layers may rest. Those that do are released if they may not, or if they were written."""
+        """Sets whether layers may rest. Releases resting layers that may not, and those that were written on the device."""
         self.rests = rests
         for layer in list(self.resting):
             if not rests or self._tenants.written(layer):
@@ -249,7 +248,7 @@ class Residency:
         self.release(layer)
 
     def resize(self, plan: Plan) -> None:
-        """Gives the same layers the slots of another plan, between two batches."""
+        """Replaces the slots by those of another plan for the same layers, between two batches."""
         self.prefetch.follow(plan)
         self.slots.resize(plan)
 
@@ -258,12 +257,12 @@ _slot_of_pair: Callable[[tuple[StreamedLayer, Slot]], Slot] = itemgetter(1)
 
 
 class Peak:
-    """Keeps the largest sum of the memory of slots, residents and gradients, with what streaming does not move.
+    """Measures the peak of device memory: slots, residents, gradients, and weights that are not streamed.
 
     The slots in which layers are stepped count as well.
 
     Attributes:
-        most: that sum in bytes.
+        most: the peak in bytes.
         stepper: steps layers on the GPU.
     """
 
@@ -285,14 +284,14 @@ class Peak:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of device memory that weights and buffers take now."""
+        """Bytes of device memory of weights and buffers at present."""
         return self._slots.device_bytes + self._residents.nbytes + self._staying + self.stepper.nbytes
 
     def note(self) -> None:
-        """Measures; called whenever more memory may be in use than ever before."""
+        """Updates the peak. Called whenever memory use may have grown."""
         now = self._slots.device_bytes + self._residents.nbytes + self._staying + self._gradients.device_bytes
         now += self.stepper.nbytes
-        if self._aside:  # nearly always nothing, and this is called several times for each layer
+        if self._aside:  # nearly always empty, and this is called several times per layer
             now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
         if now > self.most:
             self.most = now

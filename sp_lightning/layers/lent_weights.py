@@ -1,4 +1,4 @@
-"""Lent weights: gives modules the weights of the layers in use, and takes back to the host what they wrote there."""
+"""Lent weights: gives modules the slots of the layers in use, by making their device parameters views of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 
 
 class SlotUsers:
-    """The users of a layer's memory while the layer is in use: here there are none, as in a simulation.
+    """What :class:`~sp_lightning.engine.residency.Residency` calls when a layer changes its state. A simulation has no modules.
 
     Args:
-        slots: the slots, whose memory is lent.
+        slots: the slots of the layers.
 
     Attributes:
-        held: released layers of which something still holds device parameters.
+        held: released layers of which a graph still holds device parameters.
         replaced: released layers with weights in other memory, which user code holds.
     """
 
@@ -33,41 +33,41 @@ class SlotUsers:
         self.replaced: set[StreamedLayer] = set()
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used, if some are ``replaced``: its weights on the host have to be up to date then."""
+        """Called before a layer is used, if any is ``replaced``: its weights on the host must be up to date."""
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
-        """Called before slots are overwritten: what was written there is lost afterwards."""
+        """Called before slots are overwritten, which loses what was written there."""
 
     def fetched(self, layer: StreamedLayer) -> None:
-        """Called when the transfer of a layer to the device was issued."""
+        """Called after the transfer of a layer was issued."""
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when a call uses a layer: gives the modules its weights on the device."""
+        """Attaches a layer, because a module call uses it: gives modules its weights on the device."""
 
     def release(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when no call uses a layer any more: takes its memory from the modules, and releases the slot."""
+        """Releases a layer that no call uses: takes its memory from the modules, and releases the slot."""
         self._slots.release(layer, slot)
 
     def before_renewal(self, layer: StreamedLayer) -> None:
-        """Called before the host's present weights are copied to a layer in use, over those that its calls have used so far."""
+        """Called before the host's present weights overwrite the slot of a layer in use."""
 
     def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when they have arrived."""
+        """Called after the host's present weights have overwritten the slot of a layer in use."""
 
     def rest(self, layer: StreamedLayer) -> None:
-        """Called instead of :meth:`release` where no call uses a layer any more and it keeps its slot."""
+        """Called instead of :meth:`release` for a layer that rests: it keeps its slot."""
 
     def written(self, layer: StreamedLayer) -> bool:
-        """Whether a layer that rests may have been written on the device, so that something is to be taken back."""
+        """Whether a resting layer may have been written on the device, so that its weights must be copied back."""
         return False
 
     def free_dropped(self) -> bool:
-        """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were held."""
+        """Frees device parameters that graphs held and have dropped. Returns whether any layer had such."""
         return False
 
 
 class BoundWeights(SlotUsers):
-    """The tenants of a real model's slots: its device parameters. The caller holds the engine's lock.
+    """Binds the device parameters of a model to slots. The caller holds the engine's lock.
 
     Args:
         slots: the slots, whose memory the device parameters are given.
@@ -100,26 +100,26 @@ class BoundWeights(SlotUsers):
             self._writes.take_digests(layer.slot)
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Makes the layer's device parameters views of its slot."""
+        """Makes the layer's device parameters views of its slot, and lets modules use them without being noticed."""
         group = layer.parameters
         views = slot.lease.views(layer.layout, layer.spans)
         if not layer.state.attached:
             group.attach(views[: len(group.all)])  # (3)
-            if self._watched:  # with debug_writes, every weight on the device may have been written there
+            if self._watched:  # debug_writes assumes that every weight on the device is written
                 group.expose()
         elif layer.state is RESTING:
             group.ask(before_use=False)
-        if layer.owner.updated_early:  # what user code does with weights that backward has updated is refused
+        if layer.owner.updated_early:  # a use of weights that backward has updated already is an error, so notice it
             group.ask(before_use=True)
         group.sync_requires_grad()
         if not layer.whole:
             layer.casts.offer(views[len(group.all) :])
 
     def before_renewal(self, layer: StreamedLayer) -> None:
-        """Takes back what was written on the device, and refuses weights that were given other memory on the host.
+        """Copies to the host what was written on the device.
 
         Raises:
-            RuntimeError: one was, or one was written on the host and on the device.
+            RuntimeError: a weight was given other memory on the host, or was written on the host and on the device.
         """
         if layer.parameters.changed:
             self._writes.take_back(layer)
@@ -132,10 +132,10 @@ class BoundWeights(SlotUsers):
                 )
 
     def refuse_viewed(self, layer: StreamedLayer) -> None:
-        """Refuses writes on the host that no version shows while user code views the memory of a layer in use.
+        """Checks that no user code views the slot of a layer in use, whose host memory is handed out.
 
         Raises:
-            RuntimeError: it does.
+            RuntimeError: it does. A write on the host, which no version shows, would be missing in the view.
         """
         group = layer.parameters
         if layer.slot is not None and layer.slot.lease.in_use_beside(len(group.all) if layer.state.attached else 0):
@@ -146,7 +146,7 @@ class BoundWeights(SlotUsers):
             )
 
     def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Copies the new values to weights that were given other memory in this use, and offers the new casts."""
+        """Copies the new values to weights that were given other memory in this use, and gives functions the new casts."""
         group, guard = layer.parameters, layer.guard
         places = self._slots.views(layer, slot)
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
@@ -161,19 +161,19 @@ class BoundWeights(SlotUsers):
     # ------------------------------------------------------------------ a use ends
 
     def rest(self, layer: StreamedLayer) -> None:
-        """Has every use of the layer's weights noticed, as while it is away."""
+        """Lets every use of the layer's weights be noticed, as with stand-ins, and withdraws its casts."""
         layer.parameters.ask(before_use=True)
         layer.casts.withdraw()
 
     def written(self, layer: StreamedLayer) -> bool:
-        """Whether something of a resting layer may be left to take back."""
+        """Whether a weight of a resting layer was written on the device, or may have been."""
         return layer.parameters.written()
 
     def release(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Takes back what was written on the device, makes the device parameters stand-ins, and releases the slot.
+        """Copies to the host what was written on the device, makes device parameters stand-ins, and releases the slot.
 
         Raises:
-            RuntimeError: a weight was written in a way that is refused. The slot is released all the same.
+            RuntimeError: host and device have both written a weight. The slot is released all the same.
         """
         guard = layer.guard
         try:
@@ -191,19 +191,21 @@ class BoundWeights(SlotUsers):
             if layer.guard is not None and not viewed:
                 layer.guard.drop_views()
                 drop_if_empty(layer)
-            if layer.on_demand and viewed:  # the weights may be written through a view at any time
+            if (
+                layer.on_demand and viewed
+            ):  # user code may write the masters through a view, so casts may be out of date
                 layer.parameters.casts = None
             elif layer.on_demand:
                 layer.invalidate()
 
     def _detach(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Takes back what was written, and makes the device parameters stand-ins, which drop the slot's memory."""
+        """Copies to the host what was written, and makes the device parameters stand-ins, which do not view the slot."""
         group, writes = layer.parameters, self._writes
         replaced: dict[int, Tensor] = {}
         try:
             if layer.guard is not None or writes.left.noted or writes.exchanged.noted or group.changed:
                 _, replaced = writes.take_back_slot(slot, held_is_compared_later=True)
-        finally:  # also after a write that is refused
+        finally:  # after an error as well
             if not group.detach():
                 self.held.add(layer)
             if writes.exchanged.noted:
@@ -215,7 +217,7 @@ class BoundWeights(SlotUsers):
             writes.set_replaced(layer, replaced)
 
     def free_dropped(self) -> bool:
-        """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were held."""
+        """Frees device parameters that graphs held and have dropped. Returns whether any layer had such."""
         freed = {layer for layer in self.held if layer.parameters.free_dropped()}
         self.held -= freed
         return bool(freed)

@@ -1,4 +1,4 @@
-"""The device parameters of one layer. They are stand-ins while the layer is away."""
+"""The device parameters of one layer. They are views of its slot while the layer is attached, and stand-ins otherwise."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from sp_lightning.torch_compat.private import gradient_hooks
 
 
 class EngineCallbacks(Protocol):
-    """The calls by which uses of weights reach the engine: the only way up from this wing.
+    """What device parameters call in the engine: the only calls from this package to one above it.
 
-    A ``layer`` is a :class:`~sp_lightning.layers.layer.StreamedLayer`, which the callers here only pass on.
+    A ``layer`` is a :class:`~sp_lightning.layers.layer.StreamedLayer`.
     """
 
     device: Device
@@ -48,19 +48,19 @@ class EngineCallbacks(Protocol):
     threads: OwnThreads
 
     def at_host(self) -> bool:
-        """Whether the present thread is given the host's parameters: no step, call or backward runs, or none is its own."""
+        """Whether this thread gets the host's parameters: no step, call or backward runs, or they are another thread's."""
 
     def helping(self) -> AbstractContextManager[bool]:
-        """A context for an operation of another thread than the run's. Yields whether it may be given device parameters."""
+        """A context for an operation of another thread than the run's. Yields whether it may use device parameters."""
 
     def copied(self, layer: Any, index: int) -> Tensor | None:
-        """A copy of a weight that was or may have been written on the device; None if the host's has the present values."""
+        """Returns a copy of a weight that may have been written on the device; None if the host has the present values."""
 
     def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> AbstractContextManager[None]:
         """A context during which these device parameters, or their ``casts``, are on the device."""
 
     def saves_raw(self) -> bool:
-        """Whether autograd would now save tensors as they are, without the engine's hooks packing them."""
+        """Whether autograd would now save tensors as they are, because the engine's saved-tensor hooks are not active."""
 
     def gradient_arrived(self, layer: Any, index: int, parameter: Tensor) -> None:
         """Called after autograd has put a gradient on a device parameter."""
@@ -72,19 +72,19 @@ class EngineCallbacks(Protocol):
         """Called before ``param.data = value``, while the layer is on the device."""
 
     def take_back_writes(self, layer: Any) -> None:
-        """Has the host's weights be all that was written, on the device or by an update: recompute asks which weights were."""
+        """Completes all writes of a layer on the host, from the device and from an update: recompute asks what was written."""
 
     def host_is_used(self, layer: Any) -> None:
         """Called within a step before user code reads the host's weights of a layer, or writes them."""
 
     def host_was_used(self, layer: Any, *, viewed: bool) -> None:
-        """Called within a step after user code has read the host's weights of a layer, written them, or made a view of one."""
+        """Called within a step after user code has read or written the host's weights of a layer, or made a view of one."""
 
     def host_is_shown(self, layer: Any) -> None:
         """Called within a step before user code gets the host's memory of a weight: writes there change no version."""
 
     def device_is_used(self, layer: Any) -> None:
-        """Called before an operation that was given the host's weights of a layer is given the device's instead."""
+        """Called before an operation on the host's weights of a layer is given the device's instead."""
 
     def reading_rows(self, layer: Any) -> AbstractContextManager[tuple[Tensor, Any] | None]:
         """A context in which no update writes a table's weight. Yields its bytes; None if all of it is on the device."""
@@ -93,7 +93,8 @@ class EngineCallbacks(Protocol):
 class ParameterGroup:
     """The device parameters of one layer.
 
-    They are on the device (:meth:`attach`) while the layer is used, and away (:meth:`detach`) otherwise.
+    :meth:`attach` makes them views of the layer's slot, :meth:`detach` makes them stand-ins. A stand-in is a parameter without
+    memory whose class notices each use of it.
 
     Args:
         spans: where each parameter lies in the layer's memory.
@@ -102,17 +103,17 @@ class ParameterGroup:
         autocast: the dtype of these parameters' casts, if they are masters.
 
     Attributes:
-        layer, doors: the layer, and the engine that is asked for it; set by :meth:`connect`.
+        layer, doors: the layer, and the engine that fetches it; :meth:`connect` sets the engine.
         by_rows: whether only rows of some parameters may be on the device. These stay stand-ins (:meth:`notice_uses_of`).
         compute: runs an operation with a stand-in of which only rows are needed; None if the layer is uploaded whole. It takes
             the stand-in and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
         shared: whether several threads use the parameters.
-        casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
+        casts: the casts that functions get in place of masters; None if the layer is not attached or has none.
         present_values: for each weight, the values that graphs have saved views of.
-        away: the data that each parameter has while its layer is away.
-        counters: tensors that have the weights' versions, and can be asked for them without a call of Python's own.
-        unversioned_writes: how often each weight was written without a change of its version, as far as the engine knows: a
-            fused step of an optimizer is such a write.
+        away: the data of each stand-in: a tensor without memory.
+        counters: tensors that share the version counters of the weights. Reading these needs no Python call.
+        unversioned_writes: how often each weight was written without a change of its version, as far as the engine knows: by a
+            fused optimizer step, for example.
     """
 
     layer: Any
@@ -143,7 +144,7 @@ class ParameterGroup:
         with no_inference_mode():
             self.away = [self._absent_like(span, index) for index, span in enumerate(spans)]
             self.all = [self._make(index) for index in range(len(spans))]
-        # An accumulator holds a reference to its parameter: kept alive, it adds one whether a graph is alive or not.
+        # A gradient accumulator holds a reference to its parameter. If it is kept alive, references can be compared.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
         self._synced: list[bool] | None = None
         self._references: dict[int, int] = {}  # references to each parameter when its layer's forward began
@@ -161,17 +162,17 @@ class ParameterGroup:
             self._present[index] = self._absent[index]
 
     def connect(self, layer: Any, doors: EngineCallbacks) -> None:
-        """Sets the layer, and the engine that is asked for it. The parameters can be used from now on."""
+        """Sets the layer, and the engine that fetches it. The parameters can be used from now on."""
         self.layer = layer
         self.doors = doors
         for index, host in enumerate(self.hosts):
             if host.is_floating_point() or host.is_complex():
-                # A frozen one takes no hooks, and may thaw later. What users register on a device parameter is the host's.
+                # A frozen parameter accepts no hooks, and may be unfrozen later. Users' hooks are on the host's parameter.
                 parameter, kind, requires = self.all[index], type(self.all[index]), host.requires_grad
                 set_class(parameter, nn.Parameter)
                 nn.Parameter.requires_grad_(parameter, True)
-                # The user's hooks, which the first one runs, run where they do on a plain parameter, with torch.autograd.grad
-                # as well. The second is called for each gradient: no frame is between.
+                # The first hook runs the user's hooks, when they run on a plain parameter: with torch.autograd.grad as well.
+                # The second is called for each gradient, so it is the engine's method itself, without a frame in between.
                 arrived = partial(doors.gradient_arrived, layer, index)
                 self._handles += [
                     Tensor.register_hook(parameter, partial(self._hooked, index)),
@@ -182,7 +183,7 @@ class ParameterGroup:
 
     def _make(self, index: int) -> DeviceParameter:
         host = self.hosts[index]
-        # The data is set afterwards, because a parameter that was made of _away would share its version.
+        # The data is set afterwards: a parameter made of it would share its version counter.
         away = torch.empty((), dtype=host.dtype, device=self.device).expand(host.shape)
         parameter: Any = nn.Parameter(away, requires_grad=host.requires_grad)
         tensor_data.__set__(parameter, self.away[index])
@@ -202,7 +203,7 @@ class ParameterGroup:
         return gradient if hooks else None
 
     def attach(self, views: Sequence[Tensor]) -> None:
-        """Gives every parameter its view of the slot, because the layer is on the device."""
+        """Makes every parameter a view of the slot, or of other memory that the weight was given."""
         guard = self.layer.guard
         if guard is not None and (guard.replaced or guard.retyped):
             with no_inference_mode(), torch.no_grad(), Untouched():
@@ -219,13 +220,13 @@ class ParameterGroup:
         return absent(value, self.device, HIDDEN_READ.format(name=self.spans[index].name))
 
     def set_retyped(self, index: int, value: Tensor) -> None:
-        """Keeps a weight that was given another dtype, for which the layer's memory has no place."""
+        """Keeps the memory of a weight that was given another dtype, for which the slot has no place."""
         with no_inference_mode():
             guard_of(self.layer).retyped[index] = value
             self.away[index] = self._absent_like(value, index)
 
     def refuse_exchanged(self, index: int) -> None:
-        """Raises a RuntimeError if a weight that autograd saved in its layer's memory was given another dtype since."""
+        """Raises a RuntimeError if a weight was given another dtype after autograd saved it as a view of the slot."""
         with Untouched():
             now = self.all[index].dtype
         if now is not self.spans[index].dtype:
@@ -235,29 +236,29 @@ class ParameterGroup:
             )
 
     def share(self, shared: bool) -> None:
-        """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
+        """Sets whether several threads use weights. If so, each use is noticed, so that no weight is released meanwhile."""
         self.shared = shared
         if self.layer.state.attached:
             self.ask(before_use=shared)
 
     def ask(self, before_use: bool) -> None:
-        """Sets whether each use of the weights is noticed although they are on the device, as a stand-in's use is."""
+        """Sets whether each use of attached weights is noticed, as a stand-in's use is."""
         for parameter, kind in zip(self.all, self._absent if before_use else self._present, strict=True):
             set_class(parameter, kind)
 
     def watch(self) -> None:
-        """Counts references as the layer's first forward since it came begins: hooks of autograd may keep parameters in it."""
+        """Counts the references to each parameter at the begin of a forward. Saved-tensor hooks may keep parameters in it."""
         if not self._references:
             self._references = dict(enumerate(map(sys.getrefcount, self.all)))
             if self._held:
                 self._references |= self._still_held()
 
     def detach(self) -> bool:
-        """Turns the parameters into stand-ins. Returns whether none is held; if one is, until :meth:`free_dropped` says so.
+        """Makes the parameters stand-ins. Returns True if no graph holds one of them.
 
-        A device parameter that a graph has kept since :meth:`watch` stays a view of the slot's memory, because autograd
-        would read it without a call. A checkpoint's recompute keeps frozen weights in this way, and so do saved-tensor
-        hooks that return what they are given. Every other use is noticed, as it is of all stand-ins.
+        A device parameter that a graph has kept since :meth:`watch` stays a view of the slot until :meth:`free_dropped`,
+        because autograd would read it without a call. Recompute of a checkpoint keeps frozen weights in this way, and so do
+        saved-tensor hooks that return their argument. Every other use is noticed, as with all stand-ins.
         """
         self._held, self._references = self._references or self._held, {}
         held = self._held = self._still_held()
@@ -270,7 +271,7 @@ class ParameterGroup:
         return not held
 
     def free_dropped(self) -> bool:
-        """Takes the memory from the parameters that are held no more. Returns whether none are held now."""
+        """Frees the parameters that graphs held and have dropped. Returns True if no graph holds one now."""
         if self._held and not self.layer.state.attached:
             before, self._held = self._held, self._still_held()
             with Untouched():
@@ -279,7 +280,7 @@ class ParameterGroup:
         return not self._held
 
     def _still_held(self) -> dict[int, int]:
-        """The parameters that still have more references than before they were kept, with the number before."""
+        """Returns the held parameters that still have more references than before, with the number before."""
         held: dict[int, int] = {}
         if self._held:
             now = list(map(sys.getrefcount, self.all))
@@ -289,7 +290,7 @@ class ParameterGroup:
         return held
 
     def at(self, offset: int) -> int | None:
-        """The index of the parameter at ``offset`` bytes of the layer's memory; None between parameters, and in casts."""
+        """Returns the index of the parameter at ``offset`` bytes of the slot; None between parameters, and in casts."""
         if (beginning := self._beginning_at.get(offset)) is not None:  # nearly all saved views are of a whole weight
             return beginning
         index = bisect_right(self._offsets, offset) - 1
@@ -299,17 +300,17 @@ class ParameterGroup:
         return index if offset < span.offset + max(span.nbytes, 1) else None
 
     def version(self, index: int) -> int:
-        """The version of a weight: how often it was written on the host or on the device, as far as torch counts."""
+        """Returns the version of a weight: the number of writes on the host and the device that torch has counted."""
         return self.counters[index]._version
 
     def version_once_fetched(self, index: int) -> int:
-        """What :meth:`version` will be once :meth:`fetched` has counted what was written on the host since."""
+        """Returns what :meth:`version` will be once :meth:`fetched` has counted later writes on the host."""
         return self.counters[index]._version + (self._host_counters[index]._version != self._host_versions[index])
 
     def writes(self, index: int) -> int:
-        """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not.
+        """Returns a number that rises with each known write of a weight, whether a version shows it or not.
 
-        An update that is under way is waited for: it may show in a version at any moment until the background has done it.
+        It waits for a running update, which may change the version at any time.
         """
         guard = self.layer.guard
         written = (guard is not None and index in guard.exposed) or self.version(index) != self._versions[index]
@@ -319,7 +320,7 @@ class ParameterGroup:
         return self.version_once_fetched(index) + self.unversioned_writes[index]
 
     def host_writes(self) -> tuple[list[int], list[int]]:
-        """Two numbers for each weight, which rise if the host gets other values. The device's writes are taken back first."""
+        """Returns two numbers per weight that rise if the host gets other values, once writes of the device are copied back."""
         if self.is_exposed or self.changed:
             self.doors.take_back_writes(self.layer)
         return versions(self.hosts), list(self.unversioned_writes)
@@ -335,16 +336,16 @@ class ParameterGroup:
         return list(map(version_of, self.counters)) != self._versions
 
     def written(self) -> bool:
-        """Whether :meth:`take_written` would return any, or a weight has other memory than the layer's."""
+        """Whether :meth:`take_written` would return any weight, or a weight has another dtype."""
         guard = self.layer.guard
         return (guard is not None and bool(guard.exposed or guard.retyped)) or list(
             map(version_of, self.counters)
         ) != self._versions
 
     def take_written(self) -> list[int]:
-        """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.
+        """Returns the indices of the weights that were written on the device since the last call, or may have been.
 
-        They were written while the layer was there, or afterwards through a view that user code still holds.
+        User code wrote them while the layer was attached, or later through a view that it still holds.
         """
         now = versions(self.counters)
         before, self._versions = self._versions, now
@@ -361,12 +362,12 @@ class ParameterGroup:
             return self.all[index].detach()
 
     def value(self, index: int) -> Tensor:
-        """The data of a device parameter, while the layer is attached."""
+        """Returns the data of a device parameter, while the layer is attached."""
         with Untouched():
             return tensor_data.__get__(self.all[index])
 
     def sync_requires_grad(self) -> None:
-        """Follows the host's parameters, which the user may freeze and unfreeze between two forwards."""
+        """Copies ``requires_grad`` of the host's parameters, which user code may change between two forwards."""
         with Untouched():
             wanted = list(map(_requires_grad, self.hosts))
         if wanted == self._synced:
@@ -390,10 +391,10 @@ class ParameterGroup:
         return written or addresses(self.hosts) != self._addresses
 
     def fetched(self) -> None:
-        """The device's copy is that of the host's parameters as they are now.
+        """Notes that the copy on the device is that of the host's present parameters.
 
-        Where they changed, the device parameters' versions change too, so that autograd's in-place check sees an
-        optimizer step between forward and backward as it would on plain parameters.
+        If a host parameter was written, the device parameter's version rises as well. So autograd's check for in-place writes
+        finds an optimizer step between forward and backward, as with plain parameters.
         """
         with Untouched():
             now = list(map(version_of, self.hosts))
@@ -407,15 +408,15 @@ class ParameterGroup:
         self._host_versions = now
 
     def adopted(self) -> None:
-        """The host's parameters lie where their block has them now, which may be other memory than before."""
+        """Notes the addresses of the host's parameters after their block has adopted other memory."""
         self._addresses = addresses(self.hosts)
 
     def written_back(self) -> None:
-        """Notes that the host's versions have changed because the host took over what was written on the device."""
+        """Notes that the host's versions have changed by a write-back, so that the copy on the device is not out of date."""
         self._host_versions = versions(self.hosts)
 
     def close(self) -> None:
-        """Drops everything, because autograd holds hooks where the garbage collector does not see them."""
+        """Drops all hooks and parameters: autograd holds hooks where the garbage collector does not find them."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -436,7 +437,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _counter(tensor: Tensor) -> Tensor:
-    """A tensor without memory that has the version of another one, whatever is done with that one's memory."""
+    """Returns a tensor without memory that shares the version counter of another one."""
     counter = tensor.detach()
     counter.data = counter.new_empty(0)
     return counter
@@ -444,5 +445,5 @@ def _counter(tensor: Tensor) -> Tensor:
 
 @cache
 def _with_user_class(kind: type[DeviceParameter], users: type[nn.Parameter]) -> type[DeviceParameter]:
-    """A class of device parameters that also derives from the user's subclass of ``Parameter``, if there is one."""
+    """Returns a class of device parameters that also derives from the user's subclass of ``Parameter``, if there is one."""
     return kind if users in (nn.Parameter, Tensor) else type(f"{kind.__name__}{users.__name__}", (kind, users), {})

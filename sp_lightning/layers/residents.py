@@ -1,4 +1,4 @@
-"""Residents: the weights outside all layers. They stay on the device in one piece of memory and are sent as one."""
+"""Residents: the weights outside all layers. They stay on the device in one piece of memory, and are uploaded together."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 
 
 class Residents:
-    """The device's copy of the resident weights, in a slot of their own that no other layer comes to.
+    """The copy of the resident weights on the device, in a slot of their own. No other layer uses that slot.
 
     Args:
-        layer: the layer that they form. Its device parameters are attached from the beginning.
-        source: brings the layer's bytes on the host up to date.
+        layer: the layer of all residents. It is always IN_USE.
+        source: the layer's bytes on the host.
         writes: copies to the host what was written on the device.
 
     Attributes:
@@ -39,7 +39,7 @@ class Residents:
         return self._slot.memory.data_ptr()
 
     def refresh(self) -> None:
-        """Brings the device's copy up to date for everything that is computed from now on."""
+        """Uploads the residents if the copy on the device is out of date. Later kernels read the new values."""
         group, layer = self.group, self.layer
         if layer.update is not None:
             self._source.wait(layer)
@@ -49,8 +49,8 @@ class Residents:
             self.take_back_writes()
         weights, staged = self._source.stage(layer)
         if self._slot.stale:
-            # The user gave a host parameter other memory (param.data = other). Graphs keep the memory that they have saved
-            # views of, as they do with plain autograd.
+            # User code has given a host parameter other memory (param.data = other). Graphs that have saved views keep the old
+            # memory, as with plain autograd.
             self._take_memory()
         memory = self._slot.memory
         self._device.access(memory, Stream.COMPUTE, write=False)
@@ -70,24 +70,24 @@ class Residents:
             self._writes.take_digests(self._slot)
 
     def distrust(self) -> None:
-        """Has the host's weights copied anew before their next use, because they are about to be written unseen."""
+        """Marks the copy on the device as out of date, because user code may write the host's weights unseen."""
         self._current = False
 
     def invalidate(self) -> None:
-        """Marks the device's copy as out of date, because host weights were or may have been written.
+        """Marks the copy on the device as out of date, because the host's weights were written, or may have been.
 
-        Views of it that user code keeps see the present weights at once, as views of a plain parameter do.
+        If user code keeps views of it, the residents are uploaded at once: views of a plain parameter show writes, too.
         """
         self._current = False
         if self._is_compared:
             self.refresh()
 
     def take_back_writes(self) -> None:
-        """Takes what was written on the device over to the host."""
+        """Copies to the host what was written on the device."""
         written, replaced = self._writes.take_back_slot(self._slot)
         if replaced:
-            # A parameter was given other memory on the device (param.data = other). A graph that has saved a view
-            # keeps the values that it saw, as with plain autograd.
+            # User code has given a parameter other memory on the device (param.data = other). A graph that has saved a view
+            # keeps the old values, as with plain autograd.
             left = self._slot
             self._take_memory()
             self._writes.leave_views(left, replaced)
@@ -107,7 +107,7 @@ class Residents:
 
     @property
     def _held(self) -> bool:
-        """Whether anything but the device parameters holds the memory."""
+        """Whether tensors other than the device parameters view the memory."""
         own = sum(
             self.group.value(index).untyped_storage().data_ptr() == self.address for index in range(len(self.group.all))
         )
@@ -118,7 +118,7 @@ class Residents:
         self._slot = self._new_slot(0)
 
     def _take_memory(self) -> None:
-        """Takes new memory. Views of the old one keep its values."""
+        """Allocates new memory. Views of the old memory keep its values."""
         self._writes.resident_storages.discard(self.address)
         if self.layer.guard is not None:
             self.layer.guard.leave_slot()
