@@ -1,4 +1,4 @@
-"""The strategy: hands Lightning's calls to the run and its loops, and shows users what these know."""
+"""The strategy: options, set-up, teardown and checkpoints."""
 
 from __future__ import annotations
 
@@ -192,12 +192,12 @@ class StreamingStrategy(LoopStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         refuse_from_elsewhere(self._made_in)
-        trainer = trainer_of(model)  # none yet, where it is connected by hand; the trainer does it again
+        trainer = trainer_of(model)  # None if user code connects the strategy; the trainer connects it again
         if trainer is not None:
             try:
                 take(trainer, model)
             except RuntimeError:
-                forget_module(self)  # which may be another trial's: the base class would move it
+                forget_module(self)  # it may be another trial's, and the base class would move it
                 raise
         super().connect(model)
         if trainer is None or not self._options.callback:
@@ -210,13 +210,13 @@ class StreamingStrategy(LoopStrategy):
         self._signals.install(self._is_torn)
         try:
             self._set_up(trainer)
-        except MemoryError as error:  # it says what is missing; which of our functions has counted it helps no user
+        except MemoryError as error:  # its text is enough: the traceback only shows functions of this package
             raise error.with_traceback(None) from None
-        finally:  # Lightning notes handlers after this, and puts them back after teardown
+        finally:  # Lightning saves handlers after this, and restores them after teardown
             self._signals.remove()
 
     def _set_up(self, trainer: pl.Trainer) -> None:
-        # As the base class, but optimizer state stays where the parameters are: on the host.
+        # As the base class, but optimizer state stays with the parameters, in host memory.
         assert self.accelerator is not None
         assert self.model is not None
         assert self.lightning_module is not None
@@ -224,13 +224,15 @@ class StreamingStrategy(LoopStrategy):
         trains = trainer.state.fn == TrainerFn.FITTING
         self._format.check(self.checkpoint_io)
         self._given.complete(self.lightning_module, training=trains)
-        layer_sync = getattr(self, "_layer_sync", None)  # of several devices, with Trainer(sync_batchnorm=True)
+        layer_sync = getattr(
+            self, "_layer_sync", None
+        )  # set by Lightning's DDPStrategy, with Trainer(sync_batchnorm=True)
         if trains and layer_sync is not None:
             self.model = layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self._frozen is not None and (trains or self._frozen.module is not self.lightning_module):
-            self._frozen = None  # for the same module, validation, test and prediction keep what fit has noted
+            self._frozen = None  # validation, test and prediction of the same module keep the record of fit
         if trains:
             self.setup_optimizers(trainer)
             self._fitting_begins()
@@ -252,12 +254,12 @@ class StreamingStrategy(LoopStrategy):
             if self.lightning_module is not None and any(
                 each.is_meta for _, each in named_tensors(self.lightning_module)
             ):
-                forget_module(self)  # set-up refused it; the base class would fail to move it to the CPU
+                forget_module(self)  # set-up has raised an error for it, and the base class cannot move it to the CPU
         finally:
             super().teardown()
 
     def _detach_callback(self) -> None:
-        """The trainer has the callbacks of its user after a run, however that has ended."""
+        """Removes the strategy's callback from the trainer."""
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         if trainer is not None:
             trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self._attached]
@@ -280,16 +282,16 @@ class StreamingStrategy(LoopStrategy):
         self._format.save(self, checkpoint, filepath, storage_options, super().save_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Weights stay in the file until they are copied to where they belong."""
+        """Loads a checkpoint. Weights stay in the file until they are copied to their places."""
         stays = self._options.disk is not None or not self._group.primary  # only the primary uses the state
         return load(checkpoint_path, self.checkpoint_io, self.lightning_module, weights_only, state_stays=stays)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The base class would move the state to the device."""
+        """Loads the optimizers' state to host memory: the base class would move it to the device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if self._group.primary:
                 optimizer.load_state_dict(state)
-            else:  # the optimizers of a node's first rank alone have state
+            else:  # only the primary's optimizers have state
                 optimizer.load_state_dict({**state, "state": {}})
         if self._run is not None:
             self._run.steps.state_loaded()
@@ -310,5 +312,5 @@ class SuperpipelineStrategy(StreamingStrategy, Strategy):
     _several_devices = DDPStrategy
 
 
-# What is abstract in Lightning's base class, the strategies of devices define.
+# Lightning's strategies for devices, which are bases of each object's class, define the abstract methods.
 SuperpipelineStrategy.__abstractmethods__ = frozenset()
