@@ -1,6 +1,7 @@
-"""One run: its engine, built at set-up, built anew when parameters were exchanged, closed at the end; its optimizers' steps.
+"""One run: its engine and the steps of its optimizers.
 
-It knows no strategy: it is given the module, the options, the device and a log.
+The engine is built at set-up, built again if user code has exchanged parameters, and closed at the end. A run knows no strategy:
+it is given the module, the options, the device and a log.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ from sp_lightning.trainer.user_hooks import UserHooks
 
 @dataclass(frozen=True)
 class Results:
-    """What can be asked of a run, and of one that is over.
+    """What a user can read of a run, also after its end.
 
     Attributes:
-        plan: what was decided.
-        activations: what became of the activations of each unit, by name.
+        plan: the plan.
+        activations: the mode of activations of each unit, by name.
         stats: the counters.
         fetches: how often each layer was fetched, by name.
-        partially_updated: why the weights are not those of any whole step; None where they are.
+        partially_updated: why only some weights have the values of the last step; None if all have them.
     """
 
     plan: Plan
@@ -72,7 +73,7 @@ class Results:
 
 
 def untested_versions() -> list[str]:
-    """A sentence if torch is newer than what the tests have run with; the package uses some of its private names."""
+    """Returns a sentence if torch is newer than the tested versions. The package uses some of its private names."""
     oldest, newest = TESTED_TORCH
     major, minor = map(int, torch.__version__.split(".")[:2])
     if (major, minor) <= tuple(map(int, newest.split("."))):
@@ -81,25 +82,25 @@ def untested_versions() -> list[str]:
 
 
 class Run:
-    """One run. It is over once it is closed, and where building its engine anew has failed.
+    """One run. It is over after :meth:`close`, and if its engine cannot be built again.
 
     Args:
-        module: the root. Its parameters become views of the host store; whatever else it has goes to the device.
+        module: the root. Its parameters become views of the host store. Buffers and metrics move to the device.
         options: the user's.
         device: where the layers compute.
         autocast: the dtype that autocast casts to; None without.
         group: the processes that train the module together.
-        log: where a user's messages go.
+        log: the logger for the user's messages.
         trains: whether optimizers will step the module's parameters.
 
     Raises:
-        ValueError: the model or the options cannot be, or the model does not fit.
+        ValueError: the model or the options are not supported, or the model does not fit.
         RuntimeError: the host or the device has too little memory.
 
     Attributes:
         module, group, trains: as given.
-        streamer: the engine; None once the run is over.
-        hooks: what user code may do in it.
+        streamer: the engine; None when the run is over.
+        hooks: says where user code could read or write weights.
         steps: the steps of its optimizers.
         tuner: what changes the window and the modes of activations between batches.
         placement: where weights are, and how many devices there are.
@@ -158,7 +159,7 @@ class Run:
 
     @property
     def engine(self) -> Streamer:
-        """The streamer of a run that lasts."""
+        """The engine of a run that is not over."""
         assert self.streamer is not None
         return self.streamer
 
@@ -166,7 +167,7 @@ class Run:
 
     @property
     def results(self) -> Results:
-        """What can be asked now, or what could be when the engine was closed."""
+        """What a user can read now, or, after the end, what it was when the engine was closed."""
         streamer = self.streamer
         if streamer is not None:
             modes, updates = dict(streamer.activations.modes), streamer.updates
@@ -177,12 +178,12 @@ class Run:
 
     @property
     def device_memory(self) -> tuple[int, int] | None:
-        """Bytes of device memory that were taken at most, and that may be taken; None if nothing limits them."""
+        """The peak of device memory in bytes, and its limit; None if there is no limit."""
         peak = self.engine.device.peak_bytes()
         return None if peak is None or self._window.room is None else (peak, self._window.room)
 
     def remarks(self) -> list[str]:
-        """What a user should know beside the plan, in sentences."""
+        """Returns what a user should know in addition to the plan, in sentences."""
         remarks = [remark for remark in (self.placement.remark, self.tuner.remark) if remark]
         k, plan = self._options.k, self.engine.plan
         if isinstance(k, int) and k > plan.k and not plan.nothing:
@@ -193,7 +194,7 @@ class Run:
 
     @property
     def steps_on_device(self) -> bool:
-        """Whether layers are stepped on the device, as far as is decided."""
+        """Whether layers step on the GPU, as far as is decided."""
         return self._window.steps_on_device
 
     @property
@@ -202,24 +203,24 @@ class Run:
         return self._trial is not None
 
     def let_layers_stay(self, may: bool) -> None:
-        """Says whether results would be the same if layers stayed on the device, so that ``gpu_layers="auto"`` may choose it."""
+        """Sets whether results would be the same if layers stayed on the GPU. Only then ``gpu_layers="auto"`` may choose it."""
         self._window.may_stay = may
 
     def most_that_stay(self) -> int:
-        """How many layers could stay on the device with their optimizer state; 0 if that is not known, or if some do."""
+        """Returns how many layers could stay on the GPU with their optimizer state; 0 if that is not known, or if some stay."""
         plan, window = self.engine.plan, self._window
         if plan.stay or not window.may_stay or window.room is None or not window.rest:
             return 0
         return len(window.filled_with_staying(plan).stay)
 
     def step_on_host(self) -> None:
-        """Leaves the device's memory for steps to other things: ``optimizer_on="auto"`` has chosen the host."""
+        """Frees the GPU memory that was planned for steps: ``optimizer_on="auto"`` has chosen the CPU."""
         self._window.steps_on_device = False
         self.engine.updating.step_on_host()
         self.engine.recount(self._window.again(self.engine.plan, self.engine.found))
 
     def renew(self) -> None:
-        """Updates the engine to the module as it is now, before a batch."""
+        """Adapts the engine to the module as it is now. Called before a batch."""
         self.steps.open()
         for parted in self._parted:
             parted.refuse_trained()
@@ -240,7 +241,7 @@ class Run:
             self.steps.look_again()
 
     def close(self) -> None:
-        """Ends the run: the module has ordinary parameters on the host again, and optimizers are as they were configured."""
+        """Ends the run. The module then has ordinary parameters on the host, and optimizers are as they were configured."""
         close_all(self._end_engine, self.steps.close)
         self.placement = ONE_DEVICE  # files are gone with the run
 
@@ -249,7 +250,7 @@ class Run:
         if streamer is None:
             return
         try:
-            # What is on its way counts after the end of a step, as layers for a step that does not come.
+            # Counters include transfers that are in flight for a step that will not begin.
             close_all(partial(streamer.abort, over=True), self._keep_results, streamer.close)
         finally:
             self.streamer = None
@@ -262,7 +263,7 @@ class Run:
         if not device.synchronous:
             refuse_cuda_graphs(self.module)
         found, plan = self._lay_out(device)
-        layers = plan.trained  # which are there already, and are absorbed one after another
+        layers = plan.trained  # they exist already, and are moved to the host store one after another
         copies = max(each.nbytes for each in (*layers, *plan.masters))
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
         check_host({"for a layer's copy": copies, "for casts": casts}, less_host_memory(), self._host_budget())
@@ -295,7 +296,7 @@ class Run:
         )
 
     def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
-        """Makes the engine's parts that depend on where weights are."""
+        """Returns the placement: what makes the parts of the engine that depend on where weights are."""
         accumulate = self.module.trainer.accumulate_grad_batches * self.trains
         of_group = self.group.placement(self._options.transfer, device, self._log, trains=self.trains)
         if of_group is not None:
@@ -321,13 +322,13 @@ class Run:
         return found, plan
 
     def reserve_host_memory(self, needed: dict[str, int]) -> None:
-        """Leaves room for what training needs on the host; activations may take the rest.
+        """Reserves host memory for training. Activations may use the rest.
 
         Args:
-            needed: bytes, by what they are for.
+            needed: bytes, by purpose.
 
         Raises:
-            RuntimeError: the host does not have that much.
+            RuntimeError: the host does not have that much memory.
         """
         budget = self._host_budget()
         check_host(needed, less_host_memory(self._options.optimizer_overlap), budget)
@@ -345,7 +346,7 @@ class Run:
     # ------------------------------------------------------------------ between batches, after errors, at the end of training
 
     def finish_updates(self) -> None:
-        """Waits for updates in the background and for writes to files. After an error the module has the host's parameters."""
+        """Waits for updates in the background and for writes to files. After an error the module has the host parameters."""
         if self.is_foreign:
             self.engine.updates.finish()
             return
@@ -354,7 +355,7 @@ class Run:
             self.placement.complete_pending()
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
-        """Shrinks the window after an error that ended a step, and has the error say what to do."""
+        """Shrinks the window after an error that has ended a step, and adds a remedy to the error."""
         plan, modes = self.engine.plan, self.results.activations
         self.tuner.shrink()
         if self.engine.plan.stay != plan.stay:
@@ -367,7 +368,7 @@ class Run:
         error.add_note(after_out_of_memory(plan, self.engine.plan, freed, balanced=balanced))
 
     def host_parameters(self) -> AbstractContextManager[None]:
-        """While this is active the module has the host's parameters, as a checkpoint is to have them at any time."""
+        """A context in which the module has the host parameters, for example for a checkpoint."""
         if self.is_foreign:
             return nullcontext()
         self.placement.complete_pending()
@@ -375,29 +376,29 @@ class Run:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the present thread is not the run's. It finds the host's parameters in the module without the engine's help."""
+        """True in a thread that is not the run's. It finds the host parameters in the module without the engine's help."""
         return not self._threads.own
 
     def loading(self) -> AbstractContextManager[None]:
-        """Around the loading of a state into the module between steps: weights may be written, and what rank 0 loads counts."""
+        """A context for loading a state into the module between steps. Weights may be written; rank 0's values count."""
         self.engine.allow_writes()
         return self.engine.turns.loading(self.module)
 
     def step_begins(self) -> None:
-        """A step of a loop begins: buffers are sent when DistributedDataParallel would send them, after a step of training."""
+        """Called when a step of a loop begins. Sends buffers when DistributedDataParallel would: after a training step."""
         if self._trial is not None:
             self._trial.step()
         if self._buffers_due:
             self.group.send_buffers(self.module)
-        # In manual optimization Lightning's ddp has them sent once: its forward ends without a backward that sums.
+        # In manual optimization Lightning's ddp sends them once: its forward ends without a backward that sums.
         self._buffers_due = self.trains and torch.is_grad_enabled() and self.module.automatic_optimization
 
     @contextmanager
     def whole_after_failure(self, *, make_room: bool = False) -> Generator[None, None, None]:
-        """Whatever is raised inside, the module has the host's parameters again when it gets out.
+        """A context after which the module has the host parameters, whatever is raised inside.
 
         Args:
-            make_room: whether the window is smaller after an error that says that the device has no memory left.
+            make_room: whether an out-of-memory error of the device shrinks the window.
         """
         try:
             yield
@@ -415,7 +416,7 @@ class Run:
             raise
 
     def abort(self) -> None:
-        """Makes the module whole. A failure in this must not hide the error that is under way."""
+        """Ends the step, and restores the host parameters. An error in this must not hide the first error."""
         try:
             self.engine.abort()
             self.engine.allow_writes()  # the code that catches the error may write weights
@@ -424,7 +425,7 @@ class Run:
 
 
 def _refuse_in_step(module: pl.LightningModule) -> None:
-    """Refuses a module that has weights of another run, in the middle of a step of that run, where they are on the device.
+    """Raises an error for a module whose weights belong to another run that is in the middle of a step.
 
     Raises:
         ValueError: it has such a weight.
@@ -443,8 +444,8 @@ def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module
     Args:
         module: the root.
         found: its layers; its parameters stay where they are.
-        averages: modules whose buffers, and the modules in them, stay on the host.
-        device: where the rest goes.
+        averages: modules whose buffers stay on the host, with the modules in them.
+        device: the device of all others.
     """
     for _, aside in found.aside:
         aside.to(device)
@@ -455,7 +456,7 @@ def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module
         if child in stay:
             continue
         if child in bare and not stay.intersection(child.modules()):
-            child.to(device)  # metrics have states that are no buffers
+            child.to(device)  # metrics have states that are not buffers
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.device != device:
                 child._buffers[name] = buffer.to(device)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, registry
 from sp_lightning.device.device import Wait
 from sp_lightning.gpu_steps import step_place
 from sp_lightning.gpu_steps.times import Machine, measure
@@ -231,3 +231,16 @@ def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible
         fit(Asks, vectors(), SuperpipelineStrategy(k=1, optimizer_overlap="backward"), recorded="nothing")
     sentence = 'Try optimizer_overlap="backward": updates then overlap with the backward pass, too (p.grad is None after a step).'
     assert found == [sentence if said else "", ""]
+
+
+def test_without_the_folder_auto_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = registry.is_installed
+    monkeypatch.setattr(registry, "is_installed", lambda folder: folder != "gpu_steps" and installed(folder))
+    strategy = auto(gpu_layers="auto")
+    with on(SLOW_PROCESSOR):
+        ours = fit(Stepped, vectors(), strategy, recorded="losses")
+        assert_same(ours, fit(Stepped, vectors(), SuperpipelineStrategy(k=1), recorded="losses"))
+    missing = "sp_lightning/gpu_steps is not installed"
+    assert f'Optimizers step on the CPU (optimizer_on="auto": {missing}).' in strategy.remarks()
+    assert f'No layer stays on the GPU (gpu_layers="auto"): {missing}.' in strategy.remarks()
+    assert not strategy.plan.steps_on_device
