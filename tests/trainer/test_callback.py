@@ -25,6 +25,7 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.observe.stats import METRICS, counters_line
 from sp_lightning.plan.units import human_bytes
 from tests.support.models import Module, Stack, llama, tokens, vectors
+from tests.support.needs import needs
 from tests.support.runs import loader, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -372,6 +373,8 @@ class Descends(Module):
 )
 def test_what_keeps_the_host_from_running_ahead_is_counted(net: Any, waits: int) -> None:
     """In each of three batches: the indices of rows, or a weight that was written on the device."""
+    if issubclass(net, LooksUp):
+        needs("experts")
     strategy = SuperpipelineStrategy(k=1)
     trainer_for(strategy).fit(Descends(net()), loader(vectors(3)))
     stats = strategy.stats()
