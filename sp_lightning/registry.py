@@ -9,8 +9,6 @@ If a folder is missing, one of three things happens. Each function below says wh
 - **error**: the option raises :class:`MissingCapabilityError` (for example ``disk=``);
 - **fallback**: a default continues without it and logs one line (for example ``k="auto"`` without ``tuning``);
 - **slower**: the results are the same, and nothing is logged (for example optimizer steps without ``kernels``).
-
-The core files that still import a capability are listed in ``tests/repository/test_architecture.py``.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -29,6 +30,9 @@ from sp_lightning.sharing.turns import TURNS, TrialTurn
 from sp_lightning.store.block import HostBlock
 from sp_lightning.torch_compat.patched import scope
 from sp_lightning.torch_compat.private import tree_leaves
+from sp_lightning.trainer.compat import look_at_loaders
+from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.run_scope import RunScope, set_outside
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -179,21 +183,6 @@ def _check_counts(**counts: int | None) -> None:
 _APART = "Leave that out, or run the trials one after the other, without base.map or base.wrap."
 
 
-def refuse_several_devices() -> None:
-    """Refuses a trainer with several devices within a trial: a ValueError."""
-    if current() is not None:
-        raise ValueError(f"A SharedBase is for devices=1 and num_nodes=1, and this trainer has more. {_APART}")
-
-
-def refuse_from_elsewhere(made_in: Trial | None) -> None:
-    """Refuses a trainer within a trial whose strategy was made before it, or in another one: a RuntimeError."""
-    if current() not in (None, made_in):
-        raise RuntimeError(
-            "A trial of a SharedBase uses a Trainer or a strategy that was made outside of it. Make both in the trial: they have "
-            "the state of one run."
-        )
-
-
 def _refuse_inside() -> None:
     if current() is not None:
         raise RuntimeError(
@@ -202,7 +191,7 @@ def _refuse_inside() -> None:
         )
 
 
-class Trial(Placement):
+class Trial(Placement, RunScope):
     """The engine's parts of one trial. It may have several runs, one after the other.
 
     Args:
@@ -214,7 +203,11 @@ class Trial(Placement):
         own: what no other trial may have.
     """
 
+    shares_base = True
+
     def __init__(self, base: SharedBase, at_once: int | None) -> None:
+        super().__init__()
+        self.placement = self
         self.turn = TrialTurn(base._common.there)
         self.own = TrialObjects()
         self._base = base
@@ -224,21 +217,22 @@ class Trial(Placement):
         self._travels = 0  # bytes of frozen weights, or of their casts
         self._shares = False
 
-    def begin(self, run: Any, budget: int | float | None, device: torch.device, *, on_disk: bool) -> int | float | None:
-        """Begins a run, whose trainer's bars are off: of several in one terminal none can be read, and Rich raises.
+    def check_devices(self) -> None:
+        raise ValueError(f"A SharedBase is for devices=1 and num_nodes=1, and this trainer has more. {_APART}")
 
-        Args:
-            run: has the module, and is closed at the end of the trial, if it is not by then.
-            budget: the user's.
-            device: where it computes.
-            on_disk: whether weights may be on a disk.
+    def check_strategy(self, made_in: Any) -> None:
+        if made_in is not self:
+            raise RuntimeError(
+                "A trial of a SharedBase uses a Trainer or a strategy that was made outside of it. Make both in the trial: they "
+                "have the state of one run."
+            )
 
-        Returns:
-            The run's budget: its share of the device's memory, if the user has given none.
+    def take_trainer(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.take([*parts(module), *parts_of_trainer(trainer)])
+        self.own.note_trainer(trainer, module)
 
-        Raises:
-            ValueError: no share can be told, weights may be on a disk, or it is another device than that of other trials.
-        """
+    def begin(self, run: Any, options: Options, device: torch.device) -> int | float | None:
+        """Begins a run. Without ``gpu_memory`` it gets an equal part of the device's memory."""
         base = self._base
         if base._computes_on not in (None, device):
             raise ValueError(
@@ -246,13 +240,22 @@ class Trial(Placement):
                 "Use a SharedBase for each device."
             )
         base._computes_on = device
-        if on_disk:
+        if options.disk is not None:
             raise ValueError(f"disk= keeps weights where a SharedBase does not look for them. {_APART}")
+        if options.gpu_layers not in (0, "auto"):
+            raise ValueError(
+                f"gpu_layers={options.gpu_layers} keeps layers of one run in GPU memory. Trials of a SharedBase share them: "
+                "leave it out."
+            )
         trainer = run.module.trainer
-        if trainer.progress_bar_callback is not None:
+        if trainer.progress_bar_callback is not None:  # several bars in one terminal cannot be read, and Rich raises
             trainer.progress_bar_callback.disable()
-        self._runs.add(run)
-        return budget if budget is not None or device.type == "cpu" else self._share(device)
+        self._runs.add(run)  # the end of the trial closes it, if it is still open
+        budget = options.gpu_memory
+        if budget is None and device.type != "cpu":
+            budget = self._share(device)
+        look_at_loaders(trainer, self.take_loaders)
+        return budget
 
     def _share(self, device: torch.device) -> int | None:
         if self._at_once is None:
@@ -273,7 +276,7 @@ class Trial(Placement):
         """As :meth:`take`, what has a state in the loaders that a hook returns, by the hook's name, before they are iterated."""
         self.take((f"a part of {name}", each) for loader in tree_leaves(loaders) for each in with_state(loader))
 
-    def step(self) -> None:
+    def step_begins(self) -> None:
         """A step begins: others have their turns, even if all layers of this trial stay on the device, and theirs do not."""
         TURNS.pass_on(self.turn, self)  # which is no layer, and so never there
 
@@ -333,16 +336,14 @@ class Trial(Placement):
         return SharedUploads(device, base._common, partial(TURNS.pass_on, self.turn), lambda: len(base._under_way) == 1)
 
 
-def take(trainer: Any, module: nn.Module) -> None:
-    """Refuses a trainer a part of which another trial has, or outside of trials while any are under way: a RuntimeError.
+class OutsideTrials(RunScope):
+    """The scope of all other threads, in which no trainer may be used while trials are under way."""
 
-    Nothing has been done with the parts yet, but that the module and the data module have the trainer.
-    """
-    if (trial := current()) is None:
+    def take_trainer(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         TURNS.refuse_beside(trainer)
-    else:
-        trial.take([*parts(module), *parts_of_trainer(trainer)])
-        trial.own.note_trainer(trainer, module)
+
+
+set_outside(OutsideTrials())
 
 
 def _frozen_first(layer: Layer) -> Layer:

@@ -19,7 +19,6 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
@@ -33,6 +32,7 @@ from sp_lightning.torch_compat.private import (
     set_attention_order,
     set_float32_precisions,
 )
+from sp_lightning.trainer.run_scope import TRAINERS
 
 LONG = 60.0
 """Seconds without another turn after which a log says what the trial does whose turn it is."""
@@ -213,7 +213,6 @@ class TrialTurns:
         self._given = 0  # how often a turn has begun
         self._outside: ProcessState
         self._left: ProcessState | None  # what the process has where a turn begins, if that is known
-        self._others = WeakSet[Any]()  # trainers outside of trials
         self._cache_notes = Patch(torch, "set_autocast_cache_enabled", _note_cache)
 
     def refuse_beside(self, trainer: Any) -> None:
@@ -221,7 +220,7 @@ class TrialTurns:
         with self._lock:
             if self._running is not None:
                 raise RuntimeError(_BESIDE)
-            self._others.add(trainer)
+            TRAINERS.add(trainer)
 
     def begin(self, turn: TrialTurn) -> None:
         """Begins a trial. Returns once it is its turn.
@@ -233,7 +232,7 @@ class TrialTurns:
         turn.comes = threading.Condition(self._lock)
         with self._lock:
             if self._running is None:
-                if any(each.state.status == "running" for each in self._others):
+                if any(each.state.status == "running" for each in TRAINERS):
                     raise RuntimeError(_BESIDE)
                 self._outside = ProcessState()
                 self._cache_notes.install()

@@ -15,11 +15,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from sp_lightning.registry import part_of_several_devices
-from sp_lightning.sharing.shared_base import refuse_several_devices
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.trainer.compat import given_checkpoint_io, set_inherited, wraps_another
 from sp_lightning.trainer.group import ALONE, Group
 from sp_lightning.trainer.options import prepare_precision
+from sp_lightning.trainer.run_scope import current
 
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
@@ -120,7 +120,7 @@ class HostStrategy(_Base):
     def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
         self._devices = list(devices or [])
         if self._several:
-            refuse_several_devices()
+            current().check_devices()
         if self._devices:
             self._change_class()
 

@@ -45,11 +45,11 @@ from sp_lightning.plan.host_memory import HostBudget, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.window import Window
 from sp_lightning.registry import layer_stepper, make_tuner
-from sp_lightning.sharing.shared_base import current
-from sp_lightning.trainer.compat import last_checkpoint, look_at_loaders, note_device
+from sp_lightning.trainer.compat import last_checkpoint, note_device
 from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.run_scope import current
 from sp_lightning.trainer.user_hooks import UserHooks
 
 
@@ -124,20 +124,19 @@ class Run:
         self._autocast = autocast
         self.group = group
         self._log = log
-        self._trial = current()
-        k, budget = (options.k, options.k_prime), options.gpu_memory
-        if self._trial is not None:
-            budget = self._trial.begin(self, options.gpu_memory, device, on_disk=options.disk is not None)
-            look_at_loaders(module.trainer, self._trial.take_loaders)
-            if options.gpu_layers not in (0, "auto"):
-                raise ValueError(
-                    f"gpu_layers={options.gpu_layers} keeps layers of one run in GPU memory. Trials of a SharedBase share them: "
-                    "leave it out."
-                )
+        self._scope = current()
+        budget = self._scope.begin(self, options, device)
         self._make_stepper = layer_stepper(options.optimizer_on, options.gpu_layers)
         optimizer_on, stay = ("cpu", 0) if self._make_stepper is None else (options.optimizer_on, options.gpu_layers)
         self._window = Window(
-            *k, budget, ranks=group.size, nodes=group.nodes, training=trains, optimizer_on=optimizer_on, stay=stay
+            options.k,
+            options.k_prime,
+            budget,
+            ranks=group.size,
+            nodes=group.nodes,
+            training=trains,
+            optimizer_on=optimizer_on,
+            stay=stay,
         )
         self._threads = OwnThreads()
         self._parted: list[OverlappingPair] = []
@@ -200,7 +199,7 @@ class Run:
     @property
     def shares_base(self) -> bool:
         """Whether the run is a trial of a SharedBase."""
-        return self._trial is not None
+        return self._scope.shares_base
 
     def let_layers_stay(self, may: bool) -> None:
         """Sets whether results would be the same if layers stayed on the GPU. Only then ``gpu_layers="auto"`` may choose it."""
@@ -292,7 +291,7 @@ class Run:
             device,
             self._log,
             chooses_modes=self._activations.chooses,
-            alone=self._trial is None,
+            alone=not self._scope.shares_base,
         )
 
     def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
@@ -301,8 +300,8 @@ class Run:
         of_group = self.group.placement(self._options.transfer, device, self._log, trains=self.trains)
         if of_group is not None:
             return of_group
-        if self._trial is not None:
-            return self._trial
+        if self._scope.placement is not None:
+            return self._scope.placement
         if self._options.disk is None:
             return ONE_DEVICE
         return registry.placement_on_disk(found, plan, self._options, self._device, accumulate=accumulate)
@@ -311,7 +310,7 @@ class Run:
         """Finds the layers, makes the plan, and decides what becomes of activations."""
         layers = self._options.layers
         find: Any = partial(find_layers, self.module, keep_on_gpu=self._options.keep_on_gpu, autocast=self._autocast)
-        find = find if self._trial is None else self._trial.finds(self.module, find)
+        find = self._scope.finds(self.module, find)
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
         limited = self.trains and self._window.room is not None
@@ -386,8 +385,7 @@ class Run:
 
     def step_begins(self) -> None:
         """Called when a step of a loop begins. Sends buffers when DistributedDataParallel would: after a training step."""
-        if self._trial is not None:
-            self._trial.step()
+        self._scope.step_begins()
         if self._buffers_due:
             self.group.send_buffers(self.module)
         # In manual optimization Lightning's ddp sends them once: its forward ends without a backward that sums.

@@ -22,7 +22,7 @@ from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share, Transfer
 from sp_lightning.plan.options import by_name
 from sp_lightning.registry import checkpoint_format
-from sp_lightning.sharing.shared_base import current, refuse_from_elsewhere, take
+from sp_lightning.torch_compat.patched import scope
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_io import load
 from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of
@@ -37,6 +37,7 @@ from sp_lightning.trainer.frozen_weights import (
 from sp_lightning.trainer.given_values import GivenValues
 from sp_lightning.trainer.loops import LoopStrategy
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.run_scope import current
 
 
 class StreamingStrategy(LoopStrategy):
@@ -176,7 +177,7 @@ class StreamingStrategy(LoopStrategy):
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
-        self._made_in = current()
+        self._made_in = scope.get()
         super().__init__(options, device, accelerator, checkpoint_io, precision_plugin)
 
     def __repr__(self) -> str:
@@ -191,13 +192,13 @@ class StreamingStrategy(LoopStrategy):
     # ------------------------------------------------------------------ set-up and teardown
 
     def connect(self, model: pl.LightningModule) -> None:
-        refuse_from_elsewhere(self._made_in)
+        current().check_strategy(self._made_in)
         trainer = trainer_of(model)  # None if user code connects the strategy; the trainer connects it again
         if trainer is not None:
             try:
-                take(trainer, model)
+                current().take_trainer(trainer, model)
             except RuntimeError:
-                forget_module(self)  # it may be another trial's, and the base class would move it
+                forget_module(self)  # it may belong to another run, and the base class would move it
                 raise
         super().connect(model)
         if trainer is None or not self._options.callback:

@@ -35,21 +35,12 @@ TOP = ("pytorch_lightning", "_public", "__init__", "__main__")
 """What users import or run. These files may import all others, and only capabilities may import them."""
 MAY_IMPORT_LIGHTNING = {"trainer", "ranks", "sharing", "comparison", "planner", *TOP}
 
-NOT_YET: dict[str, set[str]] = {
-    "trainer.host_strategy": {"sharing.shared_base"},
-    "trainer.run": {"sharing.shared_base"},
-    "trainer.strategy": {"sharing.shared_base"},
-}
-"""Core files that still import a capability. A capability enters by ``sp_lightning/registry.py``."""
-
 BETWEEN = {
     "planner": "answers questions about all of them",
     "comparison": "trains with and without them",
     "tuning": "predicts what they do",
 }
 """Capabilities that may import other capabilities, with the reason."""
-BETWEEN_NOT_YET: set[tuple[str, str]] = set()
-"""Further imports between capabilities, which are to go."""
 
 
 def wing(file: str) -> str:
@@ -65,23 +56,17 @@ def offences(file: str, source: str) -> list[str]:
         there = wing(rest)
         if top in ("lightning", "pytorch_lightning") and here not in MAY_IMPORT_LIGHTNING:
             wrong.append(module)
-        if (
-            top == "sp_lightning"
-            and file != "registry"
-            and here not in TOP
-            and not _may_import(file, here, there, rest)
-        ):
+        if top == "sp_lightning" and file != "registry" and here not in TOP and not _may_import(here, there):
             wrong.append(module)
     return wrong
 
 
-def _may_import(file: str, here: str, there: str, module: str) -> bool:
+def _may_import(here: str, there: str) -> bool:
     if there in CORE:
         return here in CAPABILITIES or CORE.index(there) <= CORE.index(here)
     if there in CAPABILITIES:
-        if here in CORE:
-            return any(f"{module}.".startswith(f"{each}.") for each in NOT_YET.get(file, ()))
-        return there == here or here in BETWEEN or (here, there) in BETWEEN_NOT_YET
+        # The core imports no capability: each enters by ``sp_lightning/registry.py``.
+        return there == here or here in BETWEEN
     return here in CAPABILITIES or there == "SuperpipelineStrategy"
 
 
@@ -89,24 +74,6 @@ def _may_import(file: str, here: str, there: str, module: str) -> bool:
 def test_imports_go_down(file: str) -> None:
     assert wing(file) in {*CORE, *TOP, *CAPABILITIES}, "a new folder needs its place in the order"
     assert offences(file, FILES[file]) == []
-
-
-def test_every_import_that_is_still_allowed_is_there() -> None:
-    found = {file: {module.removeprefix("sp_lightning.") for module in imports(FILES[file])} for file in NOT_YET}
-    gone = [
-        (file, module)
-        for file, modules in NOT_YET.items()
-        for module in modules
-        if not any(f"{each}.".startswith(f"{module}.") for each in found[file])
-    ]
-    assert gone == [], "take these out of NOT_YET"
-    pairs = {
-        (wing(file), wing(module.removeprefix("sp_lightning.")))
-        for file, source in FILES.items()
-        for module in imports(source)
-        if module.startswith("sp_lightning.")
-    }
-    assert pairs >= BETWEEN_NOT_YET, "take these out of BETWEEN_NOT_YET"
 
 
 def circle(name: str, files: dict[str, str], *, for_types: bool) -> list[str]:

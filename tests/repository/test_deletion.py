@@ -9,14 +9,9 @@ import pytest
 from sp_lightning.registry import CAPABILITIES, MissingCapabilityError, needed_for
 from tests.repository import deletion
 
-NOT_YET = {
-    "sharing",
-}
-"""Capabilities that the core still imports."""
-
 
 @pytest.mark.rest("processes that import torch")
-@pytest.mark.parametrize("folder", [folder for folder in CAPABILITIES if folder not in NOT_YET])
+@pytest.mark.parametrize("folder", CAPABILITIES)
 def test_the_core_works_without(folder: str, tmp_path: Path) -> None:
     copy = deletion.without(folder, tmp_path)
     deletion.imports(copy, folder)

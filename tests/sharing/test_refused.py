@@ -82,7 +82,7 @@ def test_what_cannot_share_is_told_before_work() -> None:
     def on_another_device() -> None:
         trial = current()
         assert trial is not None
-        trial.begin(None, None, torch.device("meta"), on_disk=False)
+        trial.begin(None, None, torch.device("meta"))
 
     base = SharedBase()
     base.map(learn, [1e-3])

@@ -590,7 +590,7 @@ def test_shares_of_the_devices_memory_are_equal(monkeypatch: pytest.MonkeyPatch)
         trial = current()
         assert trial is not None
         shares.append(trial._share(torch.device("cuda")))
-        trial.step()
+        trial.step_begins()
 
     base = SharedBase(max_trials=3)
     base.map(run, [2, 0, 0])
