@@ -84,7 +84,7 @@ class MeasuredPlace(StepPlace):
         if on_device.state is None:
             return None
         try:
-            machine = measure(self._device())
+            machine = measure(self._engine_device())
         except torch.OutOfMemoryError:
             return None
         computing = host_seconds_of(stepping, machine)

@@ -24,7 +24,7 @@ class StepPlace:
     """
 
     def __init__(self, device: Callable[[], Device], count: Callable[[Place, Overlap], Ledger]) -> None:
-        self._device = device
+        self._engine_device = device
         self._count = count
         self.why = ""
 
