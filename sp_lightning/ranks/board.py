@@ -85,11 +85,13 @@ class RankStatus:
         names: Sequence[str],
         elsewhere: Callable[[], str],
     ) -> None:
-        self.rank, self.size = rank, len(names)
+        self.rank = rank
+        self.size = len(names)
         self._names = names
         self._others = [each for each in range(self.size) if each != rank]
         self._elsewhere = elsewhere
-        self.failure = self.place = ""
+        self.failure = ""
+        self.place = ""
         self._memory = memory  # the arrays below are views of it
         ranks: Any = np.frombuffer(memory.bytes, _RANK, self.size)
         self._meetings, self._errors = ranks["meetings"], ranks["error"]
@@ -223,7 +225,9 @@ class RankStatus:
         Raises:
             RankError: another rank will not make it true, or has not within the timeout of torch's process groups.
         """
-        said, late, turns = in_words(why), _TIMEOUT.total_seconds(), 0
+        said = in_words(why)
+        late = _TIMEOUT.total_seconds()
+        turns = 0
         began = looked = monotonic()
         while not reached():
             turns += 1
@@ -277,7 +281,8 @@ class NodeNews:
     def __init__(self, name: str, pause: float) -> None:
         self._key = f"superpipeline/{name}/failure"
         self._pause = pause
-        self.failure = self.lost = ""
+        self.failure = ""
+        self.lost = ""
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A separate connection: a wait on the process group's would block this one.
         self._store: Any = dist.TCPStore(*where, is_master=False, wait_for_workers=False)

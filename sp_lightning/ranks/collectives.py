@@ -57,7 +57,8 @@ class Collectives:
         self.size = per_node or self.world
         self.nodes = self.world // self.size
         self.node, self.rank = divmod(self.number, self.size)
-        self.primary, self.first = self.rank == 0, self.number == 0
+        self.primary = self.rank == 0
+        self.first = self.number == 0
         self.sums = 0
         self.meanwhile: Callable[[], None] = lambda: None
         self._board: RankStatus | None = None
@@ -153,7 +154,8 @@ class Collectives:
 
     def _broadcast_object(self, value: Any, name: str) -> Any:
         """Returns the primary's value on all ranks of the node."""
-        values, first = [value], self.node * self.size
+        values = [value]
+        first = self.node * self.size
         with self.together(f"memory for {name}", self.meet):
             dist.broadcast_object_list(values, first, group=self._groups["node"].host)
         return values[0]

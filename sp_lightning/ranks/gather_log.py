@@ -61,7 +61,8 @@ class GatherLog:
             number: the number of the round, larger than earlier ones. If ranks use different numbers, no gather takes place.
             patient: wait :data:`PATIENCE` seconds for such ranks. Otherwise the round is closed at once.
         """
-        self._number, self.parted = number, False
+        self._number = number
+        self.parted = False
         if patient:
             late = monotonic() + PATIENCE
             self._until(lambda: self._join() or monotonic() > late, "the end of the others' last round of gathers")

@@ -70,7 +70,8 @@ class Family:
         self.stashed.clear()
         self.came.clear()
         self.overwritten.clear()
-        self.reduced, self.slot = False, None
+        self.reduced = False
+        self.slot = None
 
     def trainable(self) -> list[Place]:
         """Returns the parameters that require a gradient."""
@@ -110,7 +111,9 @@ class GradientPlaces:
             begin += whole_pages(total_bytes(tuple(spans.values())))
         self._ranks = ranks
         self._memory = ranks.share(begin, "gradients")
-        self.slots = self._taken = self._slot_bytes = 0
+        self.slots = 0
+        self._taken = 0
+        self._slot_bytes = 0
         self.families = {owner: Family(owner, at, spans, self._memory.own, at) for owner, at, spans in laid}
 
     def common(self, family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
@@ -135,7 +138,8 @@ class GradientPlaces:
         largest = torch.tensor([count])
         self._ranks.largest(largest)
         moving = [family.pages for owner, family in self.families.items() if owner.kind is not Kind.RESIDENTS]
-        self.slots, self._slot_bytes = int(largest), max(moving, default=0)
+        self.slots = int(largest)
+        self._slot_bytes = max(moving, default=0)
         self._passing = self._ranks.share(self.slots * self._slot_bytes, "passing gradients").common
         staging.lock(self._passing)
 

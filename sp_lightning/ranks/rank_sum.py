@@ -167,7 +167,8 @@ def _over_nodes(device: Device, ranks: Ranks, runs: Sequence[_Run], own: Tensor,
     """
     if not runs:  # then the peers have none either
         return []
-    received, nbytes = device.empty(own.nbytes), own.nbytes // ranks.nodes
+    received = device.empty(own.nbytes)
+    nbytes = own.nbytes // ranks.nodes
     ranks.exchange_between_nodes(received, own, what)
     rows = received.view(ranks.nodes, nbytes)
     first = ranks.node * nbytes

@@ -72,7 +72,8 @@ class ReducedGradients(GradientSink[None]):
         """
         name = layer.planned.spans[index].name
         self.expect()
-        family, place = self._families[layer.owner], (layer, index)
+        family = self._families[layer.owner]
+        place = (layer, index)
         if family.reduced:
             raise RuntimeError(
                 f"The gradient of {name!r} has come in two parts, and the first has been summed over the ranks already. With "
@@ -220,13 +221,13 @@ class ReducedGradients(GradientSink[None]):
     def _drain(self, family: Family, parts: list[tuple[Place, int, Tensor]], used: list[Tensor]) -> None:
         """Copies this rank's part of a sum to shared memory. ``used`` is the memory to keep until then."""
         self.device_bytes += sum(each.nbytes for each in used)
-        device, targets, sources = self.device, [], []
+        targets, sources = [], []
         for place, begin, source in parts:
             targets.append(self.places.common(family, place, begin, source.nbytes))
             sources.append(source)
             if place not in family.came and gradient_of(place) is not None:
                 family.overwritten.append((place, targets[-1], present(family, place, begin, source.nbytes)))
-        device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
+        self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         self.send(family.owner.index, targets, sources, [*family.waiting.values(), *used], None)
 
     # ------------------------------------------------------------------ backward ends
@@ -262,7 +263,8 @@ class ReducedGradients(GradientSink[None]):
         Returns:
             For each place, whether any rank has a gradient, and whether any had a ``param.grad`` before.
         """
-        count, indices = len(places), {owner: index for index, owner in enumerate(self._families)}
+        count = len(places)
+        indices = {owner: index for index, owner in enumerate(self._families)}
         came = [place in family.came for family, place in places]
         before = [gradient_of(place) is not None for _, place in places]
         order = [0] * len(indices)
@@ -287,7 +289,8 @@ class ReducedGradients(GradientSink[None]):
     def drop(self) -> None:
         """Drops gradients that have not reached ``param.grad``, and resets what belongs to one backward."""
         self.drop_drains()
-        self._turn, self._begun = 0, False
+        self._turn = 0
+        self._begun = False
         self._completed.clear()
         self.arriving.clear()
         self._ready.clear()

@@ -120,7 +120,8 @@ class SlicedUploads(Uploads):
         """Begins a round. Its number is the same on all ranks, because it counts from the last sum of gradients."""
         self._in_round = True
         if self._sums != self._ranks.sums:
-            self._sums, self._rounds = self._ranks.sums, 0
+            self._sums = self._ranks.sums
+            self._rounds = 0
         self._rounds += 1
         self._tried = self._parted < _IN_A_ROW or (self._sums + self._rounds) % _EVERY == 0
         self._gathers.begin(self._sums << 32 | self._rounds, patient=self._tried)
@@ -165,8 +166,8 @@ class SlicedUploads(Uploads):
         if not together:
             self._alone()
             return
-        coming, size = self.pending[0], self._ranks.size
-        gathered = coming.target[: size * coming.part]
+        coming = self.pending[0]
+        gathered = coming.target[: self._ranks.size * coming.part]
         begun = self.device.mark(Stream.UPLOAD)
         self._issuing = True
         try:
