@@ -1,10 +1,15 @@
-"""Comparison: a user's own model, trained by plain Lightning and by this strategy, and everything of it compared bit by bit.
+"""Compares a user's own model, trained by plain Lightning and by the strategy, bit by bit.
 
-``check`` decides which runs there are and what their differences say; ``subject`` makes the module, the data and the trainer's
-settings anew for each of them, ``runs`` runs one, and ``reference`` is the strategy of plain Lightning where optimizers step on
-the host. What a run leaves is in a ``record``, which is files. ``explain`` looks for the first module that differs and for an
-option that avoids it; ``report`` has the answer as a table and for programs.
+**Adds** ``sp_lightning.check`` and the command ``check``. **Enters** through ``registry.PUBLIC``, the public names that are
+imported when they are first used, and registers ``command`` with the command line. **Unused** it is not imported.
 
-A factory, data and options come in. A report goes out, and nothing else stays: no file, no random state, no variable. The wing
-may import every wing but ``cli``.
+- ``check``: decides which runs there are, and what their differences mean.
+- ``subject``: makes the module, the data and the trainer's settings anew for each run; ``configured`` reads them from a config.
+- ``runs``: runs one variant. ``reference`` is the strategy of plain Lightning if optimizers step on the CPU.
+- ``record``: the values of a run, in files, and their comparison.
+- ``explain``: finds the first module that differs, and an option that avoids the difference.
+- ``report``: the result as a table and as JSON.
+- ``command``, ``options``: the command line. These files do not import torch.
+
+A check leaves nothing behind: no file, no random state, no environment variable.
 """

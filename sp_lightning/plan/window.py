@@ -1,7 +1,7 @@
-"""The choice of k and k' that fits the budget, and how many layers stay on the GPU.
+"""Which plans fit the budget of GPU memory.
 
-:class:`Window` makes the plan for the first batches: the smallest window. What a batch takes beside weights is measured later, if
-something measures it (``sp_lightning.engine.tuner``); then the window knows which larger plans fit.
+:class:`Window` makes the plan for the first batches, the smallest window. A tuner (``sp_lightning.engine.tuner``) may measure the
+memory that batches use beside weights; after that the window also tells which larger plans fit.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from sp_lightning.plan.choices import Count, OptimizerOn, Share
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.plan.units import human_bytes
 
-# This share of the free memory is left for what allocators round up and for what libraries take for themselves.
+# This share of the free memory is left to the rounding of allocators and to libraries.
 _MARGIN = 1 / 16
-# On the CPU nothing limits k, so the smallest window in which transfers overlap with computation is used: k and k'.
+# k and k' if nothing limits memory (on the CPU): the smallest window in which transfers overlap with computation.
 _WITHOUT_LIMIT = (2, 1)
 
 
 class Window:
-    """The choice of k and k'.
+    """The plans that fit: k, k' and the layers that stay on the GPU.
 
-    Two numbers of bytes bound it: the budget, and what everything beside the weights takes (activations, gradients,
-    workspaces, buffers). The latter is measured while the first batches run through the smallest window.
+    Two numbers of bytes bound them: the budget, and the memory use of everything but weights (activations, gradients,
+    workspaces, buffers). A tuner measures the latter while the first batches run with the smallest window.
 
     Args:
         k, k_prime: numbers, or "auto".
-        budget: bytes of device memory (int), or the share of what is free at set-up (float). None means all that is
-            free, less a margin.
-        ranks, nodes: how many devices of a node sum their gradients, and how many nodes do.
-        training: whether batches are trained.
-        optimizer_on: where layers are stepped then. With ``"auto"`` there is room for steps on the device, if the budget has it.
-
-        stay: layers that stay on the device with their optimizer state: how many, or which share of them. With ``"auto"`` as many
-            as the budget has room for beside everything else, once that was measured.
+        budget: bytes of device memory (int), or a share of the memory that is free at set-up (float). None means all free
+            memory, less a margin.
+        ranks, nodes: the number of devices of a node, and of nodes, that sum their gradients.
+        training: True if the batches are trained.
+        optimizer_on: where optimizers step. With ``"auto"``, plans have room for steps on the device if the budget allows it.
+        stay: layers that stay on the device with their optimizer state: their number, or a share of all layers. With
+            ``"auto"``, as many as fit beside everything else, after that was measured.
 
     Attributes:
-        steps_on_device: whether plans have that room.
-        may_stay: whether results do not depend on how many layers stay, so that ``"auto"`` may choose that.
+        k, k_prime: as given.
+        steps_on_device: True if plans have room for optimizer steps on the device.
+        may_stay: True if results do not depend on how many layers stay, so that ``"auto"`` may choose their number.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class Window:
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
         self.free: int | None = None
-        """Bytes of the device's memory that were free at set-up, less those that others have taken since; None on the CPU."""
+        """Bytes of device memory that were free at set-up, less those that others have allocated since; None on the CPU."""
         self.rest = 0
-        """The most bytes that everything but weights takes, as far as is known; gradients on their way are included."""
+        """The measured peak of everything but weights, in bytes; gradients in flight are included."""
         self.rest_gradients = 0
-        """How many of the bytes of ``rest`` are gradients, at most."""
+        """The most bytes of ``rest`` that are gradients."""
 
     @property
     def auto(self) -> bool:
-        """Whether k, k' or how many layers stay is to be chosen, and a budget to choose them for is known."""
+        """True if k, k' or the number of layers that stay is chosen, and a budget limits the choice."""
         return (
             ("auto" in (self.k, self.k_prime) or self._chooses_stay)
             and self.room is not None
@@ -93,12 +93,11 @@ class Window:
 
         Args:
             found: the model's layers.
-            device: the device, on which nothing is allocated yet.
-            find: finds the layers that other patterns name. It serves the advice in an error message.
+            device: the device, before anything is allocated on it.
+            find: finds the layers that other patterns name, for the advice in an error message.
 
         Raises:
-            ValueError: not even that plan fits the budget, or the budget is a share and the device has no memory of its
-                own.
+            ValueError: the plan does not fit the budget, or the budget is a share and the device has no memory of its own.
         """
         free, budget = device.free_bytes(), self._budget
         self._found, self.free = found, free
@@ -122,10 +121,10 @@ class Window:
         return plan
 
     def lower_budget(self, there: int | None = None) -> None:
-        """Lowers the budget, if there is one, because it proved too large.
+        """Lowers the budget, if there is one, because it was too large.
 
         Args:
-            there: bytes that torch has allocated or could allocate, which are then the most. None takes a sixteenth off.
+            there: bytes that torch has allocated or could allocate: the new upper bound. None lowers the budget by 1/16.
         """
         if there is not None and self.free is not None:
             self.free = min(self.free, there)
@@ -135,38 +134,38 @@ class Window:
 
     @property
     def filled_room(self) -> int | None:
-        """Bytes of the budget that something else may fill beside k and k', even if both are numbers: kept activations."""
+        """Bytes of the budget if kept activations may fill it, even if k and k' are numbers."""
         whole = self.room is None or self._budget is not None or self._margin
         return self.room if whole else int((self.room or 0) * (1 - _MARGIN))
 
     def fill(self) -> None:
-        """From now on something else fills the memory that k and k' leave."""
+        """From now on activations fill the memory that k and k' leave free."""
         self.room, self._margin = self.filled_room, self._margin or _MARGIN
         self.rest = self.rest_gradients = 0
 
     def needs(self, plan: Plan) -> int:
-        """Bytes of device memory that a plan takes, together with everything else that was measured."""
+        """Returns the bytes of device memory that a plan uses, together with everything else that was measured."""
         gradients = max(0, plan.gradient_bytes - self.rest_gradients)
         moving = plan.slot_bytes + plan.update_bytes + gradients
         return moving + plan.resident_bytes + plan.cache_bytes + self.rest
 
     def fits(self, plan: Plan, more: int = 0) -> bool:
-        """Whether a plan, everything else that was measured and ``more`` bytes stay within the budget."""
+        """Returns True if a plan, everything else that was measured and ``more`` bytes stay within the budget."""
         return self.room is None or self.needs(plan) + more <= self.room
 
     def with_experts(self, plan: Plan) -> Plan:
-        """The plan, with as many stacked experts kept on the device as the budget leaves room for."""
+        """Returns the plan with a cache for stacked experts that fills the budget."""
         if self.room is None or not plan.stack_bytes:
             return plan
         most = max(0, min(self.room - self.needs(replace(plan, cache_bytes=0)), plan.stack_bytes))
         return replace(plan, cache_bytes=most)
 
     def with_staying(self, plan: Plan) -> Plan:
-        """The plan, with as many layers on the device for good as the budget leaves room for, if that is left open."""
+        """Returns the plan with as many staying layers as the budget allows, if their number is chosen."""
         return self.filled_with_staying(plan) if self._chooses_stay and self.may_stay else plan
 
     def filled_with_staying(self, plan: Plan) -> Plan:
-        """The plan, with as many layers on the device for good as the budget leaves room for beside what was measured."""
+        """Returns the plan with as many staying layers as the budget allows."""
         most = self.count if self._most_stay is None else min(self.count, self._most_stay)
         plans = (self._make(self._found, k=plan.k, k_prime=plan.k_prime, stay=count) for count in range(1, most + 1))
         for larger in (replace(each, cache_bytes=plan.cache_bytes) for each in plans):
@@ -176,20 +175,20 @@ class Window:
         return plan
 
     def let_fewer_stay(self, plan: Plan) -> None:
-        """From now on at most half as many layers stay as with a plan, for which the device had too little memory."""
+        """From now on at most half as many layers stay as in a plan for which the device had too little memory."""
         self._most_stay = len(plan.stay) // 2
 
     def let_none_stay(self) -> None:
-        """From now on no layer stays by choice."""
+        """From now on no layer stays by choice, for example because user code reads weights in each step."""
         self._most_stay = 0
 
     def again(self, plan: Plan, found: Found) -> Plan:
-        """The same plan for layers of which others are trained now."""
+        """Returns the same plan after other weights have become trainable."""
         again = self._make(found, k=plan.k, k_prime=plan.k_prime, stay=len(plan.stay))
         return replace(again, cache_bytes=plan.cache_bytes)
 
     def smallest(self) -> Plan:
-        """The smallest plan, for when the device has run out of memory."""
+        """Returns the smallest plan, for use after the device has run out of memory."""
         return self.plan(1, 1)
 
     @property
@@ -204,24 +203,24 @@ class Window:
         return replace(plan, steps_on_device=self.steps_on_device)
 
     def plan(self, k: int, k_prime: int) -> Plan:
-        """The plan with such a window, but for what the user gave as a number."""
+        """Returns the plan with this window. A number that the user gave takes precedence."""
         return self._make(
             self._found,
             k=k if self.k == "auto" else min(self.k, self.count),
             k_prime=k_prime if self.k_prime == "auto" else self.k_prime,
         )
 
-    # ------------------------------------------------------------------ what does not fit
+    # ------------------------------------------------------------------ plans that do not fit
 
     def _least(self, plan: Plan) -> int:
-        """Bytes of device memory that a plan takes at least: those of gradients count in training."""
+        """Returns the least device memory of a plan, in bytes, with gradients in training."""
         return plan.taken(training=self._training)[0]
 
     def _is_too_large(self, plan: Plan) -> bool:
         return self.room is not None and self._least(plan) > self.room
 
     def _too_large(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> str:
-        """The error message for a plan that does not fit: what is needed, what there is, and what would help."""
+        """Returns the error message for a plan that does not fit: needed memory, free memory and a remedy."""
         smallest = self._make(self._found, k=1, k_prime=1)
         staying = plan.resident_bytes + (plan.residents.gradient_bytes + plan.staying[1]) * self._training
         if not plan.layers or staying > room:
@@ -254,7 +253,7 @@ class Window:
         )
 
     def _smaller_layers(self, plan: Plan, smallest: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
-        """Advice to cut the largest layer, and those like it, if less is needed then."""
+        """Returns the advice to split the largest layer, and the layers like it, if that lowers the memory use."""
         largest = max(plan.layers, key=lambda layer: layer.nbytes)
         said = f"The largest layer, {largest.name!r}, takes {_bytes(largest.nbytes)}. "
         alike = ".".join("*" if part.isdecimal() else part for part in largest.name.split("."))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 from sp_lightning.activations.policy import summary
-from sp_lightning.disk.host_budget import limit_for
 from sp_lightning.observe.stats import WAITED
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib
@@ -72,6 +71,8 @@ def _refused_by_host(answer: Answer) -> str:
 
 def enough_host_memory(answer: Answer) -> int:
     """The least ``--host-memory`` that is enough, in bytes."""
+    from sp_lightning.disk.host_budget import limit_for
+
     question, host = answer.question, answer.estimate.host
     return limit_for(host.nbytes, question.devices, disk=question.disk is not None)
 

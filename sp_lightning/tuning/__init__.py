@@ -1,10 +1,16 @@
-"""Tune: chooses the size of the window and what becomes of activations, by measurement or by prediction.
+"""Chooses k, k' and the modes of activations: it measures the first batches and predicts the others by simulation.
 
-``tuner`` measures the first batches and chooses; ``choices`` knows which plans and modes fit the budget. ``simulator``
-predicts how long a batch takes: it drives the engine's own schedule with the device of ``clocks``. ``visits`` describes
-what a batch does and takes; ``dry_run`` finds that out from a model that has shapes only. ``machine`` measures whether
-several devices fetch faster together, and what Python takes.
+**Adds** the choice for ``k="auto"``, ``k_prime="auto"``, ``gpu_layers="auto"`` and ``activations="auto"``. **Enters** through
+``engine.tuner.BaseTuner``, which ``registry.make_tuner`` resolves once the engine is built. **Unused** (no option is ``"auto"``,
+or nothing limits GPU memory) it is not imported: the run has a ``BaseTuner``, whose methods do nothing between batches. Without
+the folder the first plan stays, and one line is logged.
 
-A plan, a timeline or a model comes in. A plan with k and k', modes of activations, and predictions go out. The wing may
-import the engine and every wing below it.
+- ``tuner``: measures batches, chooses, and makes room after the GPU has run out of memory.
+- ``choices``: which windows and modes fit the budget, and what each mode costs.
+- ``simulator``: predicts how long a batch takes. It drives the engine's own schedule with the device of ``clocks``.
+- ``visits``: what a batch does and how fast the machine is, measured from a timeline.
+- ``machine``: the Python time of a layer call.
+
+The planner uses these predictions, too. The folder predicts what other capabilities do, so it may import them; it needs
+``activations``.
 """

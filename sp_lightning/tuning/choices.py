@@ -8,18 +8,18 @@ from collections.abc import Callable
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.window import Window
 
-# These values of k' are tried. More layers in one transfer are seldom worth the slots that they take.
+# The values of k' that are tried. More layers in one transfer are seldom worth their slots.
 _TOGETHER = (1, 2, 4)
-# Plans whose times differ by no more than this factor count as equally fast, and the smallest of them is chosen.
+# Plans whose times differ by at most this factor count as equally fast; the smallest of them is chosen.
 SAME = 1.01
 
 
 def choose_window(window: Window, seconds: Callable[[Plan], float]) -> Plan:
-    """Returns the plan with the fastest batch among those that fit, and of equally fast plans the smallest.
+    """Returns the plan with the fastest batch that fits. Among equally fast plans it is the smallest.
 
     Args:
         window: what the user asked for, and what fits.
-        seconds: predicts how long a batch takes with a plan.
+        seconds: predicts the seconds of a batch with a plan.
     """
     together = [each for each in _TOGETHER if each <= window.count] if window.k_prime == "auto" else [window.k_prime]
     largest = (_largest(window, k_prime) for k_prime in together)

@@ -1,4 +1,4 @@
-"""A device whose streams are clocks: copies move no bytes and take the time that the machine would need."""
+"""A device whose streams are clocks: a copy moves no bytes and advances a clock by its predicted time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.timeline import Interval, Kind
 from sp_lightning.tuning.visits import RESOURCES, Rates
 
-_READ_AHEAD = 3  # layers that staging memory has room for, as in the engine
+_READ_AHEAD = 3  # layers that fit into staging memory, as in the engine
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Stands for bytes of a layer on the host.
+    """A placeholder for bytes of a layer on the host.
 
     Attributes:
         layer: the layer's index.
-        nbytes: how many bytes they are.
-        on_disk: how many of them have to be read from a disk.
-        parts: how many devices upload a part each, and get the others from each other.
+        nbytes: the number of bytes.
+        on_disk: the number of bytes that are read from a disk.
+        parts: the number of devices that upload a part each, and gather the other parts from each other.
     """
 
     layer: int
@@ -34,19 +34,19 @@ class HostBytes:
 
 
 class ClockDevice(Device):
-    """A device whose streams, and whose host, are clocks that show seconds.
+    """A device whose streams, and whose host, are clocks in seconds.
 
-    A copy moves its stream's clock on by the time that the machine would need. An event is a time; waiting for it sets
-    the waiting clock to that time if it is earlier.
+    A copy advances its stream's clock by its predicted time. An event is a time; a wait sets the waiting clock to this time
+    if the clock is earlier.
 
     Args:
-        rates: how fast the machine is.
+        rates: the speed of the machine.
 
     Attributes:
-        now: what each stream's clock shows.
-        host: what the host's clock shows.
-        intervals: what has happened since :meth:`clear`.
-        copied: bytes that were copied since then.
+        now: the time of each stream.
+        host: the time of the host.
+        intervals: the work since :meth:`clear`.
+        copied: the bytes that were copied since :meth:`clear`.
     """
 
     def __init__(self, rates: Rates) -> None:
@@ -56,8 +56,8 @@ class ClockDevice(Device):
         self.host = 0.0
         self.intervals: list[Interval] = []
         self.copied = 0
-        self._disk = 0.0  # since when the disk is idle
-        # Begin and end of steps on the device that no kernels of the model have overlapped yet.
+        self._disk = 0.0  # the time from which the disk is idle
+        # Begin and end of optimizer steps on the device that kernels of the model have not overlapped yet.
         self._steps: list[tuple[float, float]] = []
 
     def empty(self, nbytes: int) -> Tensor:
@@ -75,22 +75,22 @@ class ClockDevice(Device):
                 self.spend(stream, source.nbytes / self._rates.links, "gather", source.layer, source.nbytes)
 
     def transfer(self, kind: Kind, layer: int, nbytes: int) -> None:
-        """Issues a copy: a fetch or a return of activations to the device, or one to the host."""
+        """Issues a copy to the device (weights or activations) or to the host."""
         upload = kind in RESOURCES["fetch"]
         stream, rate = (Stream.UPLOAD, self._rates.upload) if upload else (Stream.DOWNLOAD, self._rates.download)
         self.spend(stream, nbytes / rate, kind, layer, nbytes)
         self.copied += nbytes
 
     def pass_disk(self, stream: Stream, ways: Sequence[Kind], layer: int, nbytes: int, beside: float) -> None:
-        """Moves bytes from the disk, and back, for a stream, which waits for them. Some layers are read ahead.
+        """Reads bytes from the disk, and writes them back, for a stream that waits for them. Some layers are read ahead.
 
         Args:
             stream: the stream.
-            ways: ``"read"``, or that and ``"write"``: once for each.
+            ways: ``"read"``, or ``"read"`` and ``"write"``.
             layer: the layer's index.
-            nbytes: bytes each way.
-            beside: the seconds that the stream takes for the same layer. The disk works meanwhile, so the slower of both
-                sets the pace.
+            nbytes: the bytes of each of these.
+            beside: the seconds of the stream's own work for the same layer. The disk works at the same time, so the slower
+                of both determines the rate.
         """
         seconds = nbytes / self._rates.disk
         asked = max(self.now[stream], self.host)
@@ -101,7 +101,7 @@ class ClockDevice(Device):
         self.now[stream] = max(self.now[stream], self._disk - beside)
 
     def spend(self, stream: Stream, seconds: float, kind: Kind, layer: int | None, nbytes: int = 0) -> None:
-        """Issues work of so many seconds to a stream. It does not begin before the host has issued it."""
+        """Issues work of some seconds to a stream. It does not begin before the host has issued it."""
         begin = max(self.now[stream], self.host)
         if stream is Stream.COMPUTE and self._steps:
             seconds = self._beside_steps(begin, seconds)
@@ -112,7 +112,7 @@ class ClockDevice(Device):
             self.host = self.now[Stream.COMPUTE] = self.now[stream]
 
     def step(self, seconds: float, layer: int | None) -> None:
-        """Issues the kernels of a step to their stream. The model's kernels of that time take so much longer."""
+        """Issues the kernels of an optimizer step. The model's kernels at the same time take longer by these seconds."""
         self.spend(Stream.STEP, seconds, "update", layer)
         end = self.now[Stream.STEP]
         if self.now[Stream.COMPUTE] >= end:
@@ -121,7 +121,7 @@ class ClockDevice(Device):
             self._steps.append((end - seconds, end))
 
     def _beside_steps(self, begin: float, seconds: float) -> float:
-        """The seconds that the model's kernels take from then on, beside steps that were issued before."""
+        """Returns the seconds of the model's kernels that begin at ``begin``, beside steps that were issued before."""
         for first, last in self._steps:
             if first < begin + seconds:
                 seconds += max(0.0, last - max(first, begin))
@@ -144,7 +144,7 @@ class ClockDevice(Device):
             self.host = max(self.host, event)
 
     def clear(self) -> None:
-        """Drops what was noted of the batch before; the clocks go on."""
+        """Drops the intervals and counts of the last batch; the clocks continue."""
         self.intervals.clear()
         self.copied = 0
         self._stalled = dict.fromkeys(Wait, 0.0)

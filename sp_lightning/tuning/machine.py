@@ -20,29 +20,29 @@ from sp_lightning.plan.plan import make_plan
 _LAYERS, _WIDTH, _FEW, _MANY, _ROUNDS = 12, 8, 1, 8, 30
 
 HOST_SECONDS = {"training": (6e-5, 3.5e-5), "inference": (6e-5, 1.2e-5)}
-"""What a visit takes of the host, and each weight in it, where the engine runs beside a device: seconds of Python. Measured on
-the CPU with layers of 2 to 9 weights: tests/results/2026-11-22-host-time-cpu.md. Neither k nor k' changed them much there."""
+"""Seconds of Python for each layer call, and for each weight of the layer, if the model computes on a GPU. Measured on the CPU
+with layers of 2 to 9 weights: tests/results/2026-11-22-host-time-cpu.md. k and k' changed them little."""
 
 
 @cache
 def host_seconds(*, training: bool, measured: bool) -> tuple[float, float]:
-    """Seconds of Python for each visit, and for each weight in it; those of this host, which is measured once, if asked for."""
+    """Returns the seconds of Python for each layer call, and for each weight; ``measured`` on this host, once, if asked for."""
     if measured:
         return measure_host_seconds(training=training)
     return HOST_SECONDS["training" if training else "inference"]
 
 
 def measure_host_seconds(*, training: bool) -> tuple[float, float]:
-    """Measures what a visit takes of the host, and each weight in it, as :class:`~sp_lightning.tuning.visits.Rates` has them.
+    """Measures the seconds of Python for each layer call and weight, as in :class:`~sp_lightning.tuning.visits.Rates`.
 
-    Layers of one tiny weight, and of eight, run with the engine and without it, by turns, on the CPU and in one thread. There
-    neither computing nor copying takes long, so what the engine takes longer is Python's time.
+    Layers of one tiny weight, and of eight, run with and without the engine, in turn, on the CPU and in one thread. Computing
+    and copying take little time, so the difference is the time of the engine's Python code.
 
     Args:
-        training: whether each layer has a backward, too. A visit is then the mean of both.
+        training: True if each layer also has a backward. The result is the mean of forward and backward.
 
     Returns:
-        Seconds for each visit, and for each weight.
+        Seconds for each layer call, and for each weight.
     """
     visits = _LAYERS * (2 if training else 1)
     threads = torch.get_num_threads()
@@ -56,7 +56,7 @@ def measure_host_seconds(*, training: bool) -> tuple[float, float]:
 
 
 def _beyond_plain(weights: int, *, training: bool) -> float:
-    """Seconds that the engine adds to a step: the least of all rounds, because other programs can only make it slower."""
+    """Returns the seconds that the engine adds to a step: the least of all rounds, because other programs only add time."""
     plain, streamed = _stack(weights), _stack(weights)
     found = find_layers(streamed, layers=[str(layer) for layer in range(_LAYERS)])
     streamer = Streamer(streamed, found, make_plan(found, k=2, k_prime=1), Device(torch.device("cpu")), pin=False)
@@ -95,6 +95,6 @@ def _step(stack: nn.Sequential, x: Tensor, streamer: Streamer | None, *, trainin
 
 
 def _seconds(step: Callable[[], None]) -> float:
-    begun = thread_time()  # other programs that run meanwhile do not count
+    begun = thread_time()  # other programs do not count
     step()
     return thread_time() - begun

@@ -1,9 +1,9 @@
 """Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
 
-The very classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
-:class:`~sp_lightning.layers.gradient_sink.GradientSink`, decide what is fetched when, into which slot, and which gradients leave
-when. Only the device under them is another one: it moves no bytes and knows how long a copy would have taken. The prediction
-therefore shows what the engine does, not what it was meant to do.
+The classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
+:class:`~sp_lightning.layers.gradient_sink.GradientSink`, decide which layer is uploaded when and into which slot, and when
+gradients are offloaded. Only the device is replaced: it copies nothing and predicts the time of each copy. The prediction
+therefore follows the engine as it is, not a model of it.
 """
 
 from __future__ import annotations
@@ -45,50 +45,50 @@ class _SimulatedLayer(StreamedLayer):
 
     @property
     def outdated(self) -> bool:
-        """Never: after each update :class:`Walk` invalidates the layer itself."""
+        """False: after each update :class:`Walk` invalidates the layer itself."""
         return False
 
 
 class _Source(BlockSource):
-    """A source of bytes for which an update is a time: a layer's bytes are ready once its update is done.
+    """A source of layers in which an update is a time: a layer is ready after its update.
 
     Args:
         device: the device of clocks.
         on_disk: bytes of weights that are read from a disk, by the layer's index.
         sliced: the index of the ring whose layers ``ranks`` devices upload together; None for none.
-        ranks: how many devices there are.
+        ranks: the number of devices.
     """
 
     def __init__(self, device: ClockDevice, on_disk: Mapping[int, int], sliced: int | None, ranks: int) -> None:
         self._device = device
-        self.waiting = deque[StreamedLayer]()  # for updates on the device that were not issued yet
+        self.waiting = deque[StreamedLayer]()  # for updates on the device that are not issued yet
         self.issue: Callable[[StreamedLayer | None], None] = lambda layer: None
-        """Issues these: up to one layer's, or as many as find the link idle (None)."""
+        """Issues these updates: up to one layer's, or as many as the idle link allows (None)."""
         self._on_disk = on_disk
         self._sliced, self._ranks = sliced, ranks
-        self.shares = dict[int, float]()  # of each layer of stacked experts, what comes of it
-        self.updated = defaultdict[int, float](float)  # when the last update of each layer is done, in seconds
-        self.stepped = dict[int, float]()  # when the kernels of the last step of each layer on the device are done
-        self.fresh = dict[StreamedLayer, float]()  # until when the casts are there that a step has left on the device
+        self.shares = dict[int, float]()  # the uploaded share of each layer of stacked experts
+        self.updated = defaultdict[int, float](float)  # the end of the last update of each layer, in seconds
+        self.stepped = dict[int, float]()  # the end of the kernels of each layer's last step on the device
+        self.fresh = dict[StreamedLayer, float]()  # the time until which casts from a step stay on the device
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Whether the layer's update is done."""
+        """Returns True if the layer's update is complete."""
         self.issue(None)
         return layer not in self.waiting and self._there(layer) <= self._device.host
 
     def _there(self, layer: StreamedLayer) -> float:
-        """When a fetch may follow the update: once the host has it, or once it is computed if its casts are on the device."""
+        """Returns the time from which the updated layer can be uploaded, or its casts used that are still on the device."""
         stepped = self.stepped.get(layer.index, 0.0)
         on_device = max(stepped, self._device.host) <= self.fresh.get(layer, -1.0)
         return stepped if on_device else self.updated[layer.index]
 
     def wait(self, layer: StreamedLayer) -> None:
-        """Lets the host wait for the layer's update."""
+        """Makes the host wait for the layer's update."""
         self.issue(layer)
         self._device.synchronize(self._there(layer), Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns a stand-in for as many bytes as the layer's block has, or as come of it."""
+        """Returns a placeholder for the bytes of the layer that are uploaded."""
         nbytes = int((self.shares.get(layer.index, 1.0) if layer.planned.rows else 1.0) * layer.planned.nbytes)
         if self._device.host <= self.fresh.pop(layer, -1.0):
             nbytes = 0
@@ -98,28 +98,27 @@ class _Source(BlockSource):
 
 
 class Walk:
-    """Walks through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`GradientSink`.
+    """Runs through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`GradientSink`.
 
-    Of several devices one is simulated: all do the same at the same time. The host's memory serves all of them, and updates
-    are made once for them.
+    With several devices, one is simulated: all do the same at the same time. They share the host's memory, and each update
+    runs once for all.
 
-    Layers that stay on the device are fetched once. Their gradients stay, too, and after backward the background issues their
-    steps, in the order of all updates: kernels that take the model's time.
+    Staying layers are uploaded once, and their gradients stay on the device. After backward the background thread issues their
+    steps, in the order of all updates; these kernels delay the model's.
 
     Args:
         plan: the layers, k and k'.
-        visits: what a batch does. If there is a backward among them, the batch trains, and updates follow.
-        rates: how fast the machine is.
-        overlap: how updates run, as in ``optimizer_overlap``.
-        frees: whether ``"backward"`` frees gradients after each update, so that one layer's wait at most.
-        on_disk: bytes that are on a disk, by the index of the layer: of its optimizer state, or of its weights if no backward
-            is among the visits.
+        visits: the visits of a batch. If one is a backward, the batch trains, and updates follow.
+        rates: the speed of the machine.
+        overlap: when updates run, as in ``optimizer_overlap``.
+        frees: True if ``"backward"`` frees gradients after each update, so that at most one layer's are kept.
+        on_disk: bytes on a disk, by the index of the layer: optimizer state in training, else weights.
 
     Attributes:
         device: the device of clocks.
         stalls: seconds that compute waited in the last batch, with the keys of :attr:`Prediction.stalls`.
-        host_seconds: seconds that Python took for the visits of the last batch.
-        ended: the time at which the last batch was over.
+        host_seconds: seconds of Python for the visits of the last batch.
+        ended: the end of the last batch.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class Walk:
         ]
         *moving, self._resident = self._layers
         self._training = any(visit.backward for visit in visits)
-        # Training has its state on the disk, which updates read; inference has weights there, which fetches read.
+        # In training, updates read optimizer state from the disk; in inference, uploads read weights.
         self._on_disk = on_disk = on_disk or {}
         self._state = on_disk if self._training else {}
         weights = {} if self._training else on_disk
@@ -157,23 +156,22 @@ class Walk:
         self._on_device = bool(rates.leave) and self._training
         self._gradients_wait = not (frees or self._on_device or self._state or plan.ranks > 1)
         self._step_begun = 0.0
-        self._left_slots = deque([0.0, 0.0])  # when all has left the two slots in which layers are stepped
+        self._left_slots = deque([0.0, 0.0])  # the time from which each of the two step slots is free
         self._source.issue = self._issue
-        # When the host had each layer's gradients in this backward.
+        # The time at which the host has each layer's gradients in this backward.
         self._complete: list[tuple[float, Any]] = []
-        self._early = 0.0  # the time at which the last update of this backward is done, where gradients do not wait
-        self._left: float | None = None  # the time at which the activations of the last forward have left
-        self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
+        self._early = 0.0  # the end of the last update in this backward, if gradients do not wait for the step
+        self._left: float | None = None  # the time at which the activations of the last forward are offloaded
+        self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are uploaded
         self._last_backward = {layer: at for at, visit in enumerate(visits) if visit.backward for layer in visit.layers}
 
     def predict(self, *, host_traffic: float = 0.0, batches: int = 3) -> Prediction:
-        """Simulates some batches and reports on the last one, whose trace is known.
+        """Simulates some batches and returns the prediction of the last one, whose trace is known.
 
         Args:
             host_traffic: bytes that the updates of a batch read and write on the host, as
-                :class:`~sp_lightning.plan.ledger.Ledger` lists them. Together with the bytes that are copied they give a lower
-                bound of the time.
-            batches: how many batches are simulated.
+                :class:`~sp_lightning.plan.ledger.Ledger` lists them. With the copied bytes they are a lower bound of the time.
+            batches: the number of simulated batches.
         """
         for _ in range(batches):
             begun = self.batch()
@@ -193,7 +191,7 @@ class Walk:
         return Prediction(max(self.ended - begun, busy["host memory"]), busy, dict(self.stalls), intervals)
 
     def batch(self) -> float:
-        """Simulates one batch and its update. Returns the time at which it began."""
+        """Simulates one batch and its update. Returns the time of its begin."""
         begun, device, prefetch = self.ended, self.device, self._residency.prefetch
         device.clear()
         self._back.clear()
@@ -231,7 +229,7 @@ class Walk:
                 residency.release_unpinned(keep=layers)
             for layer in layers:
                 self._timed(layer, lambda called: residency.begin_call([called]))
-        # No later work is issued before Python is done with this visit.
+        # Later work is issued after the Python code of this visit.
         weights = sum(len(layer.spans) for layer in layers)
         python = self._rates.visit_seconds * bool(layers) + self._rates.weight_seconds * weights
         device.host += python
@@ -248,7 +246,7 @@ class Walk:
             residency.fetch_ahead()
 
     def _timed(self, layer: StreamedLayer, use: Callable[[StreamedLayer], Any]) -> None:
-        """Uses a layer and notes how long compute waited for it."""
+        """Uses a layer and records the time that compute waited for it."""
         before = self.device.stall_seconds(Wait.USE_AFTER_FETCH)
         use(layer)
         stalled = self.device.stall_seconds(Wait.USE_AFTER_FETCH) - before
@@ -258,7 +256,7 @@ class Walk:
     # ------------------------------------------------------------------ activations
 
     def _wait_until_left(self) -> None:
-        """Compute waits until the activations of the forward before have left."""
+        """Makes compute wait until the activations of the last forward are offloaded."""
         self.device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
         self._left = None
 
@@ -270,7 +268,7 @@ class Walk:
             self._left = self.device.record(Stream.DOWNLOAD)
 
     def _return_activations(self, at: int) -> None:
-        """Has a backward's activations come back, and those of the next one ahead of time."""
+        """Uploads the activations of a backward, and prefetches those of the next one."""
         device = self.device
         self._wait_until_left()
         ahead = next((later for later in range(at + 1, len(self._visits)) if self._visits[later].layers), at)
@@ -287,9 +285,9 @@ class Walk:
     def _drain(self, layer: StreamedLayer) -> None:
         device, nbytes = self.device, layer.planned.gradient_bytes
         if layer.own_slot is not None:
-            return  # they stay, and wait for the end of backward
+            return  # the gradients of a staying layer stay until the end of backward
         if self._on_device and self._overlap == "backward" and layer is not self._resident:
-            self._apply(layer)  # its gradients stay
+            self._apply(layer)  # its gradients stay on the device
             return
         if not self._plan.alone:
             device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
@@ -307,12 +305,12 @@ class Walk:
             return
         if self._gradients_wait:
             self._complete.append((self.device.host, layer))
-        else:  # those of one layer do, as in LayerwiseStep
+        else:  # the gradients of at most one layer wait, as in LayerwiseStep
             before, self._early = self._early, self._update(layer)
             self.device.synchronize(before, Wait.READ_AFTER_UPDATE)
 
     def _update_by_next_use(self) -> None:
-        """The background has updated the layer first, of those whose gradients were there, that the next forward needs first."""
+        """Updates the layers whose gradients are complete, in the order in which the next forward needs them."""
         device, order = self.device, {layer: at for at, layer in enumerate(self._order())}
         waiting, self._complete, now = self._complete, [], device.host
         while waiting:
@@ -324,7 +322,7 @@ class Walk:
         device.host = now
 
     def _order(self) -> list[_SimulatedLayer]:
-        """All layers: first residents and tables, then the others as the next forward needs them."""
+        """Returns all layers: first residents and tables, then the others as the next forward needs them."""
         tables, blocks = (
             [layer for layer in self._layers if layer.kind is kind] for kind in (LayerKind.TABLE, LayerKind.BLOCK)
         )
@@ -349,7 +347,7 @@ class Walk:
             self.device.synchronize(self.device.now[Stream.UPDATE], Wait.READ_AFTER_UPDATE)
 
     def _issue(self, layer: StreamedLayer | None) -> None:
-        """The background issues updates as soon as a slot and the link are free; here that is seen when the host comes by."""
+        """Issues the updates for which a slot and the link were free. The host calls it, as no thread is simulated."""
         device, waiting = self.device, self._source.waiting
         while waiting and (layer in waiting or device.now[Stream.UPLOAD] <= device.host):
             host, device.host = device.host, min(device.host, self._step_begun)
@@ -357,12 +355,12 @@ class Walk:
             device.host = host
 
     def _step_on_device(self, layer: StreamedLayer, seconds: float) -> float:
-        """As :meth:`_update`, for the device: what it needs comes to a slot, and leaves that again."""
+        """As :meth:`_update`, on the device: uploads the step's inputs into a slot and downloads the result."""
         device, rates, nbytes = self.device, self._rates, layer.planned.gradient_bytes
         came, left = round(rates.come * nbytes), round(rates.leave * nbytes)
         left_before = self._left_slots.popleft()
         device.wait(Stream.UPLOAD, left_before, Wait.BRING_AFTER_TAKE)
-        if self._state:  # with a disk an update ends only when all has left the device
+        if self._state:  # with a disk an update ends when its result is downloaded
             device.wait(Stream.UPDATE, max(self._left_slots), Wait.READ_AFTER_TAKE)
             on_disk, beside = self._state.get(layer.index, 0), came / rates.upload + seconds + left / rates.download
             device.pass_disk(Stream.UPDATE, ["read", "write"], layer.index, on_disk, beside)
@@ -380,13 +378,13 @@ class Walk:
         casts = sum(cast.nbytes for cast in layer.planned.casts)
         if self._overlap == "forward" and 0 < casts <= layer.planned.narrow_bytes:  # all of them are trained
             fresh = [each for each, until in self._source.fresh.items() if until == math.inf]
-            # The background drops casts of the layer before last when it has a slot.
+            # The background thread drops the casts of the layer before last when a slot is free.
             until = max(left_before, device.host)
             self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], until)
         return done
 
     def _step_in_its_slot(self, layer: StreamedLayer) -> float:
-        """As :meth:`_update`, for a layer that stays. The background is done with it once it has issued the kernels."""
+        """As :meth:`_update`, for a staying layer. The background thread only issues the kernels."""
         device, rates = self.device, self._rates
         seconds = layer.planned.gradient_bytes / rates.step
         python = rates.visit_seconds + rates.weight_seconds * len(layer.spans)
@@ -398,7 +396,7 @@ class Walk:
         return issued
 
     def _update(self, layer: StreamedLayer) -> float:
-        """Lets the background update a layer. Returns the time at which it is done."""
+        """Updates a layer in the background. Returns the time at which the update is complete."""
         if layer.own_slot is not None:
             return self._step_in_its_slot(layer)
         seconds = layer.planned.gradient_bytes / self._rates.update

@@ -1,7 +1,7 @@
-"""Measures the first batches, then chooses k, k' and modes of activations so that every batch keeps to the budget.
+"""Measures the first batches, then chooses k, k' and modes of activations so that every batch stays within the budget.
 
-Activations are kept as long as all of them fit. An unmeasured batch runs with *headroom*: it keeps them, too, and
-offloads the oldest ones before memory ends. If it had to, the three batches after it choose modes::
+Activations are kept as long as all of them fit. An unmeasured batch runs with *headroom*: it keeps activations, and
+offloads the oldest ones before the memory is full. If that was necessary, the three batches after it choose modes::
 
     headroom ──fits──▶ keep ──a larger batch──▶ headroom
         └──does not fit──▶ trial (all offloaded, each forward twice) ──▶ timed ──▶ chosen
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
     from sp_lightning.activations.calls import UnitModes
     from sp_lightning.tuning.balance import ActivationMemory, Balance
 
-# The index of the batch that is timed. The first one compiles kernels and fills caches and workspaces.
+# The index of the batch that is timed. The batch before it compiles kernels and fills caches and workspaces.
 _TIMED = 1
 
 _READ_OFTEN = 3
-"""After so many steps in a row in which layers that stay had to come to the host, none stays."""
+"""No layer stays on the GPU after this number of consecutive steps in which staying layers were copied to the host."""
 
 
 class Tuner(BaseTuner):
     """Chooses a streamer's window and the modes of its activations.
 
     Args:
-        window: knows what the user asked for and what the budget has room for.
-        streamer: the engine whose slots and modes of activations are changed between batches.
-        device: the streamer's device. Its count of the peak memory begins anew if the window is chosen.
-        log: the logger that each choice is written to.
-        window_too: whether the window is chosen.
-        modes_too: whether modes of activations are chosen if not all of them fit. All units begin with ``"keep"``.
-        alone: whether nothing else in this process takes memory of the device.
+        window: what the user asked for, and what fits.
+        streamer: the engine whose slots and modes of activations change between batches.
+        device: the streamer's device. Its peak memory count is reset if the window is chosen.
+        log: the logger for choices.
+        window_too: True if the window is chosen.
+        modes_too: True if modes of activations are chosen once not all activations fit. All units begin with ``"keep"``.
+        alone: True if nothing else in this process uses the device's memory.
     """
 
     def __init__(
@@ -84,23 +84,22 @@ class Tuner(BaseTuner):
         self._overlap: Literal["off", "forward", "backward"] = "off"
         self._size = 0  # the size of the largest batch whose memory was measured
         self._next = 0  # the size of the batch that runs now
-        self._said = ""  # the choice that was logged last
-        self._again = False  # whether the window is to be chosen anew before the next batch
-        self._anew = False  # True if the memory of activations has to be measured again
+        self._said = ""  # the last choice that was logged
+        self._again = False  # True if the window is chosen again before the next batch
+        self._anew = False  # True if the memory of activations must be measured again
         self.expect_more()
         if window_too:
             self.remark = "k and k' are chosen once two batches have been measured."
             device.begin_peak()
 
     def batch_starts(self, batch: Any, overlap: Overlap) -> None:
-        """Reads what the batch before took, and changes the window or modes of activations if that is called for.
+        """Reads the measurements of the last batch, and changes the window or modes of activations if necessary.
 
-        The caller sees to it that nothing is under way on the device.
+        The device must be idle.
 
         Args:
-            batch: the batch that is to run. If it is larger than all before, it is expected to take more memory in the
-                same proportion.
-            overlap: how updates run.
+            batch: the next batch. If it is the largest so far, its memory use is expected to grow in the same proportion.
+            overlap: when optimizer steps run.
         """
         if self._timeline is not None:
             self._read_timeline(self._timeline)
@@ -114,7 +113,7 @@ class Tuner(BaseTuner):
         self._overlap = "off" if overlap == "auto" else overlap
         self._observe()
         if self._batches == 1 and (free := self._device.free_bytes()) is not None:
-            # Only now are the kernels loaded that a batch takes, and libraries have what they take beside torch's allocator.
+            # The first batch has loaded kernels, and libraries have allocated memory outside of torch's allocator.
             if self._window_too:
                 self._device.begin_peak()
             self.window.lower_budget(free + (self._device.peak_bytes() or 0))
@@ -141,28 +140,31 @@ class Tuner(BaseTuner):
         self._batches += 1
 
     def expect_more(self) -> None:
-        """Prepares for a batch that may take more memory than those before: it offloads what does not fit, or is measured."""
+        """Prepares for a batch that may use more memory: it runs with headroom, or is measured."""
         self._anew = self._balanced
         if self._activations is not None and not self._balanced and self._activations.headroom is None:
             self._activations.watch_memory(self._left, self.streamer.plan.gradient_bytes)
 
     def _left(self, kept: Callable[[], int]) -> int:
-        """Bytes that are left of the budget and of the device's memory.
+        """Returns the bytes that are left of the budget and of the device's memory.
 
         Args:
-            kept: counts the bytes that activations take.
+            kept: counts the bytes of kept activations.
         """
         window, free = self.window, self._device.free_bytes()
         room = window.filled_room
         assert room is not None
         if free is None or window.free is None:
             return room - self.streamer.weight_bytes - kept()
-        if self._alone:  # workspaces and all else count, too
+        if self._alone:  # the device's count includes workspaces and everything else
             return min(room - (window.free - free), free)
         return min(room - self.streamer.weight_bytes - kept(), free)
 
     def _begin_balancing(self, activations: UnitModes) -> None:
-        """Not all activations fit: the next batch measures their minimum memory, and finds units that cannot be recomputed."""
+        """Starts to choose modes, because not all activations fit.
+
+        The next batch measures the minimum memory of activations, and finds units that cannot be recomputed.
+        """
         window, streamer = self.window, self.streamer
         if not self._balanced:
             self._log.info(
@@ -184,14 +186,14 @@ class Tuner(BaseTuner):
         self._device.begin_peak()
 
     def stop_timing(self) -> None:
-        """Ends the measurement of time: what follows (validation, or the next batch) is no part of the timed batch."""
+        """Ends the measurement of time: validation and the next batch are not part of the timed batch."""
         if self._timeline in self._device.timelines:
             self._device.timelines.remove(self._timeline)
 
     def shrink(self) -> None:
-        """Takes the smallest window, and modes that take least, after the device has run out of memory.
+        """Changes to the smallest window and the modes with the least memory, after the device has run out of memory.
 
-        The window alone is made smaller first, if all activations were kept and it is not the smallest.
+        If all activations were kept and the window was not the smallest, only the window changes.
         """
         self._observe()
         self.window.let_fewer_stay(self.streamer.plan)
@@ -203,7 +205,7 @@ class Tuner(BaseTuner):
         if self._balanced:
             if self._memory is not None:
                 self._carry_out(self._all(self._memory.least_mode(self._largest)))
-            self.window.lower_budget()  # what was chosen did not fit, although the measurements said that it would
+            self.window.lower_budget()  # the choice did not fit, although the measurements predicted that it would
         elif smaller:
             self.expect_more()
         elif self._activations is not None:
@@ -211,13 +213,13 @@ class Tuner(BaseTuner):
         if self._timed is not None and (smaller or self.streamer.activations.modes != modes):
             self._again = True
 
-    # ------------------------------------------------------------------ what is measured
+    # ------------------------------------------------------------------ measurements
 
     def _time(self) -> None:
         """Times the next batch.
 
-        If there is room, its units are recomputed, because the copies of offload would slow computation down and the
-        times of the visits would show that.
+        If memory allows, its units are recomputed: the copies of offloaded activations would slow computation down and
+        distort the times of layer calls.
         """
         recompute = self._all("recompute")
         if self._balanced and self.window.fits(self.streamer.plan, more=self._more(recompute)):
@@ -243,7 +245,7 @@ class Tuner(BaseTuner):
         self._again = True
 
     def _observe(self) -> None:
-        """Notes how many bytes everything but weights took in the last batch."""
+        """Records the memory use of everything but weights in the last batch."""
         window, activations, peak = self.window, self._activations, self._device.peak_bytes()
         kept = 0
         if activations is not None:
@@ -255,7 +257,7 @@ class Tuner(BaseTuner):
                 activations.unrepeatable = self._unfit.keys()
             if activations.headroom is not None:
                 if activations.headroom.evicted_bytes:
-                    return  # that peak is of no modes
+                    return  # the peak belongs to no choice of modes
                 kept = activations.headroom.most_kept
         if peak is None:
             window.rest = max(window.rest, kept if self._memory is None else self._memory.least(self._largest))
@@ -272,28 +274,28 @@ class Tuner(BaseTuner):
         size = self._largest
         return 0 if self._memory is None else self._memory.peak(modes, size) - self._memory.least(size)
 
-    # ------------------------------------------------------------------ what is chosen
+    # ------------------------------------------------------------------ choices
 
     def _fit(self, factor: float) -> None:
-        """Chooses anew if there are new measurements, or if the next batch would not fit with the present choice.
+        """Chooses again if there are new measurements, or if the next batch would not fit with the present choice.
 
         Args:
-            factor: by how much that batch is larger than all before.
+            factor: the size of the next batch relative to the largest one so far; at least 1.
         """
         window = self.window
         before, window.rest = window.rest, math.ceil(window.rest * factor)
         larger = window.rest > before
         if self._again or not window.fits(self.streamer.plan, more=self._more(self.streamer.activations.modes)):
             self._choose("for a larger batch" if larger else "measured")
-        self._again = larger  # how much memory the larger batch really takes is known after it
+        self._again = larger  # the larger batch is measured, so choose again after it
         window.rest = before
 
     def _choose(self, why: str) -> None:
         window, before = self.window, self.streamer.plan
         plan = choose_window(window, self._seconds)
-        if not self._balanced:  # otherwise activations are given what weights leave
+        if not self._balanced:  # otherwise activations fill the rest of the memory
             plan = window.with_staying(window.with_experts(plan))
-        # A larger cache has to be worth the loss of what is in it.
+        # A resize empties the cache, so a slightly larger cache is not worth it.
         same_cache = before.cache_bytes <= plan.cache_bytes <= before.cache_bytes + before.cache_bytes // 8
         if (plan.k, plan.k_prime, plan.stay) != (before.k, before.k_prime, before.stay) or not same_cache:
             self._resize(plan)
@@ -326,7 +328,7 @@ class Tuner(BaseTuner):
         return dict.fromkeys(self.streamer.activations.modes, mode)
 
     def _carry_out(self, modes: Modes) -> None:
-        """Gives every unit its mode from the next batch on. A unit that cannot be recomputed is offloaded instead."""
+        """Sets the mode of every unit from the next batch on. A unit that cannot be recomputed is offloaded instead."""
         activations = self._activations
         assert activations is not None
         chosen = self._all("offload") | {  # units that were never called are not among the choices
@@ -334,7 +336,7 @@ class Tuner(BaseTuner):
         }
         if chosen != activations.modes:
             activations.choose(chosen)
-            self._device.begin_peak()  # the peak with other modes says nothing about these
+            self._device.begin_peak()  # the peak so far belongs to other modes
 
     def _resize(self, plan: Plan) -> None:
         before, old = self.streamer.weight_bytes, self.streamer.plan
@@ -347,11 +349,11 @@ class Tuner(BaseTuner):
             self._device.begin_peak()
 
     def _seconds(self, plan: Plan) -> float:
-        """Predicts how long a batch takes with a plan, in seconds."""
+        """Predicts the seconds of a batch with a plan."""
         return self._predicted(plan, self._modes_for(plan)).seconds
 
     def _modes_for(self, plan: Plan) -> Modes:
-        """The fastest choice of modes for a plan, within the memory that the plan leaves."""
+        """Returns the fastest choice of modes within the memory that a plan leaves free."""
         if self._balance is None or self._memory is None or self.window.room is None:
             return self.streamer.activations.modes
         room = self.window.room - self.window.needs(plan) + self._memory.least(self._largest)

@@ -1,4 +1,4 @@
-"""What a batch does, visit by visit, how fast the machine is, and what a batch takes by that: measured, or expected."""
+"""The visits of a batch (its layer calls), the speed of the machine, and the prediction that follows from both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sp_lightning.device.timeline import Interval, Kind
 
 _BYTES = ("upload", "download", "update", "step", "host_memory", "links", "network", "disk")  # rates, bytes/s
-# Simulating so many visits takes about a second for each choice of k and k'.
+# Simulating this number of visits takes about a second for each choice of k and k'.
 _MOST_VISITS = 2000
 
 RESOURCES: dict[str, tuple[Kind, ...]] = {
@@ -30,11 +30,11 @@ class Visit:
     """One use of some layers by a batch, in forward or in backward.
 
     Attributes:
-        layers: indices of the layers that one module's call uses; none for what is computed between layers.
-        seconds: how long the device computes.
-        backward: whether this is the layers' backward, after which their gradients leave.
-        needs: in backward, the layers whose weights are needed, in that order. The backward of an embedding needs none.
-        moved: bytes of activations that leave after a forward, or come back for a backward.
+        layers: indices of the layers that one module's call uses; empty for computation between layers.
+        seconds: the time of the device's computation.
+        backward: True for the layers' backward, after which their gradients are offloaded.
+        needs: in backward, the layers whose weights are needed, in this order. The backward of an embedding needs none.
+        moved: bytes of activations that are offloaded after a forward, or uploaded for a backward.
         share: the share of stacked experts that a forward uses.
     """
 
@@ -48,23 +48,23 @@ class Visit:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast the machine is. All rates are in bytes per second.
+    """The speed of the machine. All rates are in bytes per second.
 
     Attributes:
-        upload, download: bytes that are copied to the device, and to the host.
-        update: bytes of gradients that the optimizer consumes, where it steps.
-        host_memory: bytes that the host reads and writes.
+        upload, download: copies to the device, and to the host.
+        update: gradients that the optimizer consumes, on the CPU or the device.
+        host_memory: reads and writes of host memory.
         visit_seconds: seconds of Python for each use of layers.
-        weight_seconds: the same, more for each weight of those layers.
-        synchronous: whether everything else stands still during a copy, as on the CPU.
-        links: bytes of gradients that are added up over several devices of a node.
-        network: bytes of gradients that are added up over several nodes.
-        disk: bytes that a disk reads or writes.
-        come, leave: if the device steps layers, bytes that come to it and leave it for each byte of a layer's gradients; 0
-            otherwise.
-        sliced: whether the devices of a node upload layers together, with ``transfer="sharded"``. Then weights pass the links,
-            too, at the same rate.
-        step: bytes of gradients that the steps of layers consume that stay on the device.
+        weight_seconds: additional seconds of Python for each weight of those layers.
+        synchronous: True if nothing else runs during a copy, as on the CPU.
+        links: gradients that are summed over the devices of a node.
+        network: gradients that are summed over nodes.
+        disk: reads or writes of a disk.
+        come, leave: if the optimizer steps on the device, bytes that are uploaded and downloaded for each byte of a layer's
+            gradients; otherwise 0.
+        sliced: True if the devices of a node upload layers together (``transfer="sharded"``). Weights pass the links then, at
+            the same rate.
+        step: gradients that the optimizer steps of staying layers consume.
     """
 
     upload: float
@@ -83,7 +83,7 @@ class Rates:
     step: float = math.inf
 
     def slowed(self, times: float) -> Rates:
-        """The same if everything takes so many times as long."""
+        """Returns the rates of a machine on which everything takes ``times`` as long."""
         slower = {name: getattr(self, name) / times for name in _BYTES}
         return replace(
             self, visit_seconds=times * self.visit_seconds, weight_seconds=times * self.weight_seconds, **slower
@@ -93,25 +93,24 @@ class Rates:
 def measured(
     intervals: Iterable[Interval], layers: int, *, synchronous: bool, stay: Collection[int] = ()
 ) -> tuple[list[Visit], Rates]:
-    """Reads from the timeline of one batch what a batch does and how fast the machine is.
+    """Reads the visits of one batch, and the speed of the machine, from its timeline.
 
-    Of a batch with very many visits (generation, token by token) only the first are read.
+    If a batch has very many visits (generation, token by token), only the first ones are read.
 
     Args:
-        intervals: the timeline, in the order in which the intervals began.
-        layers: how many layers the plan has. Layers with a higher index come on demand; the time of what uses them
-            counts as computed between layers.
-        synchronous: whether everything else stands still during a copy, as on the CPU.
-        stay: the indices of layers that stay on the device, whose updates say nothing of the host's.
+        intervals: the timeline, ordered by the begin of the intervals.
+        layers: the number of layers of the plan. Layers with a higher index are uploaded on demand; their computation
+            counts as between layers.
+        synchronous: True if nothing else runs during a copy, as on the CPU.
+        stay: the indices of layers that stay on the device. Their updates are not measurements of the CPU.
 
     Returns:
-        The visits, and the rates. Of the rates, the host's memory and steps of layers that stay count as unlimited, because a
-        timeline does not show them.
-        The host's own time is in the visits: where it binds, the device waits for it inside of them.
+        The visits and the rates. Host memory and steps of staying layers count as unlimited, because a timeline does not
+        contain them. The host's own time is part of the visits: the device waits for the host inside of them.
     """
     by_kind: defaultdict[Kind, list[Interval]] = defaultdict(list)
     visits: list[Visit] = []
-    enclosing: list[tuple[float, int]] = []  # the calls that are still running: their end, and their index in visits
+    enclosing: list[tuple[float, int]] = []  # the enclosing calls: their end, and their index in visits
     for interval in intervals:
         if interval.kind != "update" or interval.layer not in stay:
             by_kind[interval.kind].append(interval)
@@ -119,7 +118,7 @@ def measured(
             seconds = interval.end - interval.begin
             while enclosing and enclosing[-1][0] < interval.end:
                 enclosing.pop()
-            if enclosing:  # an expert, inside its block: its time is not the block's
+            if enclosing:  # an expert inside its block: its time does not count for the block
                 outer = enclosing[-1][1]
                 visits[outer] = replace(visits[outer], seconds=visits[outer].seconds - seconds)
             enclosing.append((interval.end, len(visits)))
@@ -128,7 +127,7 @@ def measured(
     del visits[_MOST_VISITS:]
     with_backward = {layer for visit in visits if visit.backward for layer in visit.layers}
     known = {layer for visit in visits for layer in visit.layers}
-    # The backward of an embedding needs no weights, so the timeline shows only that its gradients have left.
+    # The backward of an embedding needs no weights, so the timeline contains only the copy of its gradients.
     for drain in by_kind["drain"]:
         if drain.layer in known and drain.layer not in with_backward and drain.layer is not None:
             visits.append(Visit((drain.layer,), 0.0, backward=True))
@@ -139,7 +138,9 @@ def measured(
     rates = Rates(
         _rate(by_kind, RESOURCES["fetch"], "gather"),
         _rate(by_kind, RESOURCES["drain"]),
-        math.inf if leave else _rate(by_kind, RESOURCES["optimizer"]),  # on the device it is its transfers, nearly
+        math.inf
+        if leave
+        else _rate(by_kind, RESOURCES["optimizer"]),  # on the device an update is mostly its transfers
         host_memory=math.inf,
         visit_seconds=0.0,
         synchronous=synchronous,
@@ -151,24 +152,26 @@ def measured(
 
 
 def _rate(by_kind: Mapping[Kind, Sequence[Interval]], kinds: Sequence[Kind], *more: Kind) -> float:
-    """Bytes of these kinds per second of theirs and of more that brings some of the same bytes."""
+    """Returns the bytes of these kinds per second; the seconds of ``more`` kinds, which copy the same bytes, count, too."""
     seconds = sum(copy.end - copy.begin for kind in (*kinds, *more) for copy in by_kind[kind])
     nbytes = sum(copy.nbytes for kind in kinds for copy in by_kind[kind])
-    return nbytes / seconds if nbytes and seconds else math.inf  # a layer without gradients leaves, too, with no bytes
+    return (
+        nbytes / seconds if nbytes and seconds else math.inf
+    )  # the interval of a layer without gradients has no bytes
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """How long a batch takes once the trace is known, and why. All times are in seconds.
+    """The predicted time of a batch whose trace is known. All times are in seconds.
 
     Attributes:
         seconds: from the beginning of one batch to that of the next.
         busy: seconds of work by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``links`` (between
-            devices), ``network`` (between nodes, if there are several), ``disk`` (if something is there), ``host``
-            (Python's own time), ``host memory`` (of the node), ``gpu steps`` (of layers that stay, if there are any).
-        stalls: seconds that compute waited, by what it waited for. The keys are the index of each layer, ``gradients``
-            (until they had left), ``residents``, and ``activations`` (until they had left or had come back).
-        intervals: what happened when, counted from the beginning of the batch.
+            devices), ``network`` (between nodes, if there are several), ``disk`` (if it is used), ``host``
+            (Python), ``host memory`` (of the node), ``gpu steps`` (of staying layers, if there are any).
+        stalls: seconds that compute waited, by cause. The keys are the index of each layer, ``gradients`` (their offload),
+            ``residents``, and ``activations`` (their offload and upload).
+        intervals: all copies and computations, in seconds from the beginning of the batch.
     """
 
     seconds: float
@@ -177,7 +180,7 @@ class Prediction:
     intervals: tuple[Interval, ...]
 
     def beside(self, other: Prediction, times: int) -> Prediction:
-        """The average with so many others. What happened when is this one's."""
+        """Returns the average with ``times`` as many of another prediction. The intervals are those of this one."""
 
         def mean(mine: float, its: float) -> float:
             return (mine + times * its) / (times + 1)
@@ -191,5 +194,5 @@ class Prediction:
 
     @property
     def binds(self) -> str:
-        """The resource with the most work. No schedule is faster than that."""
+        """The resource with the most work. No schedule is faster than this work."""
         return max(self.busy, key=self.busy.__getitem__)
