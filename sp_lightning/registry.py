@@ -255,7 +255,7 @@ def make_tuner(
 ) -> BaseTuner:
     """Returns what chooses k, k' and the modes of activations between batches.
 
-    Without ``tuning`` or ``activations`` (fallback) the first plan stays and all activations are kept.
+    Without ``tuning`` (fallback) the first plan stays and all activations are kept.
 
     Args:
         window: what the user asked for, and what fits.
@@ -267,15 +267,11 @@ def make_tuner(
     """
     chooses_window = window.auto or (window.room is not None and streamer.plan.stack_bytes > 0)
     if chooses_window or chooses_modes:
-        # A tuner predicts how much memory activations use, whatever their modes.
-        missing = next((folder for folder in ("tuning", "activations") if not is_installed(folder)), None)
-        if missing is None:
+        if is_installed("tuning"):
             from sp_lightning.tuning.tuner import Tuner
 
             return Tuner(window, streamer, device, log, window_too=chooses_window, modes_too=chooses_modes, alone=alone)
-        log.info(
-            "Superpipeline: k, k' and activations stay as they are planned: sp_lightning/%s is not installed.", missing
-        )
+        log.info("Superpipeline: k, k' and activations stay as they are planned: sp_lightning/tuning is not installed.")
     from sp_lightning.engine.tuner import BaseTuner
 
     return BaseTuner(window, streamer)

@@ -1,4 +1,4 @@
-"""Which runs a check has, and what their differences come to."""
+"""The runs of a check, and what their differences mean."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from sp_lightning.trainer.strategy import SuperpipelineStrategy
 ALL = "all"
 """For ``activations`` and ``optimizer_overlap``: every mode, one after the other."""
 _LARGE = 2**27
-"""Bytes of a checkpoint from which on memory is freed between runs. That takes longer than a run of a small model."""
+"""Memory is freed between runs if a checkpoint is larger, in bytes. It takes longer than a run of a small model."""
 _STOPS = NotRunError, torch.OutOfMemoryError
-"""What ends a run that could not be made, or has raised an error."""
+"""Errors that end a run."""
 _MODES = {"activations": get_args(Mode), "optimizer_overlap": ("off", "forward", "backward")}
 
 
@@ -45,28 +45,29 @@ def check(
     trainer: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report:
-    """Trains, validates and predicts some batches by plain Lightning and by this strategy, and compares everything bitwise.
+    """Trains, validates and predicts some batches with plain Lightning and with this strategy, and compares them bitwise.
 
-    Module and data are made anew for each run, from the same seed. Files are in a temporary folder, some twenty times as
-    large as the weights, which is gone afterwards; random states are as they were.
+    Module and data are made anew for each run, from the same seed. Files are in a temporary folder, about twenty times as
+    large as the weights, which is removed afterwards. Random states are restored.
 
     Args:
         factory: makes the LightningModule when it is called: a callable, or ``"package.module:Name"``.
-        data: makes a LightningDataModule or training batches in the same way. Without it, the module's own are taken.
-        config: a config of Lightning's CLI, in place of factory and data, or beside them where it does not name the classes.
-        steps: how many batches are trained, and at most validated and predicted; at least 1.
-        seed: what all randomness begins with.
-        trainer: arguments of ``Trainer`` that change numbers or the device, as ``{"precision": "bf16-mixed"}``. What a check
-            has of its own, as ``max_epochs``, ``devices`` and ``strategy``, is refused here, and named if a config has it.
-        options: those of :class:`~sp_lightning.SuperpipelineStrategy`. ``activations`` and ``optimizer_overlap`` can be
+        data: makes a LightningDataModule or training batches in the same way. By default the module's own data is used.
+        config: a config of Lightning's CLI, in place of factory and data, or with them if it does not name the classes.
+        steps: the number of trained batches, and the most validated and predicted batches; at least 1.
+        seed: the seed of all random states.
+        trainer: arguments of ``Trainer`` that change numbers or the device, for example ``{"precision": "bf16-mixed"}``.
+            Arguments that a check sets itself (``max_epochs``, ``devices``, ``strategy`` and others) raise an error here, and
+            are listed in the report if a config has them.
+        options: options of :class:`~sp_lightning.SuperpipelineStrategy`. ``activations`` and ``optimizer_overlap`` can be
             ``"all"``: every mode, one after the other.
 
     Returns:
-        what was found. Its ``status`` is 0 if all is equal, 1 if something differs, and 2 if nothing was compared. ``print``
+        The report. Its ``status`` is 0 if all is equal, 1 if something differs, and 2 if nothing was compared. ``print``
         shows it as a table.
 
     Raises:
-        ValueError, TypeError: a name leads nowhere, or an option or an argument of ``Trainer`` cannot be.
+        ValueError, TypeError: a name cannot be imported, or an option or an argument of ``Trainer`` is invalid.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps}.")
@@ -83,9 +84,9 @@ class _Checking:
     """The runs of one check.
 
     Args:
-        subject: what is checked.
-        options: those of the strategy.
-        folder: for all files.
+        subject: the module, its data and the trainer's settings.
+        options: options of the strategy.
+        folder: the folder for all files.
     """
 
     def __init__(self, subject: Subject, options: dict[str, Any], folder: Path) -> None:
@@ -138,7 +139,7 @@ class _Checking:
         return self.found
 
     def _plain_steps(self, options: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
-        """Where plain Lightning's optimizers step, and how: as :class:`RunVariant` has it."""
+        """Returns where and how plain Lightning's optimizers step, as arguments of :class:`RunVariant`."""
         given, on_device = options.get("fused_optimizer", "auto"), options.get("optimizer_on") == "gpu"
         gpu = plain_steps_on(self._device)
         like = None
@@ -183,10 +184,11 @@ class _Checking:
     # ------------------------------------------------------------------ runs
 
     def _run(self, way: RunVariant) -> RunResult:
-        """Runs something.
+        """Runs a variant.
 
         Raises:
-            NotRunError: it stopped, but for want of device memory.
+            NotRunError: it raised an error.
+            torch.OutOfMemoryError: the device has too little memory.
         """
         self._runs += 1
         print(f"check: run {self._runs}, {way.name}", file=sys.stderr, flush=True)
@@ -209,9 +211,10 @@ class _Checking:
             return None
 
     def _attempt(self, way: RunVariant, plain: RunResult, *, keep: bool = False) -> RunResult | None:
-        """Runs the strategy, compares what it leaves, and removes it unless it is to be kept.
+        """Runs the strategy, compares its record, and removes its files unless ``keep``.
 
-        A refusal, as the user would meet it, is noted, and None is returned. Any other error is a difference.
+        If the strategy raises one of its own errors, as it would for the user, the error is noted, and None is returned. Any
+        other error counts as a difference.
         """
         try:
             done = self._run(way)
@@ -238,7 +241,7 @@ class _Checking:
         row.first = row.first or (compared.first and replace(compared.first, run=way.name))
 
     def _continue(self, ours: RunResult, plain: RunResult) -> None:
-        """Trains one batch more from each checkpoint by who has not written it."""
+        """Trains one more batch from each checkpoint, with the strategy that did not write it."""
         try:
             expected = self._run(RunVariant("plain, from its own checkpoint", **self._plain, begins=plain.checkpoint))
         except _STOPS as error:
@@ -250,10 +253,10 @@ class _Checking:
         crossed = replace(ours.way, name="streamed, from plain Lightning's checkpoint", begins=plain.checkpoint)
         self._attempt(crossed, expected)
 
-    # ------------------------------------------------------------------ what else there is to say
+    # ------------------------------------------------------------------ the rest of the report
 
     def _describe(self, plain: RunResult, ours: RunResult) -> None:
-        """Says what the strategy has found, and what plain Lightning takes."""
+        """Adds the layers that the strategy has found, and the memory of plain Lightning, to the report."""
         plan = ours.plan
         assert plan is not None
         streams = sum(layer.nbytes for layer in (*plan.layers, *plan.tables))
@@ -321,16 +324,15 @@ def _window(options: dict[str, Any], k: int) -> RunVariant:
 
 
 def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Options without ``"all"``: each mode in its place."""
+    """Returns the options for each mode if one of them is ``"all"``."""
     asked = {name: modes for name, modes in _MODES.items() if options.get(name) == ALL}
     return [{**options, **dict(zip(asked, chosen, strict=True))} for chosen in product(*asked.values())]
 
 
 def _is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
-    """Whether the strategy's optimizers run fused on the host in any of its runs. Then they do in all, and so do plain
-    Lightning's."""
+    """Returns True if optimizers run fused on the CPU in any run of the strategy. All runs then use fused optimizers."""
     given = options.get("fused_optimizer", "auto")
-    if options.get("optimizer_on") == "gpu":  # where they run as their users made them
+    if options.get("optimizer_on") == "gpu":  # optimizers run unchanged on the GPU
         return False
     early = any(variant.get("optimizer_overlap") in ("forward", "backward") for variant in variants)
     return bool(given) if given != "auto" else early or device.type != "cpu"
@@ -347,7 +349,7 @@ def _figures(done: RunResult, counted: int | None = None) -> RunFigures:
 
 
 def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:
-    """Raises a NotRunError if plain Lightning has differed from itself."""
+    """Raises a NotRunError if two runs of plain Lightning differ."""
     differ = [f"{what} ({each.first.name}, {each.first.how})" for what, each in compared.items() if each.first]
     if differ:
         raise NotRunError(
@@ -358,7 +360,7 @@ def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether a run was refused: a ``raise`` of this package stopped it, and not user code, torch, or a defect of ours."""
+    """Returns True if a ``raise`` of this package ended the run: not user code, torch, or a failed assertion."""
     at = None if error.__cause__ is None else error.__cause__.__traceback__
     if at is None or isinstance(error.__cause__, AssertionError):
         return False
@@ -372,7 +374,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def _fits_host(subject: Subject) -> bool:
-    """Whether the host has memory for weights, gradients and a state of two values each, as Adam has it, and a copy of all."""
+    """Returns True if the host has memory for weights, gradients and Adam's state, twice."""
     parameters = list(subject.make().module.parameters())
     trained = sum(each.nbytes for each in parameters if each.requires_grad)
     room = available_bytes()

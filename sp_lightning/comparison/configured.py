@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 
 class Configured(LightningCLI):
-    """Lightning's CLI, which makes no trainer here.
+    """Lightning's CLI without a trainer.
 
     Attributes:
         settings: arguments of ``Trainer``.
@@ -25,7 +25,7 @@ class Configured(LightningCLI):
             config: the file.
             model: the class of the module, if the config does not name it.
             data: the class of the data module, if the config does not name it.
-            seed: what all randomness begins with, if the config does not say that.
+            seed: the seed of all random states, if the config has none.
 
         Raises:
             Exception: the config cannot be read, or a class that it names cannot be made.
@@ -35,7 +35,7 @@ class Configured(LightningCLI):
         return cls(model, data, seed_everything_default=seed, parser_kwargs={"exit_on_error": False}, **usual)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        # A config of ``fit`` has these. They say which checkpoint to begin with, and the check begins with none.
+        # A config of ``fit`` has these: the checkpoint to resume from. A check starts without one.
         for name in ("--ckpt_path", "--weights_only"):
             parser.add_argument(name, type=Any, default=None)
 

@@ -1,4 +1,4 @@
-"""What a difference comes from: the first module whose output differs, and an option that avoids it."""
+"""Explains a difference: the first module whose output differs, and an option that avoids the difference."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _BEFORE = "What it is given differs already, by code outside of modules that run
 
 
 def sentences(rows: dict[str, Compared], ways: list[RunVariant]) -> Iterator[str]:
-    """What the kinds that differ say by themselves.
+    """Yields explanations that follow from the kinds that differ.
 
     Args:
-        rows: what was found.
+        rows: the comparison of each kind.
         ways: the runs of the strategy that were compared.
     """
     found = {what: row.first for what, row in rows.items() if row.first is not None}
@@ -49,11 +49,11 @@ def first_module(ours: RunResult, plain: RunResult) -> tuple[str, ...]:
     """Finds the module whose output is the first to differ, in the order in which plain Lightning's calls end.
 
     Args:
-        ours: a run whose modules' outputs were seen.
-        plain: one of plain Lightning.
+        ours: a run with recorded outputs of modules.
+        plain: such a run of plain Lightning.
 
     Returns:
-        its name, ``"**"`` if there is none, and sentences on it.
+        Its name (``"**"`` if there is none) and sentences on it.
     """
     for (moment, name, again), (given, expected) in plain.calls.items():
         given_ours, output = ours.calls.get((moment, name, again), ("", ""))
@@ -68,12 +68,12 @@ def first_module(ours: RunResult, plain: RunResult) -> tuple[str, ...]:
 
 
 def avoided_by(way: RunVariant, name: str, differs: Callable[[RunVariant], bool]) -> str:
-    """Tries options one by one, until one avoids the difference, and says which.
+    """Tries options one by one until one avoids the difference, and names it.
 
     Args:
         way: the run that differs.
-        name: of the module whose output differs first, or a pattern.
-        differs: runs another one, and says whether it differs, too.
+        name: the module whose output differs first, or a pattern.
+        differs: runs a variant and returns True if it differs, too.
     """
     options: dict[str, Any] = dict(way.options or {})
     tried: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""What a run leaves, kept in files, and the comparison of two of them, bit by bit."""
+"""The values of a run, kept in files, and the bitwise comparison of two runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Entry:
     """Values that a run had at one moment.
 
     Attributes:
-        kind: what they are: a row of the report.
-        moment: when it had them, in words.
-        file: where they are, as ``torch.save`` writes them.
-        key: under which the file has them; None if it has nothing else.
+        kind: the kind of values: a row of the report.
+        moment: the moment, in words.
+        file: a file of ``torch.save``.
+        key: the key of the values in the file; None if they are the whole file.
     """
 
     kind: str
@@ -40,10 +40,10 @@ class Entry:
 
 
 class Record:
-    """What a run leaves, in the order of time. Values are in files, because a model may fill the memory.
+    """The values of a run, in the order of time. They are in files, because a model may fill the memory.
 
     Args:
-        folder: where the files are; it is made.
+        folder: the folder for the files; it is created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,10 +72,10 @@ class Difference:
     """The first difference of one kind.
 
     Attributes:
-        name: of the tensor, or the place of a value.
-        moment: when the run had it, in words.
-        how: what the difference is, in words.
-        run: the run that has it.
+        name: the name of the tensor, or the place of a value.
+        moment: the moment of the run, in words.
+        how: the difference, in words.
+        run: the run that differs.
     """
 
     name: str
@@ -90,12 +90,12 @@ class Difference:
 
 @dataclass
 class Compared:
-    """What came of comparing all of one kind.
+    """The comparison of all values of one kind.
 
     Attributes:
-        tensors: how many there were.
+        tensors: the number of tensors.
         first: the first difference, if there is one.
-        values: how many tensors and other values there were.
+        values: the number of tensors and other values.
     """
 
     tensors: int = 0
@@ -109,20 +109,20 @@ def compare(
     """Compares two records, bit by bit.
 
     Args:
-        ours: that of the run in question.
-        plain: that of the run that is right.
+        ours: the record of the run in question.
+        plain: the record of the reference.
         leave_out: kinds that only one of them has.
         but: places that are not compared, as :func:`unrepeatable` returns them.
 
     Returns:
-        by kind, in the order in which the kinds first came.
+        The comparison of each kind, in the order of their first entries.
     """
     kinds = dict.fromkeys(entry.kind for entry in (*plain.entries, *ours.entries) if entry.kind not in leave_out)
     return {kind: _compare_kind(_of(ours, kind), _of(plain, kind), but) for kind in kinds}
 
 
 def unrepeatable(again: Record, plain: Record, kind: str) -> set[tuple[str, str]]:
-    """The places where two runs have different values of one kind, whatever the number of a batch or call."""
+    """Returns the places where two runs have different values of one kind. Numbers of batches and calls do not count."""
     both = zip(_of(again, kind), _of(plain, kind), strict=False)
     return {place for ours, entry in both for place, *_ in _differences(ours, entry)}
 
@@ -149,7 +149,7 @@ def _compare_kind(ours: list[Entry], plain: list[Entry], but: Set[tuple[str, str
 
 
 def _differences(ours: Entry, plain: Entry) -> Iterator[tuple[tuple[str, str], Difference]]:
-    """By place: the moment but for its numbers, and the name."""
+    """Yields the differences with their places: the moment without its numbers, and the name."""
     found, expected = ours.values(), plain.values()
     for name in dict.fromkeys([*expected, *found]):
         if name not in found or name not in expected:
@@ -161,7 +161,7 @@ def _differences(ours: Entry, plain: Entry) -> Iterator[tuple[tuple[str, str], D
 
 
 def difference(ours: Any, plain: Any) -> str | None:
-    """In what two values differ, in words; None if they have the same bits."""
+    """Describes how two values differ; None if they are bit-identical."""
     if not isinstance(ours, Tensor) or not isinstance(plain, Tensor):
         same = type(ours) is type(plain) and (ours == plain or (ours != ours and plain != plain))  # the latter of NaN
         return None if same else f"{ours!r} is not {plain!r}"
@@ -188,7 +188,7 @@ def _copied(value: Any) -> Any:
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """All tensors and plain values of a structure, with their places. Of other objects only the class is given."""
+    """Yields all tensors and plain values of a structure, with their places. For other objects it yields the class name."""
     if isinstance(value, Tensor):
         yield from parts(name, value)
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
@@ -209,7 +209,7 @@ def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _inside(value: Any) -> Mapping[Any, Any] | None:
-    """What a container holds, by its places in it; None for any other object."""
+    """Returns the items of a container by their places; None for any other object."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, (list, tuple)):
@@ -220,7 +220,7 @@ def _inside(value: Any) -> Mapping[Any, Any] | None:
 
 
 def held(root: nn.Module) -> dict[str, Any]:
-    """Tensors and arrays in attributes of modules, and in the containers and modules there; no registered weight or buffer."""
+    """Returns tensors and arrays in attributes of modules and in nested containers, without registered weights and buffers."""
     seen = {id(registered) for module in root.modules() for registered in (module._parameters, module._buffers)}
     found: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Plain Lightning on one device. Optimizers step on the host if this package's steps have the host's bits."""
+"""Plain Lightning on one device. Optimizers step on the CPU if the strategy's steps have the bits of the CPU."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class StepsOnHost(SingleDeviceStrategy):
-    """Lightning's strategy for one device. In some optimizers' steps, their parameters are copies on the host.
+    """Lightning's strategy for one device, with copies of the parameters on the CPU in some optimizer steps.
 
-    The same optimizer has other last bits on an accelerator than on the host, and others again if it runs fused. Where this
-    package has the GPU's bits, plain Lightning's steps stay as they are. On the CPU parameters are their own copies, and all that
-    remains is whether steps run fused.
+    An optimizer has different last bits on a GPU and on the CPU, and different ones again if it runs fused. If the strategy
+    reproduces the GPU's bits, plain Lightning's steps stay unchanged. For a module on the CPU nothing is copied; only ``fuse``
+    matters.
 
     Args:
-        device: where the module is.
-        fuse: whether optimizers run fused where their users have left that open, and they can.
-        like: decides which optimizers' steps have the GPU's bits; None if none have.
+        device: the device of the module.
+        fuse: True if optimizers run fused that support it and whose users have not decided.
+        like: decides which optimizer steps have the GPU's bits; None if none have.
 
     Attributes:
-        moved: whether a step was taken on the host whose parameters are elsewhere.
+        moved: True after a step on the CPU with parameters on another device.
     """
 
     host = torch.device("cpu")
-    """Where parameters are their own copies."""
+    """Parameters on this device are not copied."""
 
     def __init__(self, device: torch.device, *, fuse: bool, like: LikeGpu | None = None) -> None:
         super().__init__(device)

@@ -1,4 +1,4 @@
-"""What is checked: a factory of a module, its data, and what the trainer is to be like. All of it is made anew for each run."""
+"""The subject of a check: factories of the module and its data, and settings of the trainer. Each run makes them anew."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 Factory = str | Callable[[], Any]
-"""What makes something when it is called: a callable, or its name as ``package.module:Name``."""
+"""A callable without arguments, or its name as ``package.module:Name``."""
 
 _SETTINGS = (
     "accelerator", "precision", "plugins", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
     "deterministic", "benchmark", "inference_mode", "detect_anomaly", "callbacks", "log_every_n_steps",
 )  # fmt: skip
-"""What counts of a trainer: the rest is its length, its files and its devices, which a check has of its own."""
+"""Arguments of ``Trainer`` that a check uses. It sets the length, the files and the devices itself."""
 _MODULE = "package.module:Factory, which returns a LightningModule"
 _DATA = "package.module:Name, which makes a LightningDataModule, or training batches"
-# These write files, or log times, or need another strategy. They change no number.
+# These write files, log times, or need another strategy. They do not change numbers.
 _LEFT_OUT = (
     callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.ModelSummary, callbacks.ProgressBar,
     callbacks.ThroughputMonitor, callbacks.Timer, SuperpipelineCallback,
@@ -44,10 +44,10 @@ class NotRunError(Exception):
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What one run needs.
+    """The inputs of one run.
 
     Attributes:
-        module: the user's, unchanged.
+        module: the user's module, unchanged.
         data: arguments of ``Trainer.fit`` for the data.
         settings: further arguments of ``Trainer``.
     """
@@ -58,9 +58,9 @@ class RunInputs:
 
     @property
     def to_predict(self) -> dict[str, Any] | None:
-        """Arguments of ``Trainer.predict`` for the data, once the module was trained; None if nothing predicts.
+        """Arguments of ``Trainer.predict`` for the data, after training; None if the module does not predict.
 
-        Where there is no data for it, it is that of training.
+        If there is no data for predictions, it is the training data.
         """
         datamodule, loaders = self.data.get("datamodule"), self.data.get("train_dataloaders")
         if is_overridden("predict_dataloader", self.module):
@@ -76,19 +76,19 @@ class RunInputs:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked.
+    """The subject of a check.
 
     Args:
         factory: makes the LightningModule; None if the config names it.
-        data: makes a LightningDataModule, or the training batches (a DataLoader, or any iterable); None for what the module or
-            the config has.
+        data: makes a LightningDataModule, or the training batches (a DataLoader, or any iterable); None for the data of the
+            module or the config.
         config: a file of Lightning's CLI.
-        steps: how many batches are trained, and at most validated and predicted.
-        seed: what all randomness begins with.
+        steps: the number of trained batches, and the most validated and predicted batches.
+        seed: the seed of all random states.
         settings: arguments of ``Trainer``.
 
     Raises:
-        ValueError: there is no module, or a name leads nowhere.
+        ValueError: there is no module, or a name cannot be imported.
     """
 
     factory: Factory | None
@@ -107,7 +107,7 @@ class Subject:
         _resolved(self.data, _DATA)
 
     def make(self) -> RunInputs:
-        """Makes everything for one run. The caller has seeded.
+        """Makes the inputs of one run. The caller sets the seed.
 
         Raises:
             NotRunError: there is no LightningModule, or no data.
@@ -137,7 +137,7 @@ class Subject:
         return RunInputs(module, {} if data is None else {name: data}, settings)
 
     def described(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        """Arguments of ``Trainer``, what the config gives of the strategy's options, and what is given and not used.
+        """Returns arguments of ``Trainer``, the strategy's options in the config, and the names of unused settings.
 
         Raises:
             NotRunError: the config cannot be read.
@@ -174,7 +174,7 @@ class Subject:
 
 
 def without_files(given: Sequence[Any]) -> list[Any]:
-    """The callbacks but for those that are left out."""
+    """Returns the callbacks without those that a check leaves out."""
     return [each for each in given if not isinstance(each, _LEFT_OUT)]
 
 
@@ -188,7 +188,7 @@ def _counting(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(arguments: Mapping[str, Any], of: Callable[..., Any]) -> list[str]:
-    """The names of those arguments that are not what they are by default."""
+    """Returns the names of the arguments that differ from their defaults."""
     defaults = inspect.signature(of).parameters
     return [name for name, value in arguments.items() if name in defaults and value != defaults[name].default]
 
@@ -197,7 +197,7 @@ def _resolved(given: Factory | None, wanted: str = _MODULE) -> Callable[[], Any]
     """Returns a factory, which may be given by its name.
 
     Raises:
-        ValueError: the name leads nowhere. The message says what is ``wanted``.
+        ValueError: the name cannot be imported. The message names what is ``wanted``.
     """
     if not isinstance(given, str):
         return given
@@ -212,10 +212,10 @@ def _resolved(given: Factory | None, wanted: str = _MODULE) -> Callable[[], Any]
 
 
 def _called(given: Factory | None, wanted: str = _MODULE) -> Any:
-    """What a factory makes.
+    """Calls a factory.
 
     Raises:
-        NotRunError: it fails.
+        NotRunError: the factory raised an error.
     """
     factory = _resolved(given, wanted)
     try:

@@ -6,11 +6,11 @@ or nothing limits GPU memory) it is not imported: the run has a ``BaseTuner``, w
 the folder the first plan stays, and one line is logged.
 
 - ``tuner``: measures batches, chooses, and makes room after the GPU has run out of memory.
-- ``choices``: which windows and modes fit the budget, and what each mode costs.
+- ``choices``: the fastest window that fits the budget.
+- ``balance``: the modes of activations that fit, and the cost of each. Only this file needs the folder ``activations``.
 - ``simulator``: predicts how long a batch takes. It drives the engine's own schedule with the device of ``clocks``.
 - ``visits``: what a batch does and how fast the machine is, measured from a timeline.
 - ``machine``: the Python time of a layer call.
 
-The planner uses these predictions, too. The folder predicts what other capabilities do, so it may import them; it needs
-``activations``.
+The planner uses these predictions, too. The folder predicts the work of other capabilities, so it may import them.
 """

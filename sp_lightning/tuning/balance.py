@@ -19,8 +19,8 @@ from sp_lightning.tuning.visits import Rates, Visit
 
 
 def _with_forwards(visits: Sequence[Visit]) -> Iterator[tuple[Visit, int]]:
-    """Each visit with the index of its forward: its own, or the one whose backward it is; -1 if that is not known."""
-    # By layers, forwards whose backward is to come.
+    """Yields each visit with the index of its forward (its own index for a forward); -1 if it is unknown."""
+    # By layers, the forwards whose backward has not been seen.
     pending: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for at, visit in enumerate(visits):
         if not visit.backward:
@@ -31,9 +31,9 @@ def _with_forwards(visits: Sequence[Visit]) -> Iterator[tuple[Visit, int]]:
 
 
 def without_second_forwards(visits: Sequence[Visit]) -> list[Visit]:
-    """Returns the visits of a batch whose units were all recomputed as they would be if all were kept.
+    """Converts the visits of a batch with all units recomputed to those of a batch with all activations kept.
 
-    A layer's backward then contains its second forward, whose time is taken to be that of the first.
+    The backward of a recomputed layer contains its second forward, which is assumed to be as long as the first.
     """
     return [
         replace(visit, seconds=max(0.0, visit.seconds - visits[forward].seconds))
@@ -45,13 +45,13 @@ def without_second_forwards(visits: Sequence[Visit]) -> list[Visit]:
 
 @dataclass(frozen=True)
 class Balance:
-    """What is known of a batch's activations, and the choices of modes that follow from it.
+    """The activations of a batch, and the choices of modes for them.
 
     Attributes:
         calls: the unit calls of the batch's forward, in order.
         index_of: the index of each unit's layer. Units that stay on the device have none.
-        visits: what the batch does, with its times, if all activations are kept.
-        rates: how fast the machine is.
+        visits: the visits of the batch with their times, if all activations are kept.
+        rates: the speed of the machine.
     """
 
     calls: tuple[Call, ...]
@@ -60,14 +60,14 @@ class Balance:
     rates: Rates
 
     def candidates(self, room: int) -> Iterator[Modes]:
-        """Choices of modes with which activations take at most ``room`` bytes on the device.
+        """Yields choices of modes with which activations use at most ``room`` bytes on the device.
 
-        Each changes as few units as that asks, the cheapest ones first. If no choice takes so little, those that take the
-        least are returned.
+        Each changes as few units as necessary, the cheapest ones first. If no choice fits, those with the least memory are
+        yielded.
 
-        Three ways are tried: the cheaper mode of each unit, all units recomputed, all units offloaded. A mixture by
-        turns, for a link that is too slow to offload every unit, is left out: it is never faster than the better mode
-        alone, because a copy has the time of one unit to finish in, whatever mode the next unit has.
+        Three kinds are tried: the cheaper mode of each unit, all units recomputed, all units offloaded. Alternating modes,
+        for a slow link, are never faster than the better mode alone: a copy has the time of one unit to finish, whatever
+        the mode of the next unit.
         """
         costs = {call.unit: self._cost(call.unit) for call in self.calls}
         kept: dict[str, Mode] = dict.fromkeys(costs, "keep")
@@ -86,8 +86,8 @@ class Balance:
         yield from choices
 
     def visited(self, modes: Modes) -> list[Visit]:
-        """What the batch does with these modes. Units without a layer of their own count with the layer before them."""
-        # By the index of a forward visit: bytes that leave after it, and seconds that its backward takes longer.
+        """Returns the visits of the batch with these modes. A unit without a layer counts with the layer before it."""
+        # By the index of a forward visit: bytes that are offloaded after it, and additional seconds of its backward.
         moved: defaultdict[int, int] = defaultdict(int)
         recomputed: defaultdict[int, float] = defaultdict(float)
         forwards = [at for at, visit in enumerate(self.visits) if visit.layers and not visit.backward]
@@ -112,25 +112,25 @@ class Balance:
 
     @property
     def _freeable(self) -> list[str]:
-        """The units whose activations could be freed, in the order of the forward."""
+        """The units whose activations can be freed, in the order of the forward."""
         return list(dict.fromkeys(call.unit for call in self.calls[:-EXEMPT] if call.saved))
 
     def _cost(self, unit: str) -> dict[Mode, float]:
-        """Seconds per byte that is freed, for each mode that frees any."""
+        """Returns the seconds per freed byte for each mode that frees memory."""
         calls = [call for call in self.calls if call.unit == unit]
         saved, inputs = sum(call.saved for call in calls), sum(call.inputs for call in calls)
         up, down = saved / self.rates.upload, saved / self.rates.download
         if not self.rates.synchronous:
-            # Activations leave during the next unit's forward and come back during the next unit's backward.
+            # Activations are offloaded during the next unit's forward and uploaded during the next unit's backward.
             following = next((b.unit for a, b in pairwise(self.calls) if a.unit == unit and b.unit != unit), unit)
             down = max(0.0, down - self._seconds(following))
             up = max(0.0, up - self._seconds(following, backward=True))
         return {"recompute": self._seconds(unit) / max(saved - inputs, 1), "offload": (down + up) / max(saved, 1)}
 
     def _seconds(self, unit: str, *, backward: bool = False) -> float:
-        """How long a unit's forward or backward takes.
+        """Returns the seconds of a unit's forward or backward.
 
-        Units without a layer share the time between layers equally; their backward is taken to be twice their forward.
+        Units without a layer share the time between layers equally; their backward counts as twice their forward.
         """
         index = self.index_of.get(unit)
         if index is not None:
@@ -141,7 +141,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """The memory that activations of batches take, from the unit calls of one batch.
+    """The memory use of activations, estimated for any batch from the unit calls of one batch.
 
     Attributes:
         measured: the unit calls of that batch, in order.
@@ -152,19 +152,19 @@ class ActivationMemory:
     size: int
 
     def calls(self, size: int) -> tuple[Call, ...]:
-        """The unit calls of a batch of another size."""
+        """Returns the unit calls of a batch of another size."""
         return scaled(self.measured, size / self.size if self.size else 1)
 
     def peak(self, modes: Modes, size: int) -> int:
-        """The most bytes that activations take on the device."""
+        """Returns the peak memory of activations on the device, in bytes."""
         return peak_bytes(self.calls(size), modes)
 
     def least(self, size: int) -> int:
-        """The same with the one mode for all units that takes least."""
+        """Returns the peak memory if all units have the mode that uses the least."""
         return least_bytes(self.calls(size))
 
     def least_mode(self, size: int) -> Mode:
-        """That mode."""
+        """Returns the mode that uses the least memory if all units have it."""
         units = [call.unit for call in self.measured]
         peaks = {mode: self.peak(dict.fromkeys(units, mode), size) for mode in FREEING}
         return min(peaks, key=peaks.__getitem__)

@@ -1,6 +1,6 @@
 """Measures the Python of a layer call on this machine, before a run.
 
-What the engine takes of the host for each visit of a layer is known from before, or measured (``plan --measure-host``).
+The time is a known value, or measured (``plan --measure-host``).
 """
 
 from __future__ import annotations

@@ -74,9 +74,11 @@ class Tuner(BaseTuner):
         self._activations = cast("UnitModes", streamer.activations) if modes_too else None
         self._alone = alone
         self._batches = 0
-        self._timed: tuple[Sequence[Visit], Rates] | None = None  # the visits of the timed batch, as if all were kept
+        self._timed: tuple[Sequence[Visit], Rates] | None = (
+            None  # the visits of the timed batch, without second forwards
+        )
         self._balanced = False  # True if modes are chosen, because not all activations fit
-        self._memory: ActivationMemory | None = None  # of the batch in which all were offloaded
+        self._memory: ActivationMemory | None = None  # of the batch with all activations offloaded
         self._balance: Balance | None = None  # of the timed batch, if modes are chosen
         # Units that cannot be recomputed, with the reason.
         self._unfit = {} if self._activations is None else self._activations.with_inner_experts
