@@ -170,18 +170,18 @@ class Slot:
 
     Attributes:
         ring: the index of its ring in the plan.
-        memory: its memory as transfers write it, flat ``uint8``.
-        lease: the same memory as compute has it.
-        extra: whether it was made beyond the plan, because all others were in use or held.
+        memory: its memory for transfers, flat ``uint8``.
+        lease: the same memory for compute, as another storage whose owners can be counted.
+        extra: whether it was allocated beyond the plan, because all others were locked or held.
         layer: the layer whose weights are in it; None if they are out of date.
-        locked: whether a layer uses it, whose state is a locked one. This stays so if the layer leaves the slot during that use,
-            because it was given other memory: what reads the slot goes on with the old values.
-        stale: whether its layer's weights were or may have been written on the host since it was fetched. Its layer is to
-            come to it again, because of those views.
-        filled: the event of the transfer into it.
+        locked: whether a layer uses it: one in a locked state. It stays locked if the layer leaves it during the use, because
+            user code has given a weight other memory. The use continues with the old values then.
+        stale: whether the host's weights of its layer were written, or may have been, since the fetch. The next fetch of the
+            layer goes to the same slot, because tensors view it and must show the new values.
+        filled: the event after the transfer into it.
         coming: the upload into it, as long as only a part of it was issued; else None.
-        idle: the event after the last kernel that used it.
-        alive: tensors of :attr:`Stream.STEP` that the transfer into it reads, until that stream has waited for it.
+        idle: the event after the last kernel that used it; None if the slot was viewed at its release.
+        alive: tensors of :attr:`Stream.STEP` that the transfer into it reads. They are kept until that stream has waited.
     """
 
     ring: int
@@ -198,7 +198,7 @@ class Slot:
 
     @property
     def held(self) -> bool:
-        """Whether some tensor still views it after its last use (an escaped view, a graph). It must not be overwritten."""
+        """Whether a tensor of user code or of a graph views it after its last use. No other layer may overwrite it."""
         return not self.locked and self.lease.in_use
 
     @property
@@ -230,43 +230,43 @@ class StreamedLayer:
 
     Args:
         index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.
-        kind: how it comes to the device.
-        planned: where each of its parameters lies.
+        kind: how it is brought to the device.
+        planned: where each of its parameters lies in memory.
         block: its memory on the host.
         parameters: its device parameters.
-        expert: whether it comes only when something is routed to it.
+        expert: whether it is uploaded only if a batch is routed to it.
 
     Attributes:
         spans: where each parameter, then each cast, lies in a slot.
-        casts: what travels in place of its masters: :class:`NoCasts` unless it has any.
-        masters: the layer of those masters; None if it has none.
+        casts: the 16-bit copies that are uploaded in place of its masters: :class:`NoCasts` if it has no masters.
+        masters: the layer of its masters; None if it has none.
         family: the layer and its masters, which are updated together.
-        owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
-            layer that they belong to, otherwise the layer itself.
+        owner: the layer with which it is updated, and with whose gradients its own are offloaded. For masters, the layer
+            that they belong to; otherwise the layer itself.
         rows: which rows of the layer are uploaded: :class:`AllRows`, unless a finder of rows replaced them.
         whole: whether the layer is uploaded whole and unchanged, so that its rows and casts have nothing to do. Frequent code
             tests this first, which saves calls.
-        update: its update in the background that the engine has not waited for yet. Masters have none of their own.
-        landed: of an update on the device: the event after which the host has what it made.
-        stepped: of such an update: the event after its kernels.
-        made: all that the layer's next fetch brings, if such an update has left it on the device: each tensor, with its place
-            in a slot. Empty if not.
-        own_slot: the slot that is this layer's alone, because the layer stays on the device; None of others.
-        kept: whether the device's copy in that slot counts: the device has stepped the layer, or brought it for that, and user
-            code has not come to the host's weights since.
-        ahead: whether the host has not what that copy has.
-        spent: gradients on the device that this step reads. They are there until compute has waited for it.
         state: where its weights are: :class:`~sp_lightning.layers.states.LayerState`.
-        guard: writes of its weights that no version counter shows; None as long as user code does nothing that allows them.
-        slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
-        transfer: the event of its last transfer to the device.
+        slot: the slot that has its weights, after the event ``transfer``; None if the weights are on the host alone.
+        guard: what is known of writes that no version counter shows; None if user code has done nothing that allows them.
+        transfer: the event after its last transfer to the device.
         fetches: how often it was fetched.
-        running_calls: how many running calls use it. It is not released before they have returned.
-        layout: a number that layers share if their parameters lie alike in a slot.
-        visits: how often the running step's forward has taken it into use.
-        updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``), or tries to do
-            without the layer from now on.
-        needed: called with what needed the layer while backward tried that; None if it has begun the update.
+        running_calls: how many running module calls use it. It is not released before they return.
+        layout: a number that layers share if their parameters have the same places in a slot.
+        visits: how often the forward of the running step has locked it.
+        update: its update in the background that the engine has not waited for yet. Masters have none of their own.
+        updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``), or the update was
+            prepared and waits. A later use of the layer in that backward is an error.
+        needed: called with the reason if the layer is used after its update was prepared; None once the update has begun.
+        landed: after an update on the device: the event after which the host has the results.
+        stepped: after an update on the device: the event after its kernels.
+        made: results of an update that are still on the device: each tensor with its place in a slot. The layer's next fetch
+            copies them from there. Otherwise empty.
+        own_slot: the slot that only this layer uses, because the layer stays on the device; None for other layers.
+        kept: whether the copy in ``own_slot`` is the valid one: the device has stepped the layer, or has fetched it for that,
+            and user code has not used the host's weights since.
+        ahead: whether that copy is newer than the host's weights.
+        spent: gradients on the device that its step reads. They are kept until compute has waited for the step.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class StreamedLayer:
 
     @property
     def name(self) -> str:
-        """The name of the layer's module, or of its parameter if that belongs to no layer's module."""
+        """The name of the layer's module, or of its parameter if no module is the layer's."""
         return self.planned.name
 
     def use_gradients(self) -> bool:
@@ -329,7 +329,7 @@ class StreamedLayer:
 
     @property
     def can_stay(self) -> bool:
-        """Whether its next step may write its slot: nothing else holds that memory, and the host's weights lie where they did."""
+        """Whether its next step may write its own slot: no other tensor views it, and the host's weights were not moved."""
         slot = self.own_slot
         return (
             slot is not None
@@ -375,9 +375,9 @@ class StreamedLayer:
             forget(parameter)
 
     def invalidate(self) -> None:
-        """Marks the device's copy as out of date, because the host's weights were or may have been written.
+        """Marks the copy on the device as out of date, because the host's weights were written, or may have been.
 
-        A slot that is viewed after its use stays the layer's, and the layer will come to it again: views of a weight follow it.
+        If tensors view the slot, it stays the layer's and becomes stale: views of a weight must show its new values.
         """
         if self.slot is None or self.guard is None or not self.guard.views or self.slot.lease.moved:
             self.leave_slot()
@@ -386,18 +386,18 @@ class StreamedLayer:
             self.slot.stale = True
 
     def leave_slot(self) -> None:
-        """As :meth:`invalidate`, but weights were given other memory: views of the old one keep the old values."""
+        """Takes the layer out of its slot, because weights have other memory now: views of the slot keep the old values."""
         if not self.whole:
             self.rows.drop_cached()
         if self.kind is Kind.RESIDENTS and self.slot is not None:
-            self.slot.stale = True  # they take another one when they are used next
+            self.slot.stale = True  # their next use allocates another one
             return
         if self.slot is not None:
             self.slot.layer = None
             self.evict()
 
     def evict(self) -> None:
-        """Takes the layer out of its slot. Its weights are on the host alone."""
+        """Makes the layer HOST: another layer overwrites its slot, or the slot is freed."""
         self.slot = None
         if self.guard is not None:
             self.guard.leave_slot()

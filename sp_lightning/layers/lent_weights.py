@@ -10,7 +10,7 @@ from torch import Tensor
 from sp_lightning.layers.device_parameter import same_place
 from sp_lightning.layers.layer import Slot, StreamedLayer
 from sp_lightning.layers.slots import Slots
-from sp_lightning.layers.states import RESTING
+from sp_lightning.layers.states import HELD, RESTING
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty, guard_of
 from sp_lightning.torch_compat.modes import no_inference_mode
@@ -90,7 +90,12 @@ class BoundWeights(SlotUsers):
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Takes back what was written through views of these slots, which are about to be overwritten."""
-        self._writes.take_back_late(slots)
+        writes = self._writes
+        if writes.left.noted or writes.exchanged.noted:
+            writes.compare_left()
+        for slot in slots:
+            if slot.layer is not None and slot.layer.state is HELD:
+                writes.take_back_views(slot.layer, slot)
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Notes that the device's copy is that of the host's present parameters."""

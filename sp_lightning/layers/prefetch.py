@@ -1,8 +1,8 @@
-"""Chooses which layers come next, and into which slots: Belady's choice along the trace, with two refinements.
+"""Prefetch: chooses which layers are fetched next, and into which slots. It is Belady's choice along the trace, refined twice.
 
-Overwriting the layer whose next use is farthest needs the fewest fetches. The first refinement: a fetch waits for another
-slot if that keeps a layer that is used sooner, and if the fetch can still hide behind the computation of a layer.
-The second: k' layers move as one transfer, so a fetch waits for the slots of the layers that it moves with, if those come.
+Overwriting the layer whose next use is farthest needs the fewest fetches. First refinement: a fetch is delayed until another
+slot may be overwritten, if that keeps a layer that is used sooner, and if the fetch still overlaps with the computation of a
+layer. Second: k' layers are one transfer, so a fetch is delayed until there are slots for all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, filterfalse, islice
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from sp_lightning.layers.layer import NOTHING, Slot, StreamedLayer
 from sp_lightning.layers.slots import Slots
@@ -23,9 +23,9 @@ L = TypeVar("L", bound=Hashable)
 
 
 class Trace(Generic[L]):
-    """The order in which a phase (``train``, ``validate``, …) uses layers, and how far the running batch has come along it.
+    """The order in which a phase (``train``, ``validate``, …) uses layers, and the position of the running batch in it.
 
-    A trace that turns out wrong (conditional layers, several forwards) costs fetches on demand, never a result.
+    A wrong trace (conditional layers, several forwards) costs fetches on demand, never a result.
 
     Args:
         order: the order that is expected of the first batch.
@@ -38,13 +38,13 @@ class Trace(Generic[L]):
         self._recorded: list[L] = list(order)
         self._at = 0
         self.cyclic = False
-        """Whether the order repeats: the next batch finds the copies of this one valid, or this one has begun it again."""
+        """Whether the order repeats: copies stay valid for the next batch, or the running one has begun the order again."""
         self.may_go_on = False
-        """Whether a batch that has come to the end of the order may begin it again, as generation does for each token."""
+        """Whether a batch may begin the order again at its end, as generation does for each token."""
         self.start()
 
     def start(self) -> None:
-        """Goes to the start of the order, for a batch or for fetches before it. It is now that of the last batch."""
+        """Goes to the start of the order of the last batch, for a batch or for fetches before it."""
         if self._recorded and self._recorded != self._expected:
             self._expected = self._recorded
             self._uses = {layer: [] for layer in self._expected}
@@ -60,7 +60,7 @@ class Trace(Generic[L]):
         self._at = 0
 
     def order(self) -> list[L]:
-        """The order of the running batch as far as it has come; that of the batch before if it has not begun."""
+        """The order of the running batch so far; that of the batch before if the running one has used no layer."""
         return self._recorded or self._expected
 
     def visit(self, layer: L) -> None:
@@ -74,22 +74,23 @@ class Trace(Generic[L]):
             self._at = int(index) + 1
 
     def next_use(self, layer: L) -> float:
-        """How many uses of other layers come before ``layer`` is used again; infinite if no use of it is expected."""
+        """Returns the number of uses of other layers before the next use of ``layer``; infinite if none is expected."""
         return self.next_uses(layer)[0]
 
     def next_uses(self, layer: L) -> tuple[float, float]:
-        """Does what :meth:`next_use` does, for the next use and for the one after it."""
+        """Returns :meth:`next_use`, and the same for the use after that one."""
         uses = (self._around if self.cyclic else self._uses).get(layer, _NEVER)
         index = bisect_left(uses, self._at)
         return uses[index] - self._at, uses[index + 1] - self._at
 
     def coming(self, there: Callable[[L], object], wanted: Callable[[L], bool], most: int) -> list[tuple[L, int]]:
-        """The next layers that are wanted, each once, with the number of uses of others before each.
+        """Returns the next wanted layers, each once, with the number of uses of others before each.
 
         Args:
-            there: says which layers are passed over. There may be hundreds, so this is no function of Python's own.
-            wanted: says which of the others are wanted.
-            most: how many are asked for.
+            there: whether a layer is left out, because it is on the device. It is called for hundreds of layers, so it should
+                not be a Python function.
+            wanted: whether one of the other layers is wanted.
+            most: the number of layers to return.
         """
         distances: dict[L, int] = {}
         ahead: Iterable[L] = islice(self._expected, self._at, None)
@@ -110,7 +111,7 @@ class Prefetch:
     Args:
         plan, slots: the rings and the slots in them.
         layers: the plan's layers by index.
-        ready: says whether a layer's weights on the host are up to date, so that a fetch need not wait for them.
+        ready: whether a layer's weights on the host are up to date, so that a fetch does not wait.
 
     Attributes:
         rings: the indices of the rings that have slots.
@@ -136,7 +137,7 @@ class Prefetch:
         self._awaited_in = [partial(self._awaited, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
-        """Begins a batch, which is expected to do what the phase's last one did.
+        """Begins a batch. It is expected to use layers in the order of the phase's last batch.
 
         The first batch of a phase is expected to run forward and, in training, backward.
         """
@@ -167,18 +168,18 @@ class Prefetch:
         return layer.rows.ahead != NOTHING if layer.planned.rows else self._training or not layer.expert
 
     def _awaited(self, ring: int, layer: StreamedLayer) -> bool:
-        """Whether an absent layer is not worth a fetch ahead of time, and so comes on demand if at all."""
+        """Whether an absent layer is not worth a prefetch, so that it is fetched on demand, if at all."""
         return layer.planned.ring == ring and not self._wanted(ring, layer)
 
     def next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
-        """The next transfer of a ring that can begin now: its next k' absent layers, with the slots for them.
+        """Returns the next transfer of a ring that can begin now: its next k' absent layers, with the slots for them.
 
-        Each has to be issued before the next one is asked for.
+        The caller issues it before it calls this again.
 
         Returns:
             The pairs of layer and slot, none if it is better to wait until there are slots for all of these layers; and
-            whether another transfer may follow. None follows if no other slot's layer is used later than the last of
-            these layers, because what would come then is needed later still.
+            whether another transfer may follow. None follows if the layers of all other slots are used before the last of
+            these layers, because later layers are needed even later.
         """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []
@@ -188,14 +189,16 @@ class Prefetch:
             self._leave_one(ring, slots, before=coming[0][1])
         more = False
         for layer, needed in coming:
-            if (own := layer.own_slot) is not None:  # which nobody else uses
+            if (own := layer.own_slot) is not None:  # no other layer uses it
                 if not own.overwritable or not self._ready(layer):
                     return [], False
                 pairs.append((layer, own))
                 more = True
                 continue
             best, may_go, more = self._choose(slots, float(needed))
-            while best is not None and best.held:  # asked last: to ask that takes the host longer than to choose a slot
+            while (
+                best is not None and best.lease.in_use
+            ):  # HELD. Asked last, because it takes longer than to choose a slot
                 slots.remove(best)
                 best, may_go, more = self._choose(slots, float(needed))
             if best is None:
@@ -207,10 +210,10 @@ class Prefetch:
         return pairs, more
 
     def _leave_one(self, ring: int, slots: list[Slot], *, before: int) -> None:
-        """Leaves out the slot that the next layer on demand will overwrite, if it comes before so many other uses.
+        """Leaves out the slot that the next layer on demand will overwrite, if that layer is used after fewer other uses.
 
-        Without it, a layer that is fetched ahead into that slot is overwritten before its use, and fetched again after each
-        such layer. One slot is enough: a layer on demand that follows overwrites the one before it.
+        Otherwise a layer that is prefetched into that slot would be overwritten before its use, and fetched again. One slot is
+        enough: each layer on demand overwrites the one before it.
         """
         awaited = self.trace.coming(_slot_of, self._awaited_in[ring], 1)
         if awaited and awaited[0][1] < before:
@@ -219,10 +222,14 @@ class Prefetch:
                 slots.remove(best)
 
     def _choose(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, bool, bool]:
-        """The slot whose overwriting gains most for a layer that is used after ``needed`` other uses.
+        """Chooses the slot to overwrite for a layer that is used after ``needed`` other uses.
+
+        Overwriting a slot gains as many uses as come before the next use of its present layer. If that layer is used before
+        the new one, with another layer in between, its use after that one counts.
 
         Returns:
-            That slot, if any gains; whether it may be overwritten now; and whether others may be, too, and would gain.
+            The slot with the largest gain, if overwriting any slot gains more than ``needed``; whether it may be overwritten
+            now; and whether others may be, too, and would gain.
         """
         first_empty = None
         for slot in slots:
@@ -232,30 +239,21 @@ class Prefetch:
                 first_empty = slot
         best, most, may_go, free = None, needed, False, 0
         for slot in slots:
+            gain: float
             if slot.layer is None:
                 gain, now = math.inf, not slot.locked
             else:
-                gain, now = self._gain(slot, needed)
+                soon, later = self.trace.next_uses(slot.layer)
+                if slot.locked:
+                    gain, now = (soon if needed >= 1 else -1), False
+                elif soon > needed:
+                    gain, now = soon, True
+                else:  # its layer is used first
+                    gain, now = (later if soon <= needed - 2 else -1), False
             free += now and gain > needed
             if gain > most or (gain == most and now and not may_go and best is not None):
                 best, most, may_go = slot, gain, now
         return best, may_go, free > 1
-
-    def _gain(self, slot: Any, needed: float) -> tuple[float, bool]:
-        """What is gained by overwriting a slot that has a layer, for one that is used after ``needed`` other uses.
-
-        A layer that is used before that counts with its use after that one, if another layer runs in between.
-
-        Returns:
-            After how many uses the slot's present layer is used again (-1 if it has to stay), and whether the slot may be
-            overwritten now.
-        """
-        soon, later = self.trace.next_uses(slot.layer)
-        if slot.locked:
-            return (soon if needed >= 1 else -1), False
-        if soon > needed:
-            return soon, True
-        return (later if soon <= needed - 2 else -1), False
 
 
 _slot_of = attrgetter("slot")  # None of an absent layer

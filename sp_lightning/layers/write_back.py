@@ -67,8 +67,8 @@ class WriteBack:
 
         Args:
             layer: the layer.
-            written: the index and the value of each.
-            replaced: the indices of those that were given other memory: views of the host's keep the old values.
+            written: the index and the value of each weight.
+            replaced: the indices of weights that were given other memory. Views of the host's keep their old values.
         """
         group = layer.parameters
         for index, value in written:
@@ -101,16 +101,16 @@ class WriteBack:
                     self._watch.look_at(layer.block, index)
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
-        """Takes back what was written since their layers' release through views that outlived it."""
+        """Copies back what was written through views of these slots since the release of their layers."""
         self.compare_left()
         for slot in slots:
             if slot.layer is not None and slot.layer.state is HELD:
                 self.take_back_views(slot.layer, slot)
 
     def take_back_views(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Takes back what was written through views of a layer's slot, and notes whether there still are any.
+        """Copies back what was written through views of a layer's slot, and updates whether any view is left.
 
-        No device parameter is a view of the slot.
+        No device parameter is a view of the slot then.
         """
         self.take_back_slot(slot)
         viewed = self._slots.forget_dropped(layer, slot)
@@ -125,12 +125,12 @@ class WriteBack:
                 layer.leave_slot()
 
     def take_back_slot(self, slot: Slot, *, held_is_compared_later: bool = False) -> tuple[bool, dict[int, Tensor]]:
-        """Takes back what was written of the layer in a slot since the last time, or may have been.
+        """Copies back the weights of the layer in a slot that were written since the last call, or may have been.
 
         Args:
             slot: the slot.
-            held_is_compared_later: leave weights to :meth:`take_back_replaced` if user code holds their other memory and
-                may write it at any time.
+            held_is_compared_later: leaves weights to :meth:`take_back_replaced` whose other memory user code holds, because
+                it may write them at any time.
 
         Returns:
             Whether anything may have been written, and by index the weights that were given other memory than the slot's
@@ -142,11 +142,11 @@ class WriteBack:
         group, attached, written = layer.parameters, layer.state.attached, set(layer.parameters.take_written())
         guard = layer.guard
         if guard is None:
-            return False, {}  # `take_written` makes one if it finds anything
+            return False, {}  # `take_written` makes a guard if it finds a written weight
         digests = guard.digests
-        if digests is not None:  # any of them; an early update has them no longer among those that may be written
+        if digests is not None:  # any weight: an early update has removed them from the exposed ones
             written.update(range(len(group.all)))
-        if not attached:  # the values of these are elsewhere
+        if not attached:  # the slot does not have the values of these
             written -= guard.replaced.keys()
         if not written:
             return False, {}
@@ -174,15 +174,15 @@ class WriteBack:
         return bool(written), replaced
 
     def _alike(self, slot: Slot, given: Mapping[int, Tensor], later: Collection[int] = ()) -> set[int]:
-        """Returns weights that were given other memory with equal values, so that nothing has to be copied.
+        """Returns weights that were given other memory with the same values, so that nothing must be copied.
 
-        Libraries give a weight its own values in each forward (bitsandbytes' 8 bits), and cast weights up and down (diffusers'
-        layerwise casting). They are compared on the device, where the slot has the host's values, with one wait for all.
+        Some libraries give a weight its own values in each forward (bitsandbytes in 8 bits), or cast weights up and down
+        (diffusers' layerwise casting). The comparison runs on the device, where the slot has the host's values, with one wait.
 
         Args:
             slot: the slot that the layer is in.
             given: the other memory by the weight's index.
-            later: weights to compare later. They count as equal if a comparison is possible.
+            later: weights that are compared later. They count as equal if a comparison is possible.
         """
         layer = slot.layer
         assert layer is not None
@@ -199,7 +199,7 @@ class WriteBack:
             or layer.outdated
         ):
             return set()
-        # Those of another dtype stay out: the slot keeps the values that they had before, not the host's.
+        # Not weights of another dtype: the slot has the values from before, and not the host's.
         unwritten = [i for i in given.keys() - guard.viewed - guard.retyped.keys() if _same_form(given[i], places[i])]
         compared, written = [i for i in unwritten if i not in later], set[int]()
         if compared:
@@ -214,23 +214,23 @@ class WriteBack:
     # ------------------------------------------------------------------ views are kept
 
     def _values(self, slot: Slot) -> Sequence[Tensor]:
-        """The weights in a slot, once everything is done that writes them."""
+        """Returns the weights in a slot, after all kernels that write them."""
         assert slot.layer is not None
         self._settle(slot.memory)
         return self._slots.views(slot.layer, slot)[: len(slot.layer.parameters.spans)]
 
     def _settle(self, memory: Tensor) -> None:
-        """Waits until everything is done that writes a slot's memory."""
+        """Waits for all kernels that write a slot's memory."""
         self.device.access(memory, Stream.COMPUTE, write=False)
         self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
 
     def _settle_update(self, layer: StreamedLayer) -> None:
-        """Called before the host's weights are read or written: a fetch does not wait until they are updated there."""
+        """Waits for a layer's update on the host before its weights are read or written: a fetch does not wait for that."""
         if layer.owner.update is not None or layer.owner.kept:
             self.await_update(layer)
 
     def take_digests(self, slot: Slot) -> None:
-        """Has what may be written of a slot from now on compared with what it is: its views, and the host's weights."""
+        """Takes digests of a viewed slot and of the host's weights, to find out later which of them were written."""
         assert slot.layer is not None
         group = slot.layer.parameters
         self._settle_update(slot.layer)
@@ -238,7 +238,7 @@ class WriteBack:
         guard_of(slot.layer).digests = ViewDigests(group, self._values(slot))
 
     def take_back(self, layer: StreamedLayer) -> None:
-        """Takes back what may have been written of a layer through ``.data``."""
+        """Copies back the weights of a layer that were written on the device, or may have been."""
         if layer.state.attached and layer.slot is not None:
             self.take_back_slot(layer.slot)
         else:
@@ -246,7 +246,7 @@ class WriteBack:
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
 
     def take_back_all(self) -> None:
-        """Takes back everything that was written on the device, after a step or in its midst. No layer is in use."""
+        """Copies back everything that was written on the device, after a step or in the middle of one. No layer is in use."""
         for layer in list(self.replaced):
             self.take_back_replaced(layer)
             self.set_replaced(layer, {})
@@ -267,7 +267,7 @@ class WriteBack:
             layer: the layer.
             index: of the weight.
             value: its new memory.
-            run: the forward that runs and may have to run again; None if there is none.
+            run: the running forward that may run again in backward; None if there is none.
 
         Raises:
             RuntimeError: the value has other strides than the weight.
@@ -294,7 +294,7 @@ class WriteBack:
             keep_saved(layer, index)
 
     def _note_exchanged(self, layer: StreamedLayer, index: int, needed_by: object) -> None:
-        """Remembers the values in the memory that a weight is about to leave, if user code holds a view and may write them."""
+        """Remembers the values in memory that a weight is about to leave, if user code views it and may write it."""
         group, slot = layer.parameters, layer.slot
         if slot is None:
             return
@@ -316,7 +316,7 @@ class WriteBack:
         self.exchanged.note(slot.lease, slot.memory, value, needed_by, written)
 
     def compare_left(self) -> None:
-        """Looks for writes to memory that layers or weights have left; nearly always there is none."""
+        """Checks memory that layers or weights have left for writes. Nearly always there is none."""
         if self.left.noted:
             self.left.compare(self._settle, refuse=self.refuses)
         if self.exchanged.noted:
@@ -327,7 +327,7 @@ class WriteBack:
         self.exchanged.compare(self._settle)
 
     def leave_views(self, slot: Slot, replaced: Collection[int]) -> None:
-        """Remembers the views of a slot that its layer leaves: what they show of other weights must not be written."""
+        """Remembers the views of a slot that its layer leaves. Through them, other weights must not be written any more."""
         if slot.lease.in_use and slot.layer is not None:
             weights = enumerate(zip(slot.layer.parameters.spans, self._values(slot), strict=True))
             others = [(span.name, value) for i, (span, value) in weights if i not in replaced]
@@ -338,7 +338,7 @@ class WriteBack:
 
         Args:
             layer: the layer, which is away.
-            given: that memory by the weight's index. The layer's other weights are forgotten, all of them if there is none.
+            given: that memory by the weight's index. Other weights of the layer are forgotten.
         """
         guard_of(layer).replace({i: value for i, value in given.items() if shared(value)})
         if guard_of(layer).replaced:
@@ -348,14 +348,14 @@ class WriteBack:
             drop_if_empty(layer)
 
     def take_back_replaced(self, layer: StreamedLayer) -> None:
-        """Takes back what was written, while a layer is away, in other memory that its weights were given."""
+        """Copies back what user code wrote to other memory of a layer's weights while the layer was not in use."""
         group, guard = layer.parameters, layer.guard
         if guard is not None and guard.replaced and not layer.state.attached:
             before = list(group.unversioned_writes)
             slot = layer.slot
             alike = set() if slot is None or slot.layer is not layer else self._alike(slot, guard.replaced)
             if written := [(i, value) for i, value in guard.replaced.items() if i not in alike]:
-                self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be under way
+                self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be in flight
                 self.write_back(layer, written)
             if group.unversioned_writes != before:
                 layer.leave_slot()
