@@ -213,8 +213,8 @@ class LayerwiseStep:
             closure: returns the result of the running step's closure; None if it has no closure.
 
         Returns:
-            True if the layers are updated so. torch's step then finds no groups until :meth:`give_back_groups` (Note: empty
-            groups, in ``updates/__init__``). False if it has to update all layers at once.
+            True if the layers are updated so. torch's step then finds no groups until :meth:`give_back_groups` (see "Note:
+            empty groups" in ``updates/__init__``). False if it has to update all layers at once.
         """
         self._closure = closure
         self._context = self._context_here()  # user code may have changed settings since the step began
@@ -381,10 +381,10 @@ class LayerwiseStep:
                 for parameter in everything:
                     dict.setdefault(state, parameter, {})
         if type(self._optimizer) is self._class:
-            # Note: class that waits (updates/__init__).
+            # See "Note: class that waits" in updates/__init__.
             self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
             self._updates.afterwards(self._updated)
-        part = object.__new__(self._class)  # Note: part of an optimizer (updates/__init__)
+        part = object.__new__(self._class)  # see "Note: part of an optimizer" in updates/__init__
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine, context = self.clipping.pending, self._engine, self._context
         if clip is None and self.clip_value is not None:  # in backward, before the precision plugin clips
@@ -482,7 +482,7 @@ class LayerwiseStep:
             step()
         else:
             others = {id(p): group[_LIKE] for group in part.param_groups if _LIKE in group for p in group["params"]}
-            # Note: fused operator in pieces (updates/__init__).
+            # See "Note: fused operator in pieces" in updates/__init__.
             with InPieces(layer.casts.places(Stream.UPDATE), clips, others):
                 step()
         layer.casts.refresh(by=Stream.UPDATE, but=set() if self._separable else set(map(id, trained)))

@@ -30,7 +30,7 @@ _NEED_NO_VALUES = UNCHANGED_BY_UPDATES | {
 class OnGpu(ParameterRole):
     """A host parameter whose values are on the GPU alone. Code that reads or writes them lands the layer first.
 
-    # Note: roles of parameters, in ``updates/__init__``.
+    See "Note: roles of parameters" in ``updates/__init__``.
     """
 
     rank = 1

@@ -1,7 +1,8 @@
 """Roles of host parameters: classes that a parameter has for a while beside its user's, because its uses differ meanwhile.
 
 A parameter may have several: its update is under way, its gradient is narrow, modules hold another in its place. They are
-taken and left in any order, and the class that is made of them has the name of the user's, as error messages show it.
+taken and left in any order, and the class that is made of them has the name of the user's, as error messages show it. "Note:
+roles of parameters" in ``updates/__init__`` says why there are roles.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class StepHooks:
     the host's weights. Later they would overwrite the update.
 
     Directly before the optimizer's own code, groups become fused, or the optimizer has no groups because the background updates
-    their layers (Note: empty groups, in ``updates/__init__``). No other code finds them so.
+    their layers (see "Note: empty groups" in ``updates/__init__``). No other code finds them so.
 
     Args:
         engine: returns the engine of the run, which may be built anew; None once the run is over.

@@ -1,7 +1,7 @@
 """Updates layers in the background, while the next forward or the rest of backward runs.
 
 User code sees no difference. Until a layer's update is done, its parameters have a class that waits before anything
-reads or writes them, and a fetch of the layer waits as well (Note: roles of parameters, in ``updates/__init__``).
+reads or writes them, and a fetch of the layer waits as well (see "Note: roles of parameters" in ``updates/__init__``).
 
 After an update of a layer that stays on the GPU, the host's values are out of date. Its parameters then have a class that lands
 the layer before anything reads or writes them: it downloads weights and state.

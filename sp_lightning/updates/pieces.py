@@ -1,10 +1,13 @@
-"""Updates weights piece by piece: what is made for one piece is used while it is in the processor's caches.
+"""Updates weights piece by piece: values that are made for one piece are used while they are in the processor's caches.
 
-In mixed precision a layer's update is three walks over host memory: gradients are widened to float32, the optimizer steps,
-and new weights are cast for the next fetch. A kernel of our own does all of it in one, where it can be compiled. Elsewhere each
-walk in pieces finds in the caches what the one before left there, and a widened gradient never reaches memory at all. torch's
-fused kernels treat each element by itself, so the pieces get the bits of the whole if each begins where a vector of the processor
-begins.
+In mixed precision a layer's update makes three passes over host memory: gradients are widened to float32, the optimizer steps,
+and new weights are cast for the next fetch. A compiled kernel does all of it in a single pass. Without one, each pass over a
+piece finds in the caches what the pass before has left there, and a widened gradient never reaches memory.
+
+torch's fused kernels treat each element by itself. So the pieces get the bits of the whole if each begins where a vector of the
+processor begins.
+
+See "Note: fused operator in pieces" in ``updates/__init__``.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class InPieces(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in FUSED_STEPS:
-            # In the background subclasses of Tensor are not asked. A gradient that is narrow has to be.
+            # In the background, subclasses of Tensor are not asked. A narrow gradient has to be.
             lists = (each for each in args if type(each) is list)
             if any(type(each) is NarrowGradient for each in chain(args, *lists)):
                 return NarrowGradient.__torch_function__(func, types, args, kwargs)
@@ -88,20 +91,20 @@ class InPieces(TorchFunctionMode):
         return None
 
     def _in_one_pass(self, operator: Callable[..., Any], settings: Mapping[str, Any], update: Update) -> bool:
-        """Has a kernel of our own do it, if there is one. Returns whether it has."""
-        if update.weight.dtype in HALVES:  # torch rounds a changed gradient to 16 bits, too, so it is changed in place
+        """Runs a compiled kernel, if there is one. Returns True if it has run."""
+        if update.weight.dtype in HALVES:  # torch also rounds a changed gradient to 16 bits, so it is changed in place
             for change in update.changes:
                 change(update.gradient)
             update.changes = ()
         changes = update.changes
         factors = [change.number for change in changes if isinstance(change, Factor)]
-        # A gradient that is wide already is changed in place, for user code to see.
+        # A gradient that is wide already is changed in place, because user code may read it.
         if len(factors) < len(changes) or (changes and not update.widens):
             return False
         return self._kernels.update(operator, settings, update, factors)
 
     def _step_in_pieces(self, step: Callable[..., Any], update: Update) -> None:
-        # The loop is short, because after each piece Python finds the processor's caches full of that.
+        # The loop is short, because after each piece the processor's caches are full of the piece, and Python is slow.
         for weight, came, gradient, cast, arguments in update.cut(self._elements):
             if came is not gradient:
                 gradient.copy_(came)
@@ -118,7 +121,7 @@ class InPieces(TorchFunctionMode):
         for each, gradient in zip(updates, gradients, strict=True):
             for change in each.changes:
                 change(gradient)
-        # A column is there for all, or for none.
+        # Either all parameters have a column, or none has.
         columns = (
             [] if column[0] is None else [*column] for column in zip(*(each.state for each in updates), strict=True)
         )
@@ -130,23 +133,23 @@ class InPieces(TorchFunctionMode):
 
 @dataclass
 class Update(Operands):
-    """What the update of one parameter reads and writes, and what changes the gradient first."""
+    """The operands of one parameter's update, and the changes of its gradient before it."""
 
     changes: Sequence[Change]
 
     @property
     def widens(self) -> bool:
-        """Whether the gradient has a lower dtype than the weight."""
+        """True if the gradient has a lower dtype than the weight."""
         return self.gradient.dtype is not self.weight.dtype
 
     @property
     def several_walks(self) -> bool:
-        """Whether torch's operators walk over some of it more than once."""
+        """True if torch's operators pass over some operand more than once."""
         return self.widens or self.cast is not None or bool(self.changes)
 
     @property
     def contiguous(self) -> bool:
-        """Whether elements with the same index lie at the same place of all tensors."""
+        """True if elements with the same index lie at the same place of all tensors."""
         return all(
             each is None or each.is_contiguous() for each in (self.weight, self.gradient, self.cast, *self.state)
         )
@@ -179,18 +182,17 @@ UpdateOne = Callable[[Callable[..., Any], Mapping[str, Any], Update], None]
 
 @cache
 def piece_size(threads: int) -> int:
-    """Elements of a piece, a power of two, such that what a step leaves in the caches is still there for the cast.
+    """Returns the elements of a piece, a power of two, whose new weights are still in the caches when they are cast.
 
-    A thread's share of weight, gradient and two tensors of state fills half of its second-level cache. To measure several
-    sizes instead is no better: as many elements as that may take time for lie in a large third-level cache, where every size
-    looks good.
+    A thread's share of weight, gradient and two tensors of state fills half of its second-level cache. Measuring several sizes
+    would not be better: a quick measurement fits into a large third-level cache, where every size looks good.
 
     Args:
-        threads: that the calling thread computes with.
+        threads: the number of threads of the calling thread's operators.
     """
     share = (second_level_cache() or _USUAL_CACHE) // (2 * 4 * 4)
     return 1 << max(share * threads, 512).bit_length() - 1
 
 
 _USUAL_CACHE = 1 << 20
-"""Bytes of a core's second-level cache where the system does not say."""
+"""Bytes of a core's second-level cache if the system does not report them."""

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device.device import Device
-from sp_lightning.engine import clipping
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.clipping import Clipping
 from sp_lightning.layers.host_casts import Casts
 from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.narrow_gradient import Norms
 from sp_lightning.layers.slots import Slots
 from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.models import CASES, Module, Stack, vectors
@@ -215,15 +215,15 @@ def test_the_norms_are_measured_while_backward_goes_on() -> None:
 
     options = {"gradient_clip_val": 0.05, "max_epochs": 2}
     known: list[int] = []
-    total = clipping.get_total_norm
+    total = Norms.total
 
-    def note_total(norms: list[Tensor]) -> Tensor:
+    def note_total(self: Norms, norms: list[Tensor]) -> Tensor:
         known.append(sum(not each.ndim for each in norms))
-        return total(norms)
+        return total(self, norms)
 
     with (
         mock.patch.object(Clipping, "measure", noted),
-        mock.patch.object(clipping, "get_total_norm", note_total),
+        mock.patch.object(Norms, "total", note_total),
         mock.patch.object(Device, "later", at_once),
     ):
         ours = run("stack", overlapping("forward"), **options)
