@@ -50,7 +50,8 @@ transition, and every test checks it::
 =======================  ============================================================================================
 ``residency``            The schedule: which layers are fetched, locked, attached and released (1) (2). The planner's simulator
                          runs this very class with a device of clocks.
-``layers.lent_weights``  What modules hold: gives them the slot's memory (3) (5), and copies back what they wrote there.
+``layers.lent_weights``  What modules hold: gives them the slot's memory, and takes it from them (3) (5).
+``layers.write_back``    Copies to the host what user code has written to weights on the device.
 ``host_source``          A layer's bytes on the host, updated and cast, before a transfer reads them.
 ``step``                 A step, from its first fetch until modules hold the host's parameters again.
 ``backward``             Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9).

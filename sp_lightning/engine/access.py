@@ -1,11 +1,11 @@
-"""Access: the ways in which a layer is asked for at the moment when its weights are needed.
+"""Access: all requests for a layer at the moment when its weights are needed.
 
 - a module is called (:meth:`Access.enter`, :meth:`Access.leave`, by way of :mod:`sp_lightning.engine.module_calls`),
 - autograd unpacks a weight that it saved (:mod:`sp_lightning.engine.saved_tensors`),
-- anything else computes with a weight whose layer is away (:meth:`Access.on_demand`, by way of a stand-in's class),
+- another operation computes with a stand-in (:meth:`Access.on_demand`, by way of the stand-in's class),
 - a batch looks up rows of a table (:meth:`Access.reading_rows`).
 
-A wrong guess of the prefetch, which fetches layers before a call asks for them, costs a fetch and never a result.
+A wrong guess of the prefetch costs a fetch and never a result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sp_lightning.torch_compat.private import (
 
 
 class Access(Part):
-    """Brings layers when they are asked for; device parameters know it as their ``EngineCallbacks``.
+    """Fetches and attaches layers on request. It is the ``EngineCallbacks`` of device parameters.
 
     Args:
         saved_tensors: the hooks for what autograd saves.
@@ -74,10 +74,10 @@ class Access(Part):
     # ------------------------------------------------------------------ a module is called
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """Makes the layers of a module resident before its call. Returns the layers that :meth:`leave` is to release.
+        """Locks and attaches the layers of a module before its call. Returns the layers for :meth:`leave`.
 
         Raises:
-            RuntimeError: the call is another thread's, and no forward runs that it could help in.
+            RuntimeError: another thread makes the call, and no forward runs in which it could help.
         """
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
             visits = ()  # only rows are needed
@@ -115,10 +115,10 @@ class Access(Part):
         return visits
 
     def _admit(self, visits: Visits) -> None:
-        """Lets the present thread, which is not the run's, help in the forward that runs: it calls a module.
+        """Admits this thread, which is not the run's, as a helper in the running forward: it calls a module.
 
         Raises:
-            RuntimeError: no forward runs, or the one that the thread helped in has ended.
+            RuntimeError: no forward runs, or the forward in which the thread helped has ended.
         """
         self.threads.refuse_late()
         if not (self.threads.began or self._may_help()):
@@ -134,14 +134,14 @@ class Access(Part):
         """Releases the layers of a module whose call has returned or raised.
 
         Raises:
-            LateError: the call is a helper's, and the step went on without it.
+            LateError: a helper made the call, and the step has continued without it.
         """
         with held(self.lock):
             helps = self.threads.began
             if helps:
                 late = self.threads.late
                 self.threads.end()
-                if late:  # nothing of what it has begun is left
+                if late:  # the end of the forward has released its layers
                     self.calls.end(helps=True)
                     if sys.exception() is None:
                         raise LateError
@@ -154,7 +154,7 @@ class Access(Part):
                 # The frames of an exception hold the weights as long as it is handled. Checkpoints stop their recompute by
                 # one, so the layers are released later.
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)
-            finally:  # what was written on the device may be refused
+            finally:  # taking back writes may raise
                 self.calls.end(helps=helps)
                 outside = not (self._step.running or self._backward.tasks or self.calls.depth)
                 if outside:
@@ -179,7 +179,7 @@ class Access(Part):
                 tensor.register_hook(pre_backward)
 
     def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
-        """Hook on the outputs of a module: backward has come to its layers, and is done with those above them."""
+        """Hook on the outputs of a module: the backward of its layers begins, so that of later layers is over."""
         with held(self.lock):
             self._backward.join()
             self._step.activate(in_backward=True)
@@ -190,7 +190,7 @@ class Access(Part):
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
-        """A context for the user code of a step: what autograd saves is packed, so that the graph holds no slot."""
+        """A context for the user code of a step: saved tensors are packed, so that the graph holds no slot."""
         with self._saved_tensors.hooks() if self._moves else nullcontext():
             try:
                 yield
@@ -198,12 +198,12 @@ class Access(Part):
                 self.calls.reset()
 
     def saves_raw(self) -> bool:
-        """Whether autograd would now save tensors as they are, without the engine's hooks packing them."""
+        """Whether autograd would now save tensors as they are, because the engine's saved-tensor hooks are not active."""
         return torch.is_grad_enabled() and not packs()
 
     @contextmanager
     def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
-        """A context for one operation, during which device parameters, or their ``casts``, are on the device.
+        """A context for one operation on device parameters, or on their ``casts``: their layers are attached.
 
         Raises:
             RuntimeError: the run is over, or the running backward has updated a layer already.
@@ -237,7 +237,7 @@ class Access(Part):
             yield
         finally:
             with held(self.lock):
-                if not self.threads.late:  # else nothing of what it has begun is left
+                if not self.threads.late:  # otherwise the end of the forward has released its layers
                     self._end_operation(layers, residents=residents)
 
     def _end_operation(self, layers: Sequence[StreamedLayer], *, residents: bool) -> None:
@@ -246,7 +246,7 @@ class Access(Part):
             self.residents.take_back_writes()
             self.residents.group.ask(before_use=True)
         if self.saves_raw() or not self.swap.on_device:
-            self.residency.release_unpinned()  # so that the next operation asks as well
+            self.residency.release_unpinned()  # so that the next operation is noticed as well
         self.residency.fetch_ahead()
 
     @contextmanager
@@ -271,22 +271,24 @@ class Access(Part):
     # ------------------------------------------------------------------ weights are written through .data
 
     def take_back_writes(self, layer: StreamedLayer) -> None:
-        """Takes what may have been written of a layer through ``.data`` back to the host, whose update is done then."""
+        """Waits for a layer's update, and copies weights that may have been written through ``.data`` back to the host."""
         with held(self.lock):
             self.updates.wait(layer, Wait.READ_AFTER_UPDATE)
             self.writes.take_back(layer)
 
     def host_is_used(self, layer: StreamedLayer) -> None:
-        """Has the host's weights be what the device's are, and read by no transfer, because user code reads or writes them."""
+        """Prepares for user code that reads or writes the host's weights: copies the device's values to them, and waits for
+        transfers that read them.
+        """
         with held(self.lock):
             if self.swap.on_device and layer.parameters.written():
                 self._step.take_back_writes()
-            if layer is self.residents.layer:  # they are in use all the time: only this has their next use noticed
+            if layer is self.residents.layer:  # they are always IN_USE, so their next use must be noticed explicitly
                 self.residents.group.ask(before_use=True)
             self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
 
     def host_was_used(self, layer: StreamedLayer, *, viewed: bool) -> None:
-        """Brings what was written of the host's weights to where the device's are in use, or viewed."""
+        """Uploads host weights that user code has written, if the layer is in use on the device, or viewed."""
         with held(self.lock):
             if layer is self.residents.layer:
                 if self.swap.on_device or self.calls.depth:
@@ -302,7 +304,7 @@ class Access(Part):
                     self.residency.renew_views()
 
     def host_is_shown(self, layer: StreamedLayer) -> None:
-        """Prepares for writes of the host's weights that no version shows: no copy of them on the device is trusted."""
+        """Prepares for writes of the host's weights that no version shows: marks copies on the device as out of date."""
         self.host_is_used(layer)
         with held(self.lock):
             if layer is self.residents.layer:
@@ -314,13 +316,13 @@ class Access(Part):
                 self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
 
     def _show_used(self, layer: StreamedLayer) -> None:
-        """The host's memory of a layer in use is handed out."""
-        if not self.swap.on_device:  # otherwise another thread only looks at it
+        """Notes that user code gets the host's memory of a layer in use."""
+        if not self.swap.on_device:  # otherwise another thread only reads it
             self.lent.refuse_viewed(layer)
             self._step.shown.add(layer)
 
     def device_is_used(self, layer: StreamedLayer) -> None:
-        """Has a layer that is in use be what the host's weights are, which modules hold at the moment."""
+        """Uploads the host's weights, which modules hold at the moment, to a layer in use that is out of date."""
         with held(self.lock):
             written = layer.outdated or layer in self._step.shown
             if written and layer in self.residency.used and not self.swap.on_device:
@@ -353,24 +355,24 @@ class Access(Part):
     # ------------------------------------------------------------------ threads, hooks, refusals
 
     def close(self) -> None:
-        """Refuses weights from now on, because the run is over."""
+        """Ends access at the end of the run. Later uses of device parameters raise an error."""
         self._closed = True
 
     def at_host(self) -> bool:
-        """Whether the present thread is given the host's parameters: no step, call or backward runs, or none is its own."""
+        """Whether this thread gets the host's parameters: no step, call or backward runs, or they are another thread's."""
         return self._backward.at_host() or not (self._closed or self.threads.own)
 
     @contextmanager
     def helping(self) -> Iterator[bool]:
-        """A context for one operation of another thread than the run's, which computes with weights for a graph, or writes them.
+        """A context for one operation of a thread other than the run's, which computes with weights for a graph, or writes them.
 
-        It yields whether the thread helps in a forward. Otherwise the operation is to be given the host's parameters.
+        It yields whether the thread helps in a forward. Otherwise the operation gets the host's parameters.
 
         Raises:
-            LateError: it helped, and the forward has ended meanwhile.
+            LateError: the thread helped, and the forward has ended meanwhile.
         """
         helps = False
-        # Another run's thread waits for no lock, which this one may hold while that run has its turn.
+        # A thread of another run must not wait for the lock, which this run may hold during that run's turn.
         if not elsewhere(self._scope):
             with held(self.lock):
                 helps = self._may_help()
@@ -387,20 +389,20 @@ class Access(Part):
             self.threads.end()
 
     def _share(self) -> None:
-        """Has every use of a weight noticed until the step is over, because a second thread uses one.
+        """Notices every use of a weight until the step ends, because a second thread uses weights.
 
         Raises:
-            RuntimeError: a module of torch's that evaluates would compute on another path because of that.
+            RuntimeError: a module of torch in evaluation would compute on another path because of that.
         """
         if not self._step.shared:
             if any(not module.training for module in self._fast_paths):
                 raise RuntimeError(LEAVES_FAST_PATH)
-            for layer in self.residency.used:  # uses of these were not noticed, so they stay until the step is over
+            for layer in self.residency.used:  # uses of these were not noticed, so they stay locked until the step ends
                 layer.running_calls += 1
             self._step.share(True)
 
     def copied(self, layer: StreamedLayer, index: int) -> Tensor | None:
-        """A copy of a weight that was or may have been written on the device, for a thread that only looks at it.
+        """Copies a weight that may have been written on the device, for a thread that only reads it.
 
         Returns:
             The copy, which cannot be written; None if the host's weight has the present values.

@@ -1,4 +1,4 @@
-"""A step: it lasts from the first layer's fetch until the host's parameters are back in the modules."""
+"""A step: from the first fetch of a layer until modules hold the host's parameters again."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class StepKind(enum.Enum):
     INFERENCE = enum.auto()
     """It has no backward."""
     AUTOMATIC = enum.auto()
-    """It computes a loss, whose backward and update Lightning calls."""
+    """It computes a loss. Lightning calls backward and the optimizer."""
     MANUAL = enum.auto()
     """User code calls backward, reads gradients and writes weights within it (manual optimization)."""
 
 
 @dataclass(eq=False)
 class Part:
-    """A part of the engine, and the parts below a step, which every part from here on uses.
+    """A part of the engine. Each part from the step upward uses the ones below it, which are listed here.
 
     Attributes:
-        lock: the engine's lock. It is never held while user code runs; hooks in backward run on autograd's threads.
+        lock: the engine's lock. It is never held while user code runs. Hooks in backward run on autograd's threads.
         threads: the threads that belong to the run.
         layers: all layers.
-        noted: called after more memory may be in use than ever before.
+        noted: called when device memory may be at its peak.
     """
 
     lock: threading.RLock
@@ -72,8 +72,8 @@ class Step(Part):
         kind: the kind of the step that runs, or ran last.
         ends_with_backward: whether the step is over once a backward has ended.
         shared: whether other threads use weights in it, too.
-        shown: the layers in use whose host memory user code has got (``.data``) while modules hold the host's parameters.
-        expected: the phase whose first layers may have come already (:meth:`prefetch_for`); None if there is none.
+        shown: the layers in use whose host memory user code has (``.data``) while modules hold the host's parameters.
+        expected: the phase whose first layers may be fetched already (:meth:`prefetch_for`); None if there is none.
     """
 
     def __init__(self, below: Part, watch: WeightWatch | None) -> None:
@@ -106,13 +106,13 @@ class Step(Part):
         Args:
             phase: the name of the trace that is followed.
             kind: what the step is expected to do.
-            quiet: whether nothing can have written weights since the last step or :meth:`prefetch_for`.
+            quiet: whether no code can have written weights since the last step or :meth:`prefetch_for`.
         """
         self.writes.refuses = True
         if not quiet:
             self.invalidate()
         training = kind is not StepKind.INFERENCE
-        # Timelines are made of uses that begin and end, and debug_writes takes every weight on the device for written.
+        # A timeline consists of uses that begin and end, and debug_writes assumes that every weight on the device is written.
         self.residency.let_rest(not (training or self.device.timelines or self._watch is not None))
         if self.expected != phase:
             self.residency.prefetch.start(phase, training=training)
@@ -132,21 +132,19 @@ class Step(Part):
         self.residency.fetch_ahead()
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
-        """Fetches the first layers of the next step, which is of ``phase``. Nothing writes weights before it begins."""
+        """Fetches the first layers of the next step, of ``phase``. No code writes weights before that step begins."""
         self.residency.prefetch.start(phase, training=training)
         self.expected = phase
         self.residency.fetch_ahead()
 
     def begin_outside(self) -> None:
-        """Prepares for the call of a module outside any step. What was written since the last step is not known."""
+        """Prepares for a module call outside any step. Any weight may have been written since the last step."""
         self.invalidate()
         self.residency.prefetch.start("outside", training=False)
 
     def activate(self, *, in_backward: bool = False) -> None:
-        """Puts device parameters into the modules, if they are not there, and brings residents up to date."""
-        if (
-            self._held
-        ):  # an optimizer's step is over, has come to its closure or has raised: weights may have been written
+        """Puts device parameters into the modules, if they hold the host's, and uploads residents that are out of date."""
+        if self._held:  # an optimizer's step has ended or raised, or calls its closure: weights may have been written
             self._held = False
             self.invalidate_unused()
             self.residents.invalidate()
@@ -164,31 +162,31 @@ class Step(Part):
 
     @property
     def admits(self) -> bool:
-        """Whether user code computes with weights, between the step's begin and its loss, so that other threads may help."""
+        """Whether the forward of a step runs, so that other threads of user code may compute with weights as well."""
         return self.running and not (self.ends_with_backward or self._held)
 
     def share(self, shared: bool) -> None:
-        """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
+        """Sets whether several threads use weights. If so, each use is noticed, so that no weight is released meanwhile."""
         self.shared = shared
         self.residency.let_rest(False)
         for layer in self.layers:
-            if layer.kind is not Kind.RESIDENTS:  # residents never leave
+            if layer.kind is not Kind.RESIDENTS:  # residents are never released
                 layer.parameters.share(shared)
 
     # ------------------------------------------------------------------ weights may be written
 
     def invalidate(self, *, goes_on: bool = True) -> None:
-        """Marks all copies on the device as out of date, because host weights were or may have been written.
+        """Marks all copies on the device as out of date, because the host's weights may have been written.
 
         Args:
-            goes_on: whether code of the step follows, which computes with the device's parameters. Otherwise an optimizer
-                goes on that has stepped another one.
+            goes_on: whether code of the step follows, which computes with device parameters. Otherwise an optimizer continues
+                that has called the step of another one.
         """
         self.residency.release_unpinned()
         self.invalidate_unused()
         self.residents.invalidate()
         self.expected = None
-        if self.swap.on_device and self.residency.used:  # a call goes on that has the old weights
+        if self.swap.on_device and self.residency.used:  # a running call has the old weights
             self.residency.renew_used()
             self.residents.refresh()
         if goes_on and (self._stepping or (self.running and self.kind is StepKind.MANUAL)):
@@ -207,13 +205,13 @@ class Step(Part):
         self.residency.renew_views()
 
     def renew_shown(self) -> None:
-        """Brings what user code may have written of the host's weights to layers in use, before they are released."""
+        """Uploads host weights that user code may have written to layers in use, before they are released."""
         shown, self.shown = self.shown, set()
         for layer in shown.intersection(self.residency.used):
             self.residency.renew(layer)
 
     def allow_writes(self) -> None:
-        """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
+        """Prepares for user code that may write weights between steps: no transfer reads them, and all copies are out of date."""
         if not self.running:
             self.invalidate()
             self.source.synchronize()
@@ -228,7 +226,7 @@ class Step(Part):
         self.residents.invalidate()
 
     def hold_host(self) -> None:
-        """Puts the host's parameters into the modules while an optimizer steps inside a step: it may read the weights there."""
+        """Puts the host's parameters into the modules while an optimizer steps inside a step: the optimizer may read them."""
         self.threads.end_forward()
         if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
             self.swap.to_host()
@@ -236,18 +234,18 @@ class Step(Part):
         self.swap.watch_captured(False)
 
     def compute_on_host(self, on_host: bool) -> None:
-        """Sets whether what is computed with the host's parameters is left to the host: in backward, which adds up gradients.
+        """Sets whether operations on the host's parameters run on the host. In backward they do, to add up gradients.
 
-        It is not once user code has computed with one, because it may do that in hooks and in checkpoints.
+        If user code has computed with a host parameter in this step, they do not, because hooks and checkpoints may do so again.
         """
         self.swap.watch_captured(self.running and (not on_host or self.swap.captured_used))
 
     def await_backward(self, *, seen: bool) -> None:
-        """Has the step end with the next backward, because user code has returned a loss (automatic optimization).
+        """Lets the step end with the next backward, because user code has returned a loss (automatic optimization).
 
         Args:
-            seen: whether user code may look at weights beside the last step's gradients before that backward. Modules hold
-                the host's parameters until then, because gradients are there.
+            seen: whether user code may read weights and the last step's gradients before that backward. Modules hold the host's
+                parameters until then, because these have the gradients.
         """
         self.ends_with_backward = True
         self.threads.end_forward()
@@ -259,19 +257,19 @@ class Step(Part):
             self._held = True
 
     def resume(self) -> None:
-        """Has modules hold the device's parameters again after :meth:`hold_host`."""
+        """Puts device parameters into the modules again after :meth:`hold_host`."""
         if self._held and (self.running or self._stepping):
             self.activate()
 
     def show_host(self) -> None:
-        """Has the modules as they are outside a step, even in the midst of one, until :meth:`go_on`."""
+        """Makes the modules what they are outside a step, until :meth:`go_on`. It may be called in the middle of a step."""
         self.threads.end_forward()
         self.take_back_writes()
         self.swap.to_host()
         self.activations.remove()
 
     def go_on(self, *, on_device: bool) -> None:
-        """Has a step go on after :meth:`show_host`. ``on_device`` says whether modules held the device's parameters before."""
+        """Continues a step after :meth:`show_host`. ``on_device``: whether modules held device parameters before."""
         if self.running and self.training:
             self.activations.install()
         if self.running and on_device:
@@ -279,10 +277,10 @@ class Step(Part):
         self.allow_writes()  # user code follows (on_save_checkpoint)
 
     def take_back_writes(self, *, rests: bool = False) -> None:
-        """Takes every weight that was written on the device back to the host.
+        """Copies every weight that was written on the device back to the host.
 
         Args:
-            rests: whether layers that rest, and that were not written, may go on resting.
+            rests: whether resting layers that were not written may stay so.
         """
         self.residency.release_unpinned()
         self.residency.let_rest(rests and self.residency.rests)
@@ -303,8 +301,8 @@ class Step(Part):
         """Ends the step: puts the host's parameters back into the modules.
 
         Args:
-            writes_follow: whether user code may write weights next, so that no transfer may be reading them.
-            compare: whether ``debug_writes`` looks for writes. It should not if there is an error already.
+            writes_follow: whether user code may write weights next. If so, this waits for all transfers that read them.
+            compare: whether ``debug_writes`` looks for writes. It should not after an error.
 
         Raises:
             RuntimeError: weights were written in a way that only ``debug_writes`` sees.
@@ -318,7 +316,7 @@ class Step(Part):
             layer.running_calls = 0
         try:
             self.take_back_writes(rests=True)
-        finally:  # what was written on the device may be refused
+        finally:  # taking back writes may raise
             self._to_host_for_good(compare)
             if writes_follow:
                 self.source.synchronize()
@@ -329,7 +327,7 @@ class Step(Part):
         self.activations.remove()
         self.activations.flush()
         if self.training:
-            self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
+            self.invalidate()  # from now on, hooks and optimizers may write weights through .data, which no version shows
         self.residency.slots.end_round(after_error=not well)
         self.residency.slots.give_back_extra()
         if self.shared:
@@ -338,7 +336,7 @@ class Step(Part):
     # ------------------------------------------------------------------ debug_writes
 
     def compare_writes(self) -> None:
-        """With ``debug_writes``, checks that the host's weights have the values that they had at the last look.
+        """With ``debug_writes``, checks that the host's weights have the values of the last look.
 
         Raises:
             RuntimeError: a weight was written in a way that torch does not show.

@@ -1,16 +1,20 @@
-"""Weights: the layers that travel, the slots they travel to, and what stands for their weights in modules.
+"""Layers: the state of each layer, the slots that layers are fetched into, and what modules hold in place of their weights.
 
-:class:`~sp_lightning.layers.layer.StreamedLayer` is what travels together. ``slots`` has the device memory, which is filled
-from a :class:`~sp_lightning.layers.slots.BlockSource`; ``prefetch`` says what comes next. ``uploads`` copies layers.
-``parameter_group`` and ``device_parameter`` are what modules hold in a step, ``swap`` puts
-them there, with the ``buffers`` that have to be beside them; ``writes`` finds by digests what was written where no version
-shows it. ``lent_weights`` gives modules the weights of layers in use, and takes back what they wrote there. ``residents`` stay
-on the device. ``casts`` travel in place of float32 weights, made of them in ``host_casts``. A layer is uploaded whole,
-unless a :class:`~sp_lightning.model.rows.RowFinder` has given it other rows. ``gradients`` go back to the host,
-where a ``narrow_gradient`` keeps the dtype in which it came until user code asks for it. ``gradient_sink`` is what the engine
-knows of that, and has the transfers.
+- ``states``: the six states of a layer, and the table of transitions. Read it first; the diagram is in :mod:`sp_lightning.engine`.
+- ``layer``: :class:`~sp_lightning.layers.layer.StreamedLayer`, everything that the engine knows of one layer, and its ``Slot``.
+- ``slots``: the device memory, and the transfers into it from a :class:`~sp_lightning.layers.slots.BlockSource`. ``prefetch``
+  chooses the next transfer, ``uploads`` issues the copies.
+- ``parameter_group``, ``device_parameter``: the parameters that modules hold in a step. ``swap`` puts them into the modules, with
+  the ``buffers`` that belong to them. ``lent_weights`` makes them views of slots and stand-ins.
+- ``write_guard``: how user code may write weights without a trace in a version counter, and the rules for that. ``write_back``
+  follows them and copies weights to the host. ``writes`` compares digests.
+- ``residents``: the weights outside all layers, which stay on the device during a step.
+- ``casts``, ``host_casts``: 16-bit copies that are uploaded in place of float32 weights.
+- ``gradients``: from autograd to ``param.grad`` on the host. ``gradient_sink`` has the transfers. A ``narrow_gradient`` keeps the
+  dtype of backward until user code reads it.
 
-Host blocks (``store``) and a plan come in. Device parameters for modules and gradients in ``param.grad`` go out. The wing may
-import ``store``, ``observe``, ``plan``, ``model`` and ``device``. It knows neither steps nor backwards: what it needs of them
-it asks for through the protocol ``EngineCallbacks`` and the base ``BlockSource``.
+A layer is uploaded whole, unless a :class:`~sp_lightning.model.rows.RowFinder` has given it other rows.
+
+This package gets host blocks (``store``) and a plan. It may import ``store``, ``observe``, ``plan``, ``model`` and ``device``. It
+knows neither steps nor backward: it calls the engine by the protocol ``EngineCallbacks`` and the base class ``BlockSource``.
 """
