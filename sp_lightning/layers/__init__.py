@@ -1,6 +1,6 @@
 """Layers: the state of each layer, the slots that layers are fetched into, and what modules hold in place of their weights.
 
-- ``states``: the six states of a layer, and the table of transitions. Read it first; the diagram is in :mod:`sp_lightning.engine`.
+- ``states``: the six states of a layer, and the table of transitions. Its diagram is in :mod:`sp_lightning.engine`.
 - ``layer``: :class:`~sp_lightning.layers.layer.StreamedLayer`, everything that the engine knows of one layer, and its ``Slot``.
 - ``slots``: the device memory, and the transfers into it from a :class:`~sp_lightning.layers.slots.BlockSource`. ``prefetch``
   chooses the next transfer, ``uploads`` issues the copies.
