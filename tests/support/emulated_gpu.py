@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.kernels import gpu, gpu_norms, update
-from sp_lightning.kernels.gpu import find_confirmed
 from sp_lightning.registry import is_installed
 from tests.support.simdevice import SimDevice, simulated
 
@@ -206,6 +204,7 @@ def plain_gpu(usual: frozenset[str] = ALL) -> Iterator[None]:
 @contextmanager
 def gpu_device(usual: frozenset[str] = ALL, **options: Any) -> Iterator[list[SimDevice]]:
     """Every strategy inside runs on a simulated device, which confirms formulas as such a GPU does."""
+    from sp_lightning.kernels import gpu, gpu_norms
 
     def on_gpu_only(function: Callable[..., Any]) -> Callable[..., Any]:
         def computed(*args: Any) -> Any:
@@ -260,7 +259,9 @@ def _steps_on_gpu(usual: frozenset[str]) -> Iterator[None]:
 
 def forget() -> None:
     """Formulas are compared anew."""
-    for cached in (find_confirmed, update._checked, gpu_norms._confirmed, gpu_norms._adds_up_many):
+    from sp_lightning.kernels import gpu, gpu_norms, update
+
+    for cached in (gpu.find_confirmed, update._checked, gpu_norms._confirmed, gpu_norms._adds_up_many):
         cached.cache_clear()
 
 

@@ -9,7 +9,6 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from sp_lightning.kernels.like_gpu import LikeGpu
 from tests.support.models import CASES
 from tests.support.runs import Batches, LossRecorder, Make, fit, fused, loader
 
@@ -35,6 +34,8 @@ REFUSED = {("parameter-hooks", "backward"): "post-accumulate hooks"}
 
 def plain_or_reference(make: Make, batches: Batches, precision: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and parameters of plain Lightning if this GPU confirms the formulas, else those of fused steps on the CPU."""
+    from sp_lightning.kernels.like_gpu import LikeGpu
+
     like, module = LikeGpu(torch.device("cuda", torch.cuda.current_device()), fuse=False), make()
     found: Any = module.configure_optimizers()
     optimizers = [each for each in (found if isinstance(found, (list, tuple)) else [found]) if hasattr(each, "step")]
