@@ -1,9 +1,9 @@
 """Updates on the CPU that have the bits of torch's optimizers on a GPU.
 
-The optimizer of an unchanged program steps on the GPU, where torch's operators round otherwise than on the CPU. Nearly all of
-that is written in torch's source. What nvcc may choose is tried: a kernel is used only if its results equal those of torch's own
-optimizer on this GPU, bit by bit, for a sample of numbers that tells all choices apart. Otherwise torch's operators for the CPU
-step, whose last bits differ.
+The optimizer of an unchanged program steps on the GPU, where torch's operators round in another way than on the CPU. torch's
+source shows nearly all of it. The choices of nvcc are tried: a kernel is used only if its results are bit-identical to those of
+torch's own optimizer on this GPU, for a sample of numbers that distinguishes all choices. Otherwise torch's operators for the CPU
+step, and the last bits differ.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from sp_lightning.torch_compat.private import step_as_torch
 Settings = Mapping[str, Any]
 """The keyword arguments of a fused operator."""
 Run = Callable[[Compiled, Tensor, Tensor, list[Tensor | None], dict[str, float]], None]
-"""Runs a kernel: with a weight, a gradient, state and numbers."""
+"""Runs a kernel with a weight, a gradient, state and numbers."""
 
 _COUNT, _COUNT_OF_HALVES = 1 << 16, 1 << 18
-"""Elements of a sample. In 16 bits a rounding in float32 shows in few results."""
+"""Elements of a sample. In 16 bits, few results show a rounding in float32."""
 _STEPS = (1.0, 2.0, 3.0, 7.0, 31.0, 1000.0, 54321.0)
-"""Numbers of steps that are compared: bias corrections differ."""
+"""Numbers of steps that are compared, because bias corrections differ."""
 _TABLE = 256
 """Steps whose powers are computed on the GPU at once."""
 
 
 def numbers(variant: Variant, settings: Settings, steps: float) -> dict[str, float]:
-    """The numbers that are the same for all elements, as torch computes them: ``foreach`` in Python, ``fused`` on the GPU.
+    """Returns the numbers that all elements share, as torch computes them: ``foreach`` in Python, ``fused`` on the GPU.
 
     Args:
         variant: the update.
         settings: of the optimizer.
-        steps: how many there have been, this one included.
+        steps: the number of this step; the first is 1.
 
     Raises:
         ZeroDivisionError: a beta is 1, as on the GPU.
@@ -57,7 +57,7 @@ def numbers(variant: Variant, settings: Settings, steps: float) -> dict[str, flo
     beta1, beta2 = settings["beta1"], settings["beta2"]
     if variant.like.form == "fused":
         bias1, bias2 = (_bias(variant.like.device, beta, int(steps)) for beta in (beta1, beta2))
-        # Python has double precision, from which a product, quotient or root of float32 numbers is rounded as if it were exact.
+        # A product, quotient or root of float32 numbers in double precision is rounded to float32 as if it were exact.
         lr32 = float32(lr)
         decayed = float32(lr32 * float32(decay)) if variant.kind == "adamw" else decay
         numbers = {"beta1": beta1, "beta2": beta2, "decay": decayed, "eps": eps}
@@ -81,12 +81,12 @@ def _bias_table(device: torch.device, beta: float, part: int) -> Tensor:
     return (1 - torch.pow(torch.full_like(steps, beta), steps)).cpu()
 
 
-# ---------------------------------------------------------------------- whether a kernel has the GPU's bits
+# ---------------------------------------------------------------------- comparison of kernels with the GPU
 
 
 @cache
 def find_confirmed(variant: Variant, run: Run) -> tuple[Compiled, GpuRecipe] | None:
-    """A kernel for a plain variant whose results equal those of torch's optimizer on the GPU; None if there is none.
+    """Returns a kernel for a plain variant whose results equal those of torch's optimizer on the GPU; None if there is none.
 
     Args:
         variant: an update without casts and changes of the gradient.
@@ -94,9 +94,8 @@ def find_confirmed(variant: Variant, run: Run) -> tuple[Compiled, GpuRecipe] | N
     """
     assert variant.like is not None
     recipes = gpu_recipes(variant)
-    if (
-        variant.weight is not torch.float32
-    ):  # where 16 bits hide how float32 was rounded: the operators' source is the same
+    if variant.weight is not torch.float32:
+        # 16 bits hide how float32 was rounded. The operators' source is the same for all dtypes.
         of_float32 = find_confirmed(replace(variant, weight=torch.float32).plain, run)
         recipes = [] if of_float32 is None else [of_float32[1]]
     drawn = cache(partial(sample, variant))
@@ -109,7 +108,7 @@ Outcome = list[Tensor | None]
 
 
 def _expected(variant: Variant, drawn: Callable[[], Outcome], steps: float) -> Outcome:
-    """Steps the sample with torch's optimizer on the device."""
+    """Returns the sample after a step of torch's optimizer on the device."""
     assert variant.like is not None
     to = partial(Tensor.to, device=variant.like.device, copy=True)
     weight, gradient, *state = [each if each is None else to(each) for each in drawn()]
@@ -148,10 +147,11 @@ def same(tensor: Tensor | None, other: Tensor | None) -> bool:
 
 
 def sample(variant: Variant) -> list[Tensor | None]:
-    """A weight, its gradient, and state of an update, such that all of its recipes have different results.
+    """Returns a weight, its gradient, and its state, such that the results of all recipes of a variant differ.
 
-    A third is like what is trained. A third has all exponents, subnormal numbers included, and about the same one for all of an
-    update: otherwise one summand is all of a sum. The rest has zeros, infinities, NaN, and the least and the largest numbers.
+    A third has usual numbers. A third has all exponents, subnormal numbers included. The numbers of one element have about the
+    same exponent: otherwise one of them alone decides a sum. The rest has zeros, infinities, NaN, and the least and largest
+    numbers.
     """
     dtype = variant.weight
     count = _COUNT if dtype is torch.float32 else _COUNT_OF_HALVES
@@ -182,8 +182,8 @@ def sample(variant: Variant) -> list[Tensor | None]:
 
 
 def settings_of(variant: Variant) -> dict[str, Any]:
-    """Returns settings of such a variant, for torch's operator."""
-    # In a fused step a decay is one product with the learning rate: a small one hardly shows how it was rounded.
+    """Returns settings of a variant for torch's operator."""
+    # In a fused step, decay is a product with the learning rate. A small one hardly shows how it was rounded.
     large = variant.like is not None and variant.like.form == "fused"
     common = {"lr": 0.017, "weight_decay": (5.1 if large else 0.03) * variant.decays, "maximize": variant.maximize}
     if variant.kind in ("adam", "adamw"):
@@ -191,5 +191,5 @@ def settings_of(variant: Variant) -> dict[str, Any]:
     if variant.kind == "adagrad":
         return common | {"lr_decay": 0.01, "eps": 1e-7}
     own = {"momentum": 0.8 * variant.momentum, "nesterov": variant.nesterov, "is_first_step": variant.first}
-    own["lr"] = 0.7  # how a product of a small one was rounded hardly shows in the sum
+    own["lr"] = 0.7  # with a small one, the sum hardly shows how the product was rounded
     return common | own | {"dampening": 0.0 if variant.nesterov else 0.1}

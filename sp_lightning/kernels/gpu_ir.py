@@ -1,4 +1,4 @@
-"""The text of updates that have the bits of torch's optimizers on a GPU.
+"""Writes the text of updates that have the bits of torch's optimizers on a GPU.
 
 Sources: ``adam.py``, ``sgd.py`` and ``adagrad.py`` of ``torch/optim``, ``ForeachFunctors.cuh``, ``DeviceAddCmulCdiv.cuh``,
 ``Lerp.h`` and ``fused_adam_utils.cuh`` of torch 2.11 to 2.14. ``foreach`` calls one operator after the other. Each computes in
@@ -63,7 +63,7 @@ class _ForeachStep(_OfGpu):
     """torch's default on a GPU."""
 
     def _written(self, value: Value) -> Value:
-        """Rounds a result as the next operator reads it from memory."""
+        """Rounds a result to the dtype in which the next operator reads it."""
         dtype, kernel = self._variant.weight, self._kernel
         if dtype is torch.float32:
             return value
@@ -105,7 +105,7 @@ class _ForeachStep(_OfGpu):
         return self._written(self._sum("addcdiv", self._number("step"), kernel.fdiv(average, below), weight))
 
     def _larger(self, value: Value, other: Value) -> Value:
-        """``_foreach_maximum``: a NaN of either wins."""
+        """``_foreach_maximum``: NaN if either is."""
         kernel = self._kernel
         larger = kernel.select(kernel.fcmp_ordered(">", value, other), value, other)
         return kernel.select(kernel.fcmp_unordered("uno", value, value), value, larger)
@@ -163,8 +163,8 @@ def _sums(dtype: torch.dtype, recipe: GpuNormRecipe) -> str:
     """Sums of the squares of gradients' chunks, as a block of the GPU's threads adds them up; items are chunks.
 
     Source: ``LpNormFunctor`` of ``foreach_reduce.cuh`` and ``BlockReduceSum`` of ``block_reduce.cuh``. Of each 2,048 elements,
-    every thread takes four: side by side if the gradient has a multiple of four, else 512 apart. It has a sum for each of the
-    four, which it adds up at the end. Then 32 threads add theirs to one sum, and the 16 sums of such warps are added to one.
+    every thread takes four: side by side if the gradient has a multiple of four, else 512 apart. It has a sum for each of
+    the four, and adds these at the end. Then 32 threads add theirs to one sum, and the 16 sums of such warps are added to one.
     """
     kernel, width, stripe = Kernel(GpuNormArguments), 8, THREADS * EACH
     # An address has no type, as those of the arguments.

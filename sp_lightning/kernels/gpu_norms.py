@@ -1,8 +1,8 @@
 """Norms of gradients on the CPU that have the bits of torch's norms on a GPU.
 
-Before it clips, plain Lightning takes the norm of every gradient on the GPU (``_foreach_norm``). Which sums are rounded there is
-in torch's source, so gradients that are on the host need not go back to the GPU. As with updates, a kernel is used only if its
-norms equal the GPU's.
+Before it clips, plain Lightning computes the norm of every gradient on the GPU (``_foreach_norm``). torch's source shows how sums
+are rounded there, so gradients on the host need not be copied back. As with updates, a kernel is used only if its norms equal the
+GPU's.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def has_norms_of(device: torch.device, largest: int) -> bool:
 
     Args:
         device: the GPU.
-        largest: elements of the largest gradient. Only for a large one is one as large compared, because that takes memory.
+        largest: elements of the largest gradient. A gradient of that size is compared only if it is large: it takes memory.
     """
     confirmed = all(_confirmed(device, dtype) is not None for dtype in DTYPES)
     return confirmed and (largest <= THREADS * CHUNK or _adds_up_many(device))
 
 
 def norms_like(device: torch.device, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norms of gradients, each of the gradient in float32: float32 tensors without dimensions.
+    """Returns norms of gradients, each of the gradient in float32: float32 tensors without dimensions.
 
     Args:
-        device: the GPU whose bits they have. :func:`has_norms_of` it.
-        gradients: on the host, in one of :data:`DTYPES`. Elements lie side by side, in any order of the dimensions: the GPU, too,
-            reads memory from its beginning to its end.
+        device: the GPU whose bits they have. :func:`has_norms_of` must be True for it.
+        gradients: on the host, in one of :data:`DTYPES`, without gaps in memory. Dimensions may be in any order: the GPU reads
+            memory from its beginning to its end as well.
     """
     norms: dict[int, Tensor] = {}
     for dtype in {each.dtype for each in gradients}:
@@ -57,7 +57,7 @@ class GpuNorms(Norms):
     """Computes norms of gradients on the CPU with the bits of a GPU's.
 
     Args:
-        device: the GPU. :func:`has_norms_of` it.
+        device: the GPU. :func:`has_norms_of` must be True for it.
     """
 
     dtypes = DTYPES
@@ -104,7 +104,7 @@ def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _added(sums: Sequence[Tensor]) -> Tensor:
-    """The sums of the chunks of each gradient added up as ``lpnorm_cleanup`` does it."""
+    """Adds the sums of the chunks of each gradient as ``lpnorm_cleanup`` does."""
     of_threads = torch.zeros(len(sums), THREADS, dtype=torch.float32, device="cpu")
     for at, each in enumerate(sums):
         for some in each.split(THREADS):
@@ -114,7 +114,7 @@ def _added(sums: Sequence[Tensor]) -> Tensor:
 
 
 def _tree(values: Tensor) -> Tensor:
-    """The last dimension added up as the threads of a warp do it."""
+    """Adds up the last dimension as the threads of a warp do."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]
@@ -123,13 +123,13 @@ def _tree(values: Tensor) -> Tensor:
 
 @cache
 def _confirmed(device: torch.device, dtype: torch.dtype) -> Compiled | None:
-    """The kernel whose norms equal the GPU's; None if there is none."""
+    """Returns the kernel whose norms equal the GPU's; None if there is none."""
     found = find_kernel(dtype, _RECIPES, partial(_agrees, device, dtype))
     return None if found is None else found[0]
 
 
 _COUNTS = (1, 2, 3, 4, 5, 31, 2047, 2048, 2049, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 8, 1_000_003, *[8200] * 100)
-"""Elements of gradients. Whether squares are rounded shows in few norms."""
+"""Elements of gradients. Few norms show whether squares are rounded."""
 _MANY = (THREADS + 3) * CHUNK + 12
 """Elements of a gradient with more chunks than a block has threads: 135 MB."""
 
@@ -160,7 +160,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, kernel: Compiled, _: GpuNo
 
 
 def sample(dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of many sizes, with usual, small and large numbers."""
+    """Returns gradients of many sizes, with usual, small and large numbers."""
     generator, gradients = torch.Generator("cpu").manual_seed(0), list[Tensor]()
     for count in _COUNTS:  # users may have set another default dtype or device
         drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")

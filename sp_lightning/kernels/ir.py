@@ -1,6 +1,6 @@
-"""The text of kernels: what they do with each element, as torch's operators on the CPU do it to the bit.
+"""Writes the text of kernels with the bits of torch's operators on the CPU.
 
-llvmlite writes it, so this file is imported once a kernel is to be compiled.
+llvmlite writes it, so this file is imported only when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Kernel(ir.IRBuilder):
     """A function ``void run(i64 begin, i64 end, ptr arguments)`` that is being written.
 
     Args:
-        arguments: what it is called with.
+        arguments: the type of its arguments.
 
     Attributes:
-        begin, end: of the items that a call is for.
+        begin, end: of the items of a call.
         given: the arguments by name.
     """
 
@@ -47,11 +47,11 @@ class Kernel(ir.IRBuilder):
         }
 
     def at(self, place: Value, index: Value, kind: Value) -> Value:
-        """The place of an element."""
+        """The address of an element."""
         return self.gep(place, [index], source_etype=kind)
 
     def whole(self, begin: Value, end: Value, size: int) -> Value:
-        """Where the last item ends that is whole, of items of so many elements."""
+        """The end of the last whole item, for items of ``size`` elements."""
         return self.sub(end, self.srem(self.sub(end, begin), I64(size)))
 
     def loop(self, begin: Value, end: Value, step: int, body: Callable[[Value], None]) -> Value:
@@ -76,19 +76,19 @@ class Kernel(ir.IRBuilder):
         return self.call(function, values)
 
     def text(self) -> str:
-        """All of it, once it is written."""
+        """The whole text, once it is written."""
         self.ret_void()
         return str(self.module)
 
 
 class Elements:
-    """Writes what becomes of ``width`` elements from an index on.
+    """Writes the update of ``width`` elements from an index on.
 
     Args:
         kernel: where it is written.
-        variant, recipe: what, and how.
-        width: the recipe's, or 1 for those that are left at the end of a tensor.
-        index: the first one's.
+        variant, recipe: the update, and how torch was compiled.
+        width: the recipe's, or 1 in the rest at the end of a tensor.
+        index: of the first element.
     """
 
     def __init__(self, kernel: Kernel, variant: Variant, recipe: Recipe, width: int, index: Value) -> None:
@@ -104,7 +104,7 @@ class Elements:
         return kind if self._last else ir.VectorType(kind, self._width)
 
     def _number(self, name: str) -> Value:
-        """A number for all of the elements."""
+        """A number, repeated for all elements of a vector."""
         number, nothing = self._kernel.given[name], ir.Constant(self._float, ir.Undefined)
         if self._last:
             return number
@@ -121,7 +121,7 @@ class Elements:
         return self._widened(value, dtype)
 
     def _widened(self, value: Value, dtype: torch.dtype) -> Value:
-        """Elements as they are in memory, as float32."""
+        """Elements in their form in memory, as float32."""
         kernel = self._kernel
         if dtype is torch.float16:
             return kernel.fpext(value, self._float)
@@ -150,18 +150,18 @@ class Elements:
         return self._call("fma", a, b, c) if self._recipe.fused else self._kernel.fadd(self._kernel.fmul(a, b), c)
 
     def _plus(self, a: Value, b: Value, c: Value) -> Value:
-        """a · b + c where torch's source does not say that it is fused."""
+        """a · b + c that torch's source does not fuse."""
         fused = self._last or self._recipe.contracted
         return self.fma(a, b, c) if fused else self._kernel.fadd(self._kernel.fmul(a, b), c)
 
     def _mixed(self, average: Value, rate: Value, new: Value, share: Value) -> Value:
-        """average · rate + new · share. In a vector torch fuses the second product, at the end its compiler the first."""
+        """average · rate + new · share. torch fuses the second product in vectors, its compiler the first in the rest."""
         if self._last:
             return self.fma(average, rate, self._kernel.fmul(share, new))
         return self.fma(new, share, self._kernel.fmul(average, rate))
 
     def _mixed_squares(self, average: Value, rate: Value, new: Value, share: Value) -> Value:
-        """average · rate + new · share · new. In a vector it is up to torch's compiler, too, what is fused."""
+        """average · rate + new · share · new. In vectors, too, torch's compiler chooses what is fused."""
         scaled = self._kernel.fmul(share, new)
         if not self._last and self._recipe.contracted == "second":
             return self.fma(new, scaled, self._kernel.fmul(average, rate))
@@ -182,7 +182,7 @@ class Elements:
         self._store("cast", weight, self._variant.cast)
 
     def _rounded(self, value: Value, dtype: torch.dtype) -> Value:
-        """float32 rounded to the nearest of 16 bits, to the even one of two."""
+        """float32 rounded to the nearest number of 16 bits, ties to even."""
         kernel = self._kernel
         if dtype is torch.float16:
             return kernel.bitcast(kernel.fptrunc(value, self._of(F16)), self._short)
@@ -227,7 +227,7 @@ class Elements:
         return kernel.fadd(weight, kernel.fdiv(kernel.fmul(average, self._number("step")), below))
 
     def _larger(self, value: Value, other: Value) -> Value:
-        """The larger one. In a vector a NaN of either wins, as in torch's."""
+        """The larger one. In vectors the result is NaN if either is, as in torch's."""
         kernel = self._kernel
         if self._last:
             return kernel.select(kernel.fcmp_ordered("<", value, other), other, value)
@@ -261,10 +261,8 @@ def update(variant: Variant, recipe: Any, write: Callable[..., Elements] = Eleme
     """The text of the update of a tensor; items are blocks of :data:`BLOCK` elements.
 
     Args:
-        variant, recipe: what, and how.
-        write: writes what becomes of some elements: :class:`Elements`, or a class that rounds otherwise.
-
-    Casts go past the caches: nobody reads them before the next fetch.
+        variant, recipe: the update, and how torch was compiled.
+        write: writes the update of some elements: :class:`Elements`, or a class that rounds in another way.
     """
     kernel, width = Kernel(Arguments), recipe.width
     begin, end = (kernel.mul(each, I64(BLOCK)) for each in (kernel.begin, kernel.end))
@@ -280,6 +278,7 @@ def update(variant: Variant, recipe: Any, write: Callable[..., Elements] = Eleme
             order = ir.Constant(ir.VectorType(I32, 2 * width), list(range(2 * width)))
             place = kernel.at(kernel.given["cast"], kernel.add(index, I64(more)), _I16)
             stored = kernel.store(kernel.shuffle_vector(low, high, order), place, align=4 * width)
+            # Past the caches: nothing reads a cast before the next fetch.
             stored.set_metadata("nontemporal", kernel.module.add_metadata([I32(1)]))
 
     def some(width: int, index: Value) -> None:
@@ -299,8 +298,8 @@ def update(variant: Variant, recipe: Any, write: Callable[..., Elements] = Eleme
 def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
     """The norms of gradients; items are gradients. LLVM keeps sums in registers.
 
-    torch adds squares up in one chain, from the first element to the last: in the lanes of a vector, then lane by lane, then what
-    is left.
+    torch adds squares in one chain, from the first element to the last: in the lanes of a vector, then lane by lane, then the
+    rest.
     """
     kernel, width = Kernel(NormArguments), recipe.width
     vector = ir.VectorType(F32, width)
@@ -308,7 +307,7 @@ def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
     update = Variant("sgd", dtype, None, 0, maximize=False, decays=False)  # which widens gradients in the same way
 
     def add(width: int, to: Value, fused: Value, index: Value) -> None:
-        """Adds squares to a sum, with one rounding where ``fused`` says so."""
+        """Adds squares to a sum, with one rounding if ``fused``."""
         elements = Elements(kernel, update, RECIPES[0], width, index)
         wide, before = elements.gradient(), kernel.load(to, typ=to.allocated_type)
         once, twice = elements.fma(wide, wide, before), kernel.fadd(before, kernel.fmul(wide, wide))
@@ -320,7 +319,7 @@ def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
         add(width, sums, ir.IntType(1)(recipe.vectors), index)
 
     def of_one(fours: Value, index: Value) -> None:
-        """What is left. For AVX2 torch's compiler squares four at a time, and adds those of the rest otherwise."""
+        """Adds the rest. For AVX2 torch's compiler squares four at a time, and adds the last ones in another way."""
         rest = kernel.icmp_signed(">=", index, fours)
         add(1, total, rest if recipe.last == "rest" else ir.IntType(1)(recipe.last == "all"), index)
 

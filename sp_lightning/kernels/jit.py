@@ -19,20 +19,20 @@ from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Variant
 
 R = TypeVar("R")
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
-_lock = threading.Lock()  # LLVM's set-up is the process's
+_lock = threading.Lock()  # LLVM is set up once for the process
 _engines: list[Any] = []
-"""They own the machine code of all kernels, which is there as long as the process is."""
+"""They own the machine code of all kernels, which is never freed."""
 
 
 class Compiled:
-    """A kernel.
+    """A compiled kernel.
 
     Args:
-        text: LLVM's assembly, of a function ``void run(i64 begin, i64 end, ptr arguments)``.
+        text: LLVM's assembly of a function ``void run(i64 begin, i64 end, ptr arguments)``.
 
     Raises:
         ImportError: llvmlite is missing.
-        RuntimeError, OSError: this system, or this llvmlite, cannot compile it or run machine code that was just made.
+        RuntimeError, OSError: this system or this llvmlite cannot compile the kernel, or cannot run new machine code.
     """
 
     def __init__(self, text: str) -> None:
@@ -53,13 +53,13 @@ class Compiled:
         self._parallel_for = _find_parallel_for()
 
     def run(self, count: int, least: int, arguments: ctypes.Structure) -> None:
-        """Calls the kernel for all of ``count`` items, at least ``least`` in a thread, without the interpreter's lock."""
+        """Runs the kernel for ``count`` items, at least ``least`` in each thread, without the interpreter's lock."""
         failed = self._parallel_for(0, count, least, self._address, ctypes.addressof(arguments))
         assert not failed, "a kernel raises nothing"
 
 
 def is_installed() -> bool:
-    """Whether llvmlite is there. Whether it works here shows once a kernel is compiled."""
+    """Returns True if llvmlite is installed. It may still fail to compile a kernel."""
     return find_spec("llvmlite") is not None
 
 
@@ -68,18 +68,17 @@ def find_kernel(
     recipes: Iterable[R],
     agrees: Callable[[Compiled, R], bool],
 ) -> tuple[Compiled, R] | None:
-    """The first kernel that has torch's bits, with its recipe.
+    """Returns the first kernel that has torch's bits, with its recipe; None if there is none, or if none can be compiled.
+
+    The log says at DEBUG whether one is used.
 
     Args:
-        what: an update, or the dtype of gradients whose norms are wanted.
-        recipes: how torch's operators may have been made, the likeliest first.
-        agrees: whether a kernel and torch's operators make the same bits.
-
-    Returns:
-        None if there is none, or if none can be compiled here. A line in the log at DEBUG says which it is.
+        what: an update, or the dtype of gradients whose norms are computed.
+        recipes: how torch's operators may have been compiled, the likeliest first.
+        agrees: returns True if a kernel and torch's operators compute the same bits.
     """
     try:
-        from sp_lightning.kernels import gpu_ir, ir  # which llvmlite writes
+        from sp_lightning.kernels import gpu_ir, ir  # they import llvmlite
 
         for recipe in recipes:
             write: Callable[..., str] = gpu_ir.text if isinstance(recipe, (GpuRecipe, GpuNormRecipe)) else ir.text
@@ -87,18 +86,14 @@ def find_kernel(
                 LOG.debug("Superpipeline: a kernel is used for %s.", what)
                 return kernel, recipe
         why = "kernels differ from torch's operators"
-    except Exception as error:  # an llvmlite of another version, or a broken one, may raise anything
+    except Exception as error:  # a broken llvmlite, or one of another version, may raise anything
         why = f"no kernel can be compiled, which pip install llvmlite may mend: {error}"
     LOG.debug("Superpipeline: torch's operators are used for %s: %s.", what, why)
     return None
 
 
 def _refuse_if_hardened() -> None:
-    """Refuses systems on which memory that was written cannot become executable: LLVM would end the process there.
-
-    Raises:
-        OSError: this is one.
-    """
+    """Raises an OSError if written memory cannot become executable on this system: LLVM would end the process."""
     if sys.platform == "win32":
         return
     memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -109,17 +104,17 @@ def _refuse_if_hardened() -> None:
 
 
 def _machine(llvm: Any) -> Any:
-    """This processor, with all that it can do. Whoever is given it owns it."""
+    """Makes a target machine for this processor with all its features. The caller owns it."""
     features = llvm.get_host_cpu_features().flatten()
     target = llvm.Target.from_default_triple()
     return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=3, jit=True)
 
 
 def _find_parallel_for() -> Any:
-    """``torch_parallel_for``, which torch exports for C since 2.10: the calling thread's number of threads take part.
+    """Returns ``torch_parallel_for``, which torch exports for C since 2.10. It uses as many threads as the calling thread may.
 
     Raises:
-        OSError, AttributeError: torch's library is elsewhere, or has no such function.
+        OSError, AttributeError: torch's library was not found, or has no such function.
     """
     names = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
     library = Path(torch.__file__).parent / "lib" / names.get(sys.platform, "libtorch_cpu.so")

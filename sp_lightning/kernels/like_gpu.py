@@ -1,8 +1,8 @@
 """Decides which CPU optimizer steps have the bits of plain Lightning's steps on the GPU, and gives the reason for the others.
 
-Plain Lightning's optimizer steps on the GPU: with torch's ``foreach`` operators, or with ``fused=True``. Where ``kernels`` has
-its formulas, and this GPU has confirmed them, an update on the CPU has the bits of the unchanged program's. All groups of an
-optimizer have to be confirmed, because weights that are stepped in two ways would be those of neither.
+Plain Lightning's optimizer steps on the GPU, with torch's ``foreach`` operators or with ``fused=True``. If ``gpu`` has the
+formulas and this GPU has confirmed them, updates on the CPU have the bits of the unchanged program. All groups of an optimizer
+have to be confirmed: if only some were, the weights would be those of neither device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sp_lightning.updates.pieces import UpdateOne
 
 @dataclass(frozen=True)
 class LikeGpu:
-    """Steps of an optimizer that have a GPU's bits.
+    """Steps of one optimizer that have a GPU's bits (:class:`~sp_lightning.updates.gpu_bits.StepsLikeGpu`).
 
     Args:
         device: the GPU.
@@ -152,13 +152,13 @@ def _against_state(state: Mapping[Any, Any], parameters: Iterable[nn.Parameter])
 
 
 def _is_laid_out_otherwise(parameter: nn.Parameter) -> bool:
-    """Returns True if a gradient has other strides than its weight. torch steps such a group with other operators."""
+    """Returns True if a gradient has other strides than its weight. torch then steps the group with other operators."""
     gradient = as_it_came(stored(parameter))
     return gradient is not None and gradient.layout is torch.strided and gradient.stride() != parameter.stride()
 
 
 def _variants(kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype], like: Like) -> Iterator[Variant]:
-    """The variants of a group's steps, with weight decay and without: a scheduler may change that."""
+    """Yields the variants of a group's steps, with and without weight decay: a scheduler may change it."""
     own: list[dict[str, Any]] = [{}]
     if kind in ("adam", "adamw"):
         own = [{"amsgrad": group["amsgrad"], "near": is_near(group["betas"][0])}]

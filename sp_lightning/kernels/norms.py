@@ -1,7 +1,7 @@
-"""Norms of gradients in 16 bits, as torch has them of the widened gradients: read once, and several side by side.
+"""Norms of gradients in 16 bits, with the bits of torch's norms of the widened gradients. Several are computed in parallel.
 
-torch adds squares up in one chain, from the first element to the last: in the lanes of a vector, then lane by lane, then what is
-left. So one thread has all of a gradient. Squares of 16-bit numbers are exact but for those of numbers below 1e-19.
+torch adds squares in one chain, from the first element to the last: in the lanes of a vector, then lane by lane, then the rest.
+Therefore one thread reads a whole gradient. Squares of 16-bit numbers are exact, except for numbers below 1e-19.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def norms_of(gradients: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The norms of some gradients, each of the gradient in float32.
+    """Returns norms of gradients, each of the gradient in float32.
 
     Args:
         gradients: on the host.
@@ -46,7 +46,7 @@ def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 @cache
 def _checked(dtype: torch.dtype) -> Compiled | None:
-    """The kernel that has torch's bits; None if there is none."""
+    """Returns the kernel that has torch's bits; None if there is none."""
     found = find_kernel(dtype, NORM_RECIPES, partial(_agrees, dtype))
     return None if found is None else found[0]
 

@@ -16,16 +16,16 @@ from sp_lightning.updates.pieces import Update
 
 
 def step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, Any], update: Update) -> None:
-    """Steps one weight with the bits of a GPU, by a kernel, whatever its size and strides.
+    """Updates one weight with the bits of a GPU, by a kernel.
 
     Raises:
-        RuntimeError: settings have changed since the run began, and the GPU has not confirmed a formula for the new ones.
+        RuntimeError: settings have changed since the run began, and the GPU has not confirmed a formula for the new settings.
     """
     if update.weight.numel() == 0:
         return
     factors = [change.number for change in update.changes if isinstance(change, Factor)]
     if len(factors) < len(update.changes) or not update.widens:
-        # Clamped, or wide and changed where user code sees it, or of 16 bits, to which plain Lightning rounds changes, too.
+        # The gradient is clamped, or user code sees it changed, or it has 16 bits, to which plain Lightning rounds changes.
         if update.widens:
             update.gradient = update.gradient.to(update.weight.dtype)
         for change in update.changes:
@@ -54,5 +54,5 @@ def step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, A
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements in the order of their indices: the memory itself if it has that order, else a copy."""
+    """Returns all elements in the order of their indices: a view if memory has that order, else a copy."""
     return tensor.contiguous().view(-1)

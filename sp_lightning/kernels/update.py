@@ -1,7 +1,7 @@
-"""A layer's update in one walk over host memory: the gradient is widened, changed, the optimizer steps, and weights are cast.
+"""Updates a layer in a single pass over host memory: widens and multiplies the gradient, steps, and casts the weights.
 
-torch's fused operators need a walk for each of these. A kernel of our own needs one, with the same bits: each variant is compared
-with torch's operator when it is compiled, and is not used if it differs, or cannot be compiled or run.
+torch's fused operators need a pass for each of these. A kernel needs one, with the same bits: each variant is compared with
+torch's operator when it is compiled, and is not used if it differs, or cannot be compiled.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LEAST = 1 << 14
 """Elements of the smallest tensor for which a kernel is faster than torch's operators."""
 
 CAST_ALIGNMENT = 32  # bytes, of stores past the caches
-_LEAST_BETA = 1e-6  # below it the sign of a zero in Adam's average is another one
+_LEAST_BETA = 1e-6  # below it the sign of a zero in Adam's average differs
 _PAIR = 16
 """Elements of two vectors. torch updates this many 16-bit weights at a time, and the rest of a tensor one by one.
 
-That end is left to torch's operator: how its compiler rounds there shows in too few results to be compared."""
+The rest is left to torch's operator: too few results show how its compiler rounds there."""
 AnyRecipe = Recipe | GpuRecipe
 
 
@@ -43,17 +43,17 @@ def update_in_one_pass(
     factors: Sequence[float],
     like: Like | None = None,
 ) -> bool:
-    """Updates one parameter as a fused operator does, after its gradient was widened and multiplied, and casts it.
+    """Widens and multiplies a gradient, updates its weight as a fused operator does, and casts the new weight.
 
     Args:
         operator: one of torch's for Adam, AdamW, SGD and Adagrad.
         settings: its keyword arguments.
-        operands: contiguous.
-        factors: what the gradient is multiplied by, one after the other.
-        like: whose bits the update has; None for those of the operator on the CPU.
+        operands: contiguous tensors.
+        factors: the gradient is multiplied by each of these, one after the other.
+        like: the GPU whose bits the update has; None for those of the operator on the CPU.
 
     Returns:
-        Whether it has: otherwise nothing was done, and torch's operators are to do it.
+        True if the update is done. If False, nothing was done, and torch's operators must do it.
     """
     if not _suits(settings, operands, factors, like):
         return False
@@ -69,7 +69,7 @@ def update_in_one_pass(
         return True
     try:
         numbers = _numbers(recipe, variant, settings, operands, factors)
-    except (ArithmeticError, ValueError):  # settings with which training ends in NaN
+    except (ArithmeticError, ValueError):  # training with these settings ends in NaN
         return False
     count = operands.weight.numel()
     if operands.weight.dtype in HALVES:
@@ -114,7 +114,7 @@ def _variant(kind: Any, settings: Settings, operands: Operands, factors: int, li
 def _numbers(
     recipe: AnyRecipe, variant: Variant, settings: Settings, operands: Operands, factors: Sequence[float]
 ) -> dict[str, float]:
-    """The numbers that torch's operator computes first, in double precision."""
+    """Returns the numbers that torch's operator computes first, in double precision."""
     lr, decay = float(settings["lr"]), float(settings["weight_decay"])
     numbers = {f"factor{at}": factor for at, factor in enumerate(factors)} | {"decay": decay}
     steps = 0.0 if variant.kind == "sgd" else float(operands.state[-1])  # type: ignore[arg-type]
@@ -145,17 +145,17 @@ def _run(kernel: Compiled, operands: Operands, numbers: Mapping[str, float], cou
 
 @lru_cache(1024)
 def _decay(lr: float, decay: float) -> float:
-    """1 - lr · decay with one rounding, as torch's compiler has it."""
+    """Returns 1 - lr · decay, rounded once as by torch's compiler."""
     exact = 1 - Fraction(lr) * Fraction(decay)
     return exact.numerator / exact.denominator
 
 
-# ---------------------------------------------------------------------- whether a kernel has torch's bits
+# ---------------------------------------------------------------------- comparison of kernels with torch's operators
 
 
 @cache
 def _checked(variant: Variant) -> tuple[Compiled, AnyRecipe] | None:
-    """A kernel that has torch's bits, with its recipe; None if there is none."""
+    """Returns a kernel that has torch's bits, with its recipe; None if there is none."""
     if variant.like is None:
         return find_kernel(variant, RECIPES, partial(_agrees, variant))
     plain = gpu.find_confirmed(variant.plain, _run_plain)

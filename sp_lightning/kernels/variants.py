@@ -1,8 +1,8 @@
-"""What kernels are made from: their arguments, an update, and how torch's compiler has made its own for a kind of processor.
+"""Descriptions of kernels: their arguments, the variants of updates, and recipes for the way in which torch was compiled.
 
-torch's compiler rounds products and sums in ways that its source does not show. They were found by comparing bits, are written
-here, and are compared again when a kernel is compiled: in a vector other ones are added with one rounding (``fma``) than in what
-is left at the end of a tensor; and a processor without ``fma``, or with shorter vectors, has another recipe.
+How torch's compiler rounds products and sums is not in torch's source. The recipes were found by comparing bits, and are compared
+again when a kernel is compiled. In a vector, other products are added with one rounding (``fma``) than in the rest at the end of
+a tensor. A processor without ``fma``, or with shorter vectors, has another recipe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from sp_lightning.torch_compat.private import Kind
 
 BLOCK = 32
-"""Elements that a thread takes at least, a multiple of torch's 16: with any number of threads, one has the tensor's end."""
+"""Least elements of a thread, a multiple of torch's 16: with any number of threads, one of them has the tensor's end."""
 
 
 def float32(number: float) -> float:
@@ -37,7 +37,7 @@ _NUMBERS = (
 
 
 class Arguments(ctypes.Structure):
-    """What an update is called with: addresses, the number of elements, and numbers that are the same for all of them."""
+    """The arguments of an update: addresses, the number of elements, and numbers that are the same for all elements."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -47,19 +47,19 @@ class Arguments(ctypes.Structure):
 
 
 class NormArguments(ctypes.Structure):
-    """What norms are called with: where the addresses of gradients are, the numbers of their elements, and their norms."""
+    """The arguments of norms: arrays with the addresses of gradients, their numbers of elements, and their norms."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("gradients", "counts", "norms")]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How torch's compiler has made its operators for a kind of processor.
+    """How torch's operators were compiled for a kind of processor.
 
     Attributes:
         width: elements of a vector.
-        fused: whether products are added with one rounding, in vectors at least where torch's source says so.
-        contracted: which product the compiler fuses in vectors of itself, if it has a choice; None: it fuses none there.
+        fused: whether products are added with one rounding. In vectors this holds only where torch's source says so.
+        contracted: the product that the compiler itself fuses in vectors, if it has a choice; None if it fuses none.
     """
 
     width: int
@@ -73,12 +73,12 @@ RECIPES = (
     Recipe(4, fused=True, contracted="first"),
     Recipe(8, fused=True, contracted=None),
 )
-"""Those of AVX2, which processors with AVX-512 use, too; of x86-64 without; of NEON; and of SVE with 256 bits. They are tried in
-this order."""
+"""Recipes of AVX2, which processors with AVX-512 use as well; of x86-64 without AVX2; of NEON; of SVE with 256 bits. They are
+tried in this order."""
 
 
 Form = Literal["foreach", "fused"]
-"""Which of torch's two ways to step on a GPU: ``foreach`` is the default there, ``fused`` is ``fused=True``."""
+"""One of torch's two ways to step on a GPU: ``foreach`` is the default, ``fused`` is ``fused=True``."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ double precision, as those of SGD and Adagrad do in all versions. These formulas
 
 
 def gpu_recipes(variant: Variant) -> list[GpuRecipe]:
-    """All ways in which nvcc may have compiled the operators of a variant, the likeliest first; none if they are not known."""
+    """Returns all ways in which nvcc may have compiled a variant's operators, the likeliest first; none if they are not known."""
     assert variant.like is not None
     names = OPEN.get((variant.kind, variant.like.form))
     if names is None:
@@ -138,19 +138,19 @@ def gpu_recipes(variant: Variant) -> list[GpuRecipe]:
 
 @dataclass(frozen=True)
 class Variant:
-    """An update. What is the same for all elements of a tensor is decided when its kernel is compiled.
+    """A kind of update. Each has its own kernel, so that no element needs a decision.
 
     Attributes:
         kind: the optimizer.
-        gradient: the dtype in which the gradient came.
+        gradient: the dtype of the gradient.
         cast: the dtype that new weights are cast to; None if they are not.
-        factors: how many numbers the gradient is multiplied by first: to unscale it, and to clip it.
-        maximize, decays, amsgrad, momentum, nesterov: as the optimizer has them.
-        near: of Adam: whether its average moves to the gradient by less than half of the way, which torch writes otherwise.
-        first: of SGD: whether there is no momentum yet.
+        factors: how many numbers the gradient is multiplied by first, to unscale and to clip it.
+        maximize, decays, amsgrad, momentum, nesterov: the optimizer's settings.
+        near: for Adam: whether the average moves by less than half of the way to the gradient. torch has a second formula for it.
+        first: for SGD: whether there is no momentum yet.
         weight: the dtype of the weight and of its state: float32, or 16 bits like the gradient's. Of 16 bits each is read as
             float32, and rounded once when it is stored.
-        like: whose bits it has; None: those of torch's fused operators on the CPU.
+        like: the GPU whose bits the update has; None for those of torch's fused operators on the CPU.
     """
 
     kind: Kind
@@ -186,11 +186,11 @@ class Variant:
 
 # Sizes of torch's ``foreach`` operators (``MultiTensorApply.cuh``, ``block_reduce.cuh``).
 CHUNK = 65536
-"""Elements that a block of threads takes of a tensor."""
+"""Elements of a tensor that one block of threads reads."""
 THREADS = 512
 """Threads of a block."""
 EACH = 4
-"""Elements that a thread takes at a time."""
+"""Elements that a thread reads at a time."""
 WARP = 32
 """Threads that add up together."""
 
@@ -214,11 +214,12 @@ class GpuNormRecipe:
 
 @dataclass(frozen=True)
 class NormRecipe:
-    """How torch's compiler adds squares: in vectors of ``width`` elements, and what is left, with one rounding or with two.
+    """How torch's compiler adds squares: with one rounding or with two, in vectors and in the rest at the end of a tensor.
 
     Attributes:
-        vectors: whether in a vector there is one.
-        last: of what is left, which squares are added with one: those that are no whole four, all, or none.
+        width: elements of a vector.
+        vectors: whether squares in vectors are added with one rounding.
+        last: the squares of the rest that are added with one rounding: those after the last four, all, or none.
     """
 
     width: int
@@ -232,4 +233,4 @@ NORM_RECIPES = (
     NormRecipe(4, True, "all"),
     NormRecipe(4, True, "none"),
 )
-"""Those of AVX2; of x86-64 without, and of SVE with 256 bits; of NEON; and of SVE with 128 bits."""
+"""Recipes of AVX2; of x86-64 without AVX2, and of SVE with 256 bits; of NEON; of SVE with 128 bits."""

@@ -1,8 +1,8 @@
-"""What trials have in common: one copy of it on the host, and a few of its layers on the device.
+"""Weights that trials have in common: one copy on the host, and a few layers on the device.
 
-Each trial sees a block of weights through a view of its own, in which a page becomes its own when it is written: with what it
-trains, with what differs from the others', and with whatever its user code writes. All other pages are everybody's. The system
-says which ones they are, so that nothing has to be declared, and nothing can be forgotten.
+Each trial sees a block of weights through a private view, in which a page is copied when it is written: by training, by weights
+that differ from those of other trials, or by user code. All other pages are shared. The system reports which pages were written,
+so users declare nothing.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 R = TypeVar("R")
 
 ON_DEVICE = 2
-"""Layers of what trials have in common that are on the device beside their windows, if their user does not say how many."""
+"""Common layers on the device beside the trials' windows, by default."""
 
 
 class SharedLayer:
-    """What trials have in common of a layer, on the host: its frozen weights, which come first. Once filled, nobody writes it.
+    """The frozen weights of a layer that trials have in common, on the host. They are written once.
 
     Args:
-        device: page-locks it.
-        nbytes: of the frozen weights.
-        most: of all weights of a trial, at most. Pages that nobody writes take no memory.
-        pin: whether it is page-locked.
+        device: page-locks the memory.
+        nbytes: bytes of the frozen weights, which lie first.
+        most: most bytes of all weights of a trial. Pages that are never written take no memory.
+        pin: whether to page-lock the memory.
 
     Attributes:
-        nbytes: of its pages.
+        nbytes: bytes of the pages.
         bytes: the frozen weights, flat ``uint8``.
         pinned: whether they are page-locked.
-        filled: whether the first trial has filled it.
+        filled: whether the first trial has written them.
     """
 
     def __init__(self, device: Device, nbytes: int, most: int, *, pin: bool) -> None:
@@ -61,17 +61,17 @@ class SharedLayer:
         self.filled = False
 
     def view(self, nbytes: int) -> Tensor:
-        """Returns a view of the first so many bytes, in whole pages, in which a page becomes its own when it is written."""
+        """Returns a private view of the first ``nbytes``, in whole pages. A page of it is copied when it is written."""
         return self._map(whole_pages(nbytes), shared=False)
 
     def _map(self, nbytes: int, *, shared: bool) -> Tensor:
-        # Unlike Python's, torch's map keeps no descriptor: the layer needs one, however many trials there are.
+        # torch's map keeps no descriptor, unlike Python's: the layer needs one, for any number of trials.
         file = f"/proc/self/fd/{self._file}"
         return _with_descriptor(torch.from_file, file, shared=shared, size=nbytes, dtype=torch.uint8)
 
 
 def _with_descriptor(opens: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Calls what opens a file. Where the process may have no more, an OSError says so."""
+    """Calls a function that opens a file. Raises an OSError with a remedy if the process may open no more."""
     try:
         return opens(*args, **kwargs)
     except (OSError, RuntimeError) as error:
@@ -84,16 +84,16 @@ def _with_descriptor(opens: Callable[..., R], *args: Any, **kwargs: Any) -> R:
 
 
 class TrialMemory(BlockMemory):
-    """The memory of a block, as one trial sees it. Unlike that of ranks, no optimizer writes what all see.
+    """The memory of a block, as one trial sees it. No trial writes the shared pages.
 
     Args:
-        device: allocates other memory, if user code asks for that.
-        shared: whose pages all are that this trial does not write.
-        nbytes: of the block.
+        device: allocates other memory, if user code asks for it.
+        shared: has the pages that this trial does not write.
+        nbytes: bytes of the block.
 
     Attributes:
-        shared: the same; None once the block has other memory.
-        own_from: where the pages begin that are this trial's own in any case: that of the first byte behind the frozen weights.
+        shared: as the argument; None once the block has other memory.
+        own_from: offset of the first page that always belongs to this trial: it has the first byte behind the frozen weights.
     """
 
     def __init__(self, device: Device, shared: SharedLayer, nbytes: int) -> None:
@@ -102,13 +102,12 @@ class TrialMemory(BlockMemory):
         self.own_from = shared.bytes.nbytes // PAGE * PAGE
         self._view = shared.view(nbytes)
         self.common = self._view[: self._nbytes]
-        self.pinned = shared.pinned  # nearly all comes from there
+        self.pinned = shared.pinned  # nearly all bytes are uploaded from there
 
     def lock(self) -> None:
         """Page-locks trained weights and casts, once they have their values: copies from pageable memory block the host.
 
-        Pages of frozen weights are not locked: that would make them the trial's own. Those of its own among them, which user
-        code has written, are copied as they are.
+        Pages of frozen weights are not locked: that would copy them. Those that user code has written are uploaded pageable.
         """
         self._pin = True
         if self.shared is not None and aligned(self.shared.bytes.nbytes) < self._nbytes:
@@ -120,20 +119,20 @@ class TrialMemory(BlockMemory):
         super().anew()
 
     def own(self, end: int) -> list[tuple[int, int]]:
-        """Where this trial's own pages begin and end before ``end``, in order."""
+        """Returns where this trial's own pages begin and end before ``end``, in order."""
         return [(begin, min(last, end)) for begin, last in written_pages(self._view[: whole_pages(end)])]
 
 
 class TrialBlock(HostBlock):
-    """A layer's weights of one trial. What all have in common is not written, and the trial's copy of it is freed.
+    """A layer's weights of one trial. Common weights are not written, and the trial's copy of them is freed.
 
     Args:
-        shared: what all have in common of this layer.
+        shared: the common weights of this layer.
         arguments, options: those of :class:`~sp_lightning.store.block.HostBlock`.
 
     Attributes:
-        common_bytes: of weights that were the common ones at first.
-        travels: whether it is fetched as a whole in each step.
+        common_bytes: bytes of weights that equalled the common ones at first.
+        travels: whether the layer is uploaded as a whole in each step.
     """
 
     memory: TrialMemory
@@ -158,21 +157,21 @@ class TrialBlock(HostBlock):
                     common.copy_(value)
                 if torch.equal(value, common):
                     self.common_bytes += common.nbytes
-                if torch.equal(value, self.present(index)):  # a page that is this trial's own may have another value
+                if torch.equal(value, self.present(index)):  # a page of this trial may have another value
                     into = None
         super()._take(index, into)
 
 
 @dataclass(eq=False)
 class _OnDevice:
-    """Device memory that has a common layer.
+    """Device memory with a common layer.
 
     Attributes:
-        memory: of the size of the largest layer that was there when it was made.
-        device: which copies to it.
+        memory: as large as the largest common layer when it was allocated.
+        device: copies to it.
         layer: the layer; None at first.
-        filled: the event after which it is there.
-        read: the events after which those trials are done that have copied it.
+        filled: the event after its upload.
+        read: the events after trials have copied it.
     """
 
     memory: Tensor
@@ -182,14 +181,14 @@ class _OnDevice:
     read: list[Any] = field(default_factory=list)
 
     def close(self) -> None:
-        """Waits until no copy reads or writes the memory any more."""
+        """Waits for all copies from and to the memory."""
         for event in (self.filled, *self.read):
             self.device.synchronize(event, Wait.CLOSE_AFTER_FETCH)
-        self.device.access(self.memory, Stream.COMPUTE, write=True)  # which may use it next
+        self.device.access(self.memory, Stream.COMPUTE, write=True)  # compute may use the memory next
 
 
 class SharedLayers:
-    """The layers that trials have in common: all of them on the host, and those that came last on the device.
+    """The layers that trials have in common: all of them on the host, and those that were uploaded last on the device.
 
     Args:
         layers: how many are on the device at once.
@@ -200,12 +199,12 @@ class SharedLayers:
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._host: dict[Hashable, SharedLayer] = {}  # by their places in the modules
-        self._device: list[_OnDevice] = []  # the one that came first is first
+        self._host: dict[Hashable, SharedLayer] = {}  # by name and spans in the modules
+        self._device: list[_OnDevice] = []  # in the order of their uploads
         self.fetched_bytes = 0
 
     def layer(self, planned: PlannedLayer, frozen: int, device: Device, *, pin: bool) -> SharedLayer:
-        """Returns the layer at a place, whose first so many weights are frozen. The first trial that has one there fills it."""
+        """Returns the common layer for a planned one, whose first ``frozen`` weights are frozen. The first trial fills it."""
         spans = planned.spans[:frozen]
         place, nbytes = (planned.name, spans), max(span.offset + span.nbytes for span in spans)
         found = self._host.get(place)
@@ -214,21 +213,21 @@ class SharedLayers:
         return found
 
     def there(self, layer: Hashable) -> bool:
-        """Whether a layer is on the device, or on its way."""
+        """Returns True if a layer is on the device, or its upload is in flight."""
         return any(each.layer is layer for each in self._device)
 
     def bring(self, layer: SharedLayer, device: Device) -> _OnDevice:
-        """Returns device memory that has a layer, or will have it after :attr:`_OnDevice.filled`."""
+        """Returns device memory that has a layer after :attr:`_OnDevice.filled`. Uploads it if it is not on the device."""
         for each in self._device:
             if each.layer is layer:
                 return each
         there = self._device.pop(0) if len(self._device) == self._layers else None
-        if there is not None and there.memory.nbytes < layer.bytes.nbytes:  # a trial has come since with larger layers
+        if there is not None and there.memory.nbytes < layer.bytes.nbytes:  # a later trial has larger layers
             there.close()
             there = None
         if there is None:
             there = _OnDevice(device.upload_target(max(each.bytes.nbytes for each in self._host.values())), device)
-        # If a trial has failed, no event in ``read`` may follow its upload: then only ``filled`` says when that is done.
+        # If a trial has failed, no event in ``read`` may follow the upload: only ``filled`` marks its end.
         for event in (there.filled, *there.read):
             device.wait(Stream.UPLOAD, event, Wait.BRING_AFTER_SHARE)
         device.copy([there.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)
@@ -238,19 +237,19 @@ class SharedLayers:
         return there
 
     def free(self) -> None:
-        """Frees the device's memory: no trial is under way."""
+        """Frees the device's memory, when no trial is under way."""
         while self._device:
             self._device.pop().close()
 
 
 class SharedUploads(Uploads):
-    """Fills a trial's slots with what all have in common, once that is on the device, and with what is the trial's own.
+    """Fills a trial's slots with common weights from the device, and with the trial's own weights from the host.
 
     Args:
         device: copies.
-        common: what all have in common.
-        pass_on: is told of the layer that is needed, before it comes.
-        alone: says whether no other trial is under way, so that nobody else needs what comes.
+        common: the common layers.
+        pass_on: called with a layer before it is uploaded. Other trials may have their turns in the call.
+        alone: returns True if no other trial is under way. Common weights are then uploaded into the slot directly.
     """
 
     def __init__(
@@ -260,8 +259,8 @@ class SharedUploads(Uploads):
         self._common = common
         self._pass_on = pass_on
         self._alone = alone
-        self._unused = set[StreamedLayer]()  # that were fetched
-        self._passed = False  # whether others have had their turns since compute came to one of those
+        self._unused = set[StreamedLayer]()  # layers that were fetched
+        self._passed = False  # other trials may have had turns since compute used one of them
 
     def send(
         self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]
@@ -277,7 +276,7 @@ class SharedUploads(Uploads):
         own = memory.own(end)
         edges = [0, *(edge for run in own for edge in run), end]
         common = [slice(*run) for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
-        # No copy is from memory that is page-locked and other memory together, which CUDA refuses.
+        # CUDA refuses a copy from memory that is page-locked in part.
         edge = memory.own_from
         before = [(begin, min(last, edge)) for begin, last in own]
         behind = [(max(begin, edge), last) for begin, last in (*own, (end, source.nbytes))]
@@ -294,8 +293,8 @@ class SharedUploads(Uploads):
         return None
 
     def go_on(self, using: StreamedLayer | None = None) -> None:
-        # Where nothing is left to fetch, at the end of a forward, the kernels of one trial would wait for layers that come,
-        # and those of all others behind them: the device has one stream for kernels.
+        # If nothing is left to fetch at the end of a forward, the kernels of this trial would wait for uploads, and those of all
+        # other trials behind them: the device has one stream for kernels.
         if using in self._unused:
             self._unused.remove(using)
             if not self._passed:

@@ -1,4 +1,4 @@
-"""What is one trial's own: what has a state, so that two trials that run at once cannot both have it."""
+"""Objects that belong to one trial: they have a state, so two trials that run at once cannot share them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.utils.data import DataLoader, IterableDataset
 from sp_lightning.torch_compat.private import tree_leaves
 
 _Reference = Callable[[], Any]
-"""Returns a thing; None once it is gone."""
+"""Returns an object; None once it is freed."""
 
 
 class TrialObjects:
-    """What one trial has. Things are known by their identities: what is only equal may be another trial's."""
+    """The objects of one trial, by identity: an equal object may belong to another trial."""
 
     def __init__(self) -> None:
         self._taken: dict[int, _Reference] = {}
         self._trainers: dict[int, tuple[_Reference, _Reference]] = {}  # modules and data modules, and their trainers
 
     def take(self, things: Iterable[tuple[str, Any]], others: Iterable[TrialObjects]) -> None:
-        """Notes that the trial has some things, each with its place in words.
+        """Notes objects of the trial, each with its place for messages.
 
         Raises:
-            RuntimeError: another trial has one of them: the same object or, of a buffer, the same memory.
+            RuntimeError: another trial has the same object or, for a buffer, the same memory.
         """
         for place, thing in things:
             held = thing.untyped_storage() if type(thing) is Tensor and thing.layout is torch.strided else thing
@@ -47,7 +47,7 @@ class TrialObjects:
                 self._trainers[id(each)] = _reference(each), _reference(trainer)
 
     def _keep_trainers(self) -> None:
-        """Lightning has given modules, or modules in them, to the trainer of the trial that is refused: takes them back."""
+        """Sets the trainers of modules again: Lightning has set that of the trial that is refused."""
         for each, trainer in self._trainers.values():
             if (owner := each()) is not None:
                 owner.trainer = trainer()
@@ -56,25 +56,25 @@ class TrialObjects:
 def _reference(thing: Any) -> _Reference:
     try:
         return weakref.ref(thing)
-    except TypeError:  # of a builtin iterator, say
+    except TypeError:  # for example a builtin iterator
         return lambda: thing
 
 
 def parts(module: nn.Module) -> list[tuple[str, Any]]:
-    """The modules, parameters and buffers of a module, by their names in it."""
+    """Returns the modules, parameters and buffers of a module, by their names in it."""
     modules = ((name or "the LightningModule", each) for name, each in module.named_modules())
     return [*modules, *module.named_parameters(), *module.named_buffers()]
 
 
 def parts_of_trainer(trainer: Any) -> list[tuple[str, Any]]:
-    """What a trainer has that keeps a state of its run, by the attributes where it is."""
+    """Returns the objects of a trainer that keep a state of its run, by their attributes."""
     one = [(name, getattr(trainer, name, None)) for name in ("datamodule", "profiler", "precision_plugin")]
     some = [(name, each) for name in ("callbacks", "loggers") for each in getattr(trainer, name)]
     return [(f"trainer.{name}", each) for name, each in (*one, *some) if each is not None]
 
 
 def with_state(loader: Any) -> Iterator[Any]:
-    """What of a loader changes when it is iterated, as far as one can tell: loaders, data sets, samplers."""
+    """Yields the parts of a loader that iteration may change: loaders, data sets, samplers."""
     if not isinstance(loader, DataLoader):
         if not hasattr(loader, "__getitem__"):  # it may be its own iterator
             yield loader

@@ -1,4 +1,4 @@
-"""What users see: :class:`SharedBase`, whose trials share the transfers of the frozen weights that they have in common."""
+""":class:`SharedBase`, whose trials share the uploads of the frozen weights that they have in common."""
 
 from __future__ import annotations
 
@@ -39,32 +39,33 @@ R = TypeVar("R")
 
 
 class SharedBase:
-    """Several trainings over one frozen base share its transfers: learning rates, adapters, seeds, in threads of one process.
+    """Several trainings share the uploads of one frozen base, in threads of one process: learning rates, adapters, seeds.
 
-    Each of them, a *trial*, is an ordinary function that makes a module and an ordinary Trainer with the strategy
-    ``"superpipeline"``, one device, and fits, validates or predicts. All of it is bitwise what it would be alone: the turn, and
-    with it the process's random state, goes from trial to trial where layers come to the device. A trial begins with the random
-    state and the settings that the process has outside of trials; ``seed_everything`` in it is its own.
+    Each *trial* is a function that makes a module and a Trainer with the strategy ``"superpipeline"`` and one device, and fits,
+    validates or predicts. Its results are bitwise those of a run alone: one trial computes at a time, and turns change, with the
+    random state of the process, when layers are uploaded. A trial begins with the random state and the settings that the process
+    has outside of trials. ``seed_everything`` in a trial affects only that trial.
 
-    What trials have in common is found by comparing bytes: one copy of it is on the host, and it comes to the device once for
-    all. What a trial trains or writes is its own.
+    Common weights are found by comparing bytes. The host has one copy of them, which is uploaded once for all trials. Weights
+    that a trial trains or writes are its own.
 
-    While trials run, nothing else of the process may train, draw random numbers or change settings. What a trial waits for may
-    not wait for a turn: trials that a thread of its own begins never come to theirs, and a log says so after a minute.
+    While trials run, no other code of the process may train, draw random numbers or change settings. A trial must not wait for
+    code that needs a turn, for example for trials that it starts in a thread: both wait forever, and a warning is logged after a
+    minute.
 
     Args:
-        max_trials: how many trials run at once at most; further ones wait until one has ended. None for no limit.
+        max_trials: most trials that run at once; others wait. None for no limit.
         layers: how many layers of the base are on the device at once, beside the trials' own windows.
 
     Raises:
-        RuntimeError: the system cannot share memory so.
-        ValueError: an argument is no number of at least 1.
+        RuntimeError: this system cannot share memory between trials.
+        ValueError: an argument is not an integer of at least 1.
 
     Example::
 
         base = SharedBase()
 
-        def run(lr):  # it makes all that it uses
+        def run(lr):  # makes all objects that it uses
             trainer = Trainer(strategy="superpipeline", max_epochs=1)
             trainer.fit(Module(lr), Data())
             return trainer.callback_metrics["loss"]
@@ -81,17 +82,17 @@ class SharedBase:
         self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
         self._under_way = set[Trial]()
         self._computes_on: torch.device | None = None
-        self._free: int | None = None  # bytes of device memory, before any of the trials that are under way took some
+        self._free: int | None = None  # bytes of device memory before the first of the trials under way
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes of the base that were copied to the device for several trials together."""
+        """Bytes of the base that were uploaded for several trials together."""
         return self._common.fetched_bytes
 
     def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Makes a function a trial, for threads of others: ``study.optimize(base.wrap(objective), n_jobs=4)``.
+        """Makes a function a trial, for threads of other libraries: ``study.optimize(base.wrap(objective), n_jobs=4)``.
 
-        What it returns may be no generator or coroutine, whose code would run when it is not its turn: a TypeError.
+        A trial that returns a generator or a coroutine raises a TypeError: its code would run outside of its turn.
         """
 
         @wraps(function)
@@ -102,14 +103,14 @@ class SharedBase:
         return run
 
     def _run(self, trial: Trial, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._places, ExitStack() as ends:  # which all run, the last one first, whatever one of them raises
+        with self._places, ExitStack() as ends:  # all run, the last one first, even if one raises
             TURNS.begin(trial.turn)
             ends.callback(TURNS.end, trial.turn)
             self._under_way.add(trial)
             ends.callback(self._leave, trial)
             ends.callback(scope.reset, scope.set(trial))
             ends.callback(trial.close)
-            # On an accelerator one thread of autograd's would run the backwards of all trials, and change no turns.
+            # Else one thread of autograd would run the backward of all trials on an accelerator, and could not change turns.
             with torch.autograd.set_multithreading_enabled(False):
                 result = function(*args, **kwargs)
             if isinstance(result, (GeneratorType, AsyncGeneratorType, CoroutineType)):
@@ -129,20 +130,20 @@ class SharedBase:
         max_trials: int | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """Calls a function with each of some arguments, as the builtin ``map`` does, in trials that run at once.
+        """Calls a function with each of some arguments, as the builtin ``map``, in trials that run at once.
 
         Args:
             function: a trial.
             arguments: one iterable for each of its arguments, all of one length.
-            max_trials: how many run at once at most, as far as the base allows; None for all.
-            return_exceptions: whether what a trial raises takes the place of its result. Otherwise the first such error is
-                raised once all trials have ended.
+            max_trials: most trials that run at once, within the limit of the base; None for all.
+            return_exceptions: whether errors are returned in place of results. Otherwise the first error is raised once all
+                trials have ended.
 
         Returns:
             The results, in the order of the arguments.
 
         Raises:
-            ValueError: ``max_trials`` is no number of at least 1, or the iterables differ in length.
+            ValueError: ``max_trials`` is not an integer of at least 1, or the iterables differ in length.
         """
         _refuse_inside()
         _check_counts(max_trials=max_trials)
@@ -170,7 +171,7 @@ class SharedBase:
 def _shown(argument: Any) -> str:
     try:
         return repr(argument)
-    except Exception:  # it must not hide what the trial has raised
+    except Exception:  # it must not hide the trial's error
         return f"a {type(argument).__name__}"
 
 
@@ -192,15 +193,15 @@ def _refuse_inside() -> None:
 
 
 class Trial(Placement, RunScope):
-    """The engine's parts of one trial. It may have several runs, one after the other.
+    """One trial: the scope of its runs, one after the other, and the parts of their engines.
 
     Args:
-        base: whose trial it is.
-        at_once: how many trials may be under way at once; None if that is not known.
+        base: the base.
+        at_once: how many trials may be under way at once; None if it is not known.
 
     Attributes:
         turn: its turn.
-        own: what no other trial may have.
+        own: the objects that no other trial may have.
     """
 
     shares_base = True
@@ -214,7 +215,7 @@ class Trial(Placement, RunScope):
         self._at_once = at_once
         self._runs = WeakSet[Any]()
         self._blocks: list[TrialBlock] = []
-        self._travels = 0  # bytes of frozen weights, or of their casts
+        self._travels = 0  # bytes of frozen weights or their casts that are uploaded in each step
         self._shares = False
 
     def check_devices(self) -> None:
@@ -266,28 +267,30 @@ class Trial(Placement, RunScope):
         if self._base._free is None:
             self._base._free = device_for(device).free_bytes()
         free = self._base._free
-        return None if free is None or self._at_once == 1 else free // (1 + self._at_once)  # the base takes a part, too
+        return (
+            None if free is None or self._at_once == 1 else free // (1 + self._at_once)
+        )  # the base takes a part as well
 
     def take(self, things: Iterable[tuple[str, Any]]) -> None:
-        """Makes things this trial's own, each with its place in words. One that another trial has is refused: a RuntimeError."""
+        """Notes objects of this trial, each with its place for messages. Raises a RuntimeError if another trial has one."""
         self.own.take(things, [each.own for each in self._base._under_way if each is not self])
 
     def take_loaders(self, name: str, loaders: Any) -> None:
-        """As :meth:`take`, what has a state in the loaders that a hook returns, by the hook's name, before they are iterated."""
+        """Notes the parts with a state of the loaders that a hook returns, before they are iterated. ``name`` is the hook's."""
         self.take((f"a part of {name}", each) for loader in tree_leaves(loaders) for each in with_state(loader))
 
     def step_begins(self) -> None:
-        """A step begins: others have their turns, even if all layers of this trial stay on the device, and theirs do not."""
-        TURNS.pass_on(self.turn, self)  # which is no layer, and so never there
+        """Lets others have their turns, also if all layers of this trial stay on the device."""
+        TURNS.pass_on(self.turn, self)  # the trial itself is not a layer, so it is never on the device
 
     def close(self) -> None:
-        """Closes runs that an error has left open."""
+        """Closes runs that an error left open."""
         for run in list(self._runs):
             if getattr(run, "streamer", None) is not None:
                 run.close()
 
     def finds(self, module: nn.Module, find: Callable[..., Found]) -> Callable[..., Found]:
-        """Finds layers with their frozen weights first, which lie alike then, whatever adapters a trial has beside them.
+        """Finds layers with their frozen weights first: their layout is then the same with any adapters of a trial.
 
         Raises:
             RuntimeError: another trial has a module, a parameter or a buffer of the module.
@@ -316,7 +319,7 @@ class Trial(Placement, RunScope):
     def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
         blocks, self._blocks = self._blocks, []
         travels, self._travels = self._travels, 0
-        self._shares = self._shares or any(block.common_bytes for block in blocks)  # all may be unfrozen later
+        self._shares = self._shares or any(block.common_bytes for block in blocks)  # all weights may be unfrozen later
         if not self._shares:
             what = "its frozen weights are others than those of the trial before it" if blocks else "it has none"
             raise ValueError(
@@ -352,5 +355,5 @@ def _frozen_first(layer: Layer) -> Layer:
 
 
 def current() -> Trial | None:
-    """The trial that this thread runs; None outside of one."""
+    """Returns the trial that this thread runs; None outside of trials."""
     return scope.get()

@@ -1,11 +1,10 @@
-"""Turns: of the trials of one process one computes at a time, with the process's state as it left it.
+"""Turns: one trial of a process computes at a time, with the state of the process that it had at the end of its last turn.
 
-A turn may end where a layer is about to come to the device. The next one goes to a trial whose next layer is there already; if
-there is none, to the trial that has waited longest. So a layer that has come serves all trials before the next one comes, as
-databases have several queries share one scan.
+A turn may end before a layer is uploaded. The next turn goes to a trial whose next layer is on the device already; if there is
+none, to the trial that has waited longest. So one upload serves all trials, as several queries of a database share one scan.
 
-Inside ``torch.autocast`` with its cache a trial keeps its turn. The cache of casts is the process's, and any thread that leaves
-its own outermost autocast clears it. The trial would cast a weight a second time then, and the gradient of a weight with two
+Inside ``torch.autocast`` with its cache a trial keeps its turn. The process has one cache of casts, and any thread that leaves
+its own outermost autocast clears it. The trial would then cast a weight a second time, and the gradient of a weight with two
 casts is added up in another order.
 """
 
@@ -35,9 +34,9 @@ from sp_lightning.torch_compat.private import (
 from sp_lightning.trainer.run_scope import TRAINERS
 
 LONG = 60.0
-"""Seconds without another turn after which a log says what the trial does whose turn it is."""
+"""Seconds without a change of turns after which the log shows the stack of the trial that has the turn."""
 PATIENCE = 64
-"""After so many turns of others a trial that waits comes next, whatever layer it needs."""
+"""Turns of others after which a waiting trial is next, whatever layer it needs."""
 
 _BESIDE = (
     "A trainer with this strategy is used outside of the trials of a SharedBase while they run, in another thread or around "
@@ -71,7 +70,7 @@ _anomalies: Access = (
 
 
 def _reductions(name: str) -> Access:
-    """Of products in few bits: whether they may be reduced in as few, and in parts."""
+    """The settings that let products in few bits be reduced in as few bits, and in parts."""
     products = torch.backends.cuda.matmul
     name = f"allow_{name}_reduced_precision_reduction"
     parts = f"{name}_split_k" if hasattr(products, f"{name}_split_k") else name
@@ -82,7 +81,7 @@ def _reductions(name: str) -> Access:
 
 
 _B = torch.backends
-_random: Any = np.random  # which does not say that it has all of these
+_random: Any = np.random  # its types do not declare all functions that are used
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (_B.cudnn, "enabled benchmark benchmark_limit deterministic"),
     (_B.mkldnn, "enabled deterministic allow_tf32"),
@@ -109,11 +108,11 @@ _SETTINGS: tuple[Access, ...] = (
     *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
     _environment("CUBLAS_WORKSPACE_CONFIG"),  # of its Trainer(deterministic=True)
 )
-"""What a process has once, and how it is read and written. Grad mode, autocast and modes of dispatch are each thread's own."""
+"""Functions that read and write the settings that a process has once. Grad mode, autocast and dispatch modes are per thread."""
 
 
 class ProcessState:
-    """What torch, NumPy, Python and Lightning keep once for a process, as it is now."""
+    """A snapshot of the state that torch, NumPy, Python and Lightning keep once for a process."""
 
     def __init__(self) -> None:
         self._torch = generator_states()
@@ -122,26 +121,26 @@ class ProcessState:
         self._settings = [read() for read, _ in _SETTINGS]
 
     def restore(self, now: ProcessState | None = None) -> None:
-        """Makes it the process's again.
+        """Restores the state.
 
         Args:
-            now: what the process has; None if that is to be read, which takes longer than all else.
+            now: the present state; None to read it, which takes longer than all else.
         """
         for (_, write), value, found in zip(_SETTINGS, self._settings, (now or ProcessState())._settings, strict=True):
             if found != value:
                 write(value)
-        torch.set_num_threads(self._threads)  # a thread has a number of its own, too, which others do not see
+        torch.set_num_threads(self._threads)  # each thread has its own number, too
         set_generator_states(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
 
 
 _casts = threading.local()
-"""Of each thread: whether autocast's cache was on since the thread entered its outermost autocast (``kept``)."""
+"""``kept``, for each thread: whether autocast's cache was on since the thread entered its outermost autocast."""
 
 
 def _autocast_depth() -> int:
-    """How many contexts of autocast this thread is in."""
+    """Returns how many contexts of autocast this thread is in."""
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth
@@ -159,24 +158,24 @@ def _note_cache(set_enabled: Callable[[bool], None], enabled: bool) -> None:
 
 
 def _keeps_casts() -> bool:
-    """Whether autocast may have kept casts of this thread's weights, which it is to find again."""
+    """Returns True if autocast may have cached casts of weights in this thread."""
     return getattr(_casts, "kept", False) and _autocast_depth() > 0
 
 
 class TrialTurn:
-    """A trial, as turns see it.
+    """The turn of one trial.
 
     Args:
-        there: says whether a layer that it wants is on the device.
+        there: returns True if a layer is on the device.
 
     Attributes:
-        state: the process's, as this trial has left it: at first, as it is outside of trials.
+        state: the state of the process at the end of its last turn; at first, the state outside of trials.
         wants: the layer that it needs next; None if it waits for no layer.
-        waited: how many turns others have had since its own.
-        error: that its next turn ends with; None for none.
-        log: for what its user should know.
-        device: that of its run; None before.
-        comes: tells its thread alone that its turn has come.
+        waited: how many turns others have had since its last one.
+        error: raised at the end of its next turn; None for none.
+        log: the logger for warnings.
+        device: that of its run; None before the run.
+        comes: wakes its thread when its turn begins.
     """
 
     state: ProcessState
@@ -192,11 +191,11 @@ class TrialTurn:
 
     @property
     def ready(self) -> bool:
-        """Whether what it wants is there."""
+        """Whether the layer that it needs is on the device."""
         return self.wants is None or self._there(self.wants)
 
     def fail(self) -> None:
-        """Raises the error that the turn is to end with, once."""
+        """Raises :attr:`error` once."""
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -207,26 +206,29 @@ class TrialTurns:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._waiting: list[TrialTurn] = []  # the one that came first is first
-        self._running: TrialTurn | None = None  # None where there is no trial
-        self._thread = 0  # of the one that runs
+        self._waiting: list[TrialTurn] = []  # the trial that has waited longest is first
+        self._running: TrialTurn | None = None  # None if there is no trial
+        self._thread = 0  # the identifier of its thread
         self._given = 0  # how often a turn has begun
         self._outside: ProcessState
-        self._left: ProcessState | None  # what the process has where a turn begins, if that is known
+        self._left: ProcessState | None  # the state of the process when a turn begins, if it is known
         self._cache_notes = Patch(torch, "set_autocast_cache_enabled", _note_cache)
 
     def refuse_beside(self, trainer: Any) -> None:
-        """Refuses a run outside of trials beside them: a RuntimeError. A trial that begins while it runs is refused, too."""
+        """Notes a trainer outside of trials. Raises a RuntimeError if trials are under way.
+
+        While it runs, :meth:`begin` raises one.
+        """
         with self._lock:
             if self._running is not None:
                 raise RuntimeError(_BESIDE)
             TRAINERS.add(trainer)
 
     def begin(self, turn: TrialTurn) -> None:
-        """Begins a trial. Returns once it is its turn.
+        """Begins a trial. Returns when its turn begins.
 
         Raises:
-            Exception: the error that the turn is to end with.
+            Exception: the turn's :attr:`~TrialTurn.error`.
             RuntimeError: a run outside of trials is under way.
         """
         turn.comes = threading.Condition(self._lock)
@@ -237,7 +239,7 @@ class TrialTurns:
                 self._outside = ProcessState()
                 self._cache_notes.install()
             turn.state = self._outside
-            _casts.kept = _autocast_depth() > 0  # what was entered before is not known
+            _casts.kept = _autocast_depth() > 0  # the cache may have been on before
             self._waiting.append(turn)
             try:
                 if self._running is None:
@@ -249,18 +251,18 @@ class TrialTurns:
                 raise
 
     def pass_on(self, turn: TrialTurn, wants: Hashable = None) -> None:
-        """The trial whose turn it is needs a layer, or begins a step. Returns once it is its turn again.
+        """Ends a turn because the trial needs a layer or begins a step. Returns when its next turn begins.
 
-        Where autocast keeps casts for it, it goes on at once.
+        If autocast has cached casts for the trial, it returns immediately.
 
         Raises:
-            Exception: the error that the turn is to end with. It is raised once.
+            Exception: the turn's :attr:`~TrialTurn.error`, once.
         """
-        if self._waiting and not _keeps_casts():  # who comes in this moment has a turn at the next layer
+        if self._waiting and not _keeps_casts():  # a trial that begins at this moment has a turn at the next layer
             with self._lock:
                 turn.wants, turn.waited = wants, 0
                 if self._chosen(turn) is not turn:
-                    # If it cannot be read, this trial has the turn still, and does not wait.
+                    # If this fails, the trial still has the turn, and does not wait.
                     turn.state = ProcessState()
                     if turn.device is not None:
                         turn.device.end_turn()
@@ -270,7 +272,7 @@ class TrialTurns:
         turn.fail()
 
     def end(self, turn: TrialTurn) -> None:
-        """Ends a trial, in its turn. After the last one the process has the state that it had before the first."""
+        """Ends a trial, in its turn. After the last trial the process has the state from before the first."""
         with self._lock:
             self._running = None
             if self._waiting:
@@ -298,7 +300,9 @@ class TrialTurns:
         while self._running is not turn:
             try:
                 in_time = turn.comes.wait(LONG)
-            except BaseException as error:  # Ctrl-C, in the main thread: it ends in its turn, since others compute now
+            except (
+                BaseException
+            ) as error:  # Ctrl-C in the main thread: the trial ends in its turn, because others compute now
                 interrupt, in_time = error, True
             if not in_time and given == self._given:
                 self._say_who_runs(turn.log)
@@ -320,4 +324,4 @@ class TrialTurns:
 
 
 TURNS = TrialTurns()
-"""Those of this process, because random state and the like are the process's."""
+"""The turns of this process: random state and settings belong to the process."""
