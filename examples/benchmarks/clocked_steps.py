@@ -239,11 +239,11 @@ def measure(overlap: Any, precision: Any, ratio: float, stay: int = 0) -> Row:
     gradients = sum(layer.gradient_bytes for layer in plan.offloaded)
     # Of the last step: the first one has no state yet.
     count = LAYERS - stay
-    come, leave = (sum(moved[-count:]) / gradients for moved in device.moved.values())
+    uploaded, downloaded = (sum(moved[-count:]) / gradients for moved in device.moved.values())
     forward = [Visit((layer,), 1.0) for layer in plan.order]
     visits = [*forward, *(Visit((layer,), 1.0, True, (layer,)) for layer in reversed(plan.order))]
     update = gradients / count / 0.05
-    rates = Rates(rate, rate, update, math.inf, visit_seconds=0.0, come=come, leave=leave)
+    rates = Rates(rate, rate, update, math.inf, visit_seconds=0.0, update_upload=uploaded, update_download=downloaded)
     planned = Walk(plan, visits, rates, overlap=overlap).predict(batches=4).seconds
     at = module.at[2:]
     return Row(overlap, precision, ratio, (at[-1] - at[0]) / (len(at) - 1), planned)

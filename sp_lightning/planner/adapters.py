@@ -1,4 +1,4 @@
-"""Adapters of low rank (LoRA) for ``plan --lora``, in a model that has none."""
+"""Low-rank adapters (LoRA) for ``plan --lora``, in a model without adapters."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sp_lightning.model.found import is_stack
 
 
 def add_adapters(module: nn.Module, rank: int) -> list[str]:
-    """Freezes a module, and adds what PEFT's ``LoraConfig(r=rank, target_modules="all-linear")`` adds to its linear layers.
+    """Freezes a module, and adds the adapters that PEFT's ``LoraConfig(r=rank, target_modules="all-linear")`` adds.
 
-    That is to all of them, whether they are called or not, but to the output head of a model of transformers.
+    All linear layers get an adapter, also layers that are never called. The output head of a transformers model does not.
 
     Args:
-        module: it keeps the names of its modules.
+        module: the model. The names of its modules do not change.
         rank: the rank of each adapter.
 
     Returns:
-        A sentence on the experts whose adapters are not counted, if there are some.
+        A sentence that names the stacked experts whose adapters are not counted; no sentence without such experts.
 
     Raises:
         ValueError: the module has no linear layers, or has adapters already.
@@ -38,7 +38,7 @@ def add_adapters(module: nn.Module, rank: int) -> list[str]:
     module.requires_grad_(False)
     for adapted in linear:
         inputs = _inputs(adapted) or 0
-        # A product with rank × inputs numbers, and one of that with outputs × rank.
+        # Two products: with a matrix of rank × inputs, then with one of outputs × rank.
         adapted.lora_A = nn.Linear(inputs, rank, bias=False)
         adapted.lora_B = nn.Linear(rank, adapted.weight.numel() // inputs, bias=False)
         adapted.register_forward_hook(partial(_adapted, adapted.lora_A, adapted.lora_B))
@@ -50,7 +50,7 @@ def add_adapters(module: nn.Module, rank: int) -> list[str]:
 
 
 def _inputs(module: nn.Module) -> int | None:
-    """How many numbers a linear layer takes; None if a module is none. That of GPT-2 has the transposed weight."""
+    """Returns the number of input features; None if the module is not linear. GPT-2's ``Conv1D`` has the transposed weight."""
     if isinstance(module, nn.Linear):
         return module.in_features
     weight: Any = module.weight if type(module).__name__ == "Conv1D" else None

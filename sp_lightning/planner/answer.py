@@ -1,4 +1,4 @@
-"""The answer of ``plan``: a range of windows with their memory and speed, and the best of them."""
+"""The answer of ``plan``: windows with their memory and speed, and the best one."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from sp_lightning.tuning.choices import SAME
 from sp_lightning.tuning.visits import Prediction
 from sp_lightning.updates.step_context import compiles
 
-_NOTICED = 0.005  # the share of the time that is a percent
+_NOTICED = 0.005  # the least share of the time that rounds to a percent
 
 
 @dataclass(frozen=True)
 class Row:
-    """One choice of k and k'.
+    """The memory and speed of one window.
 
     Attributes:
-        plan: the plan for it.
-        modes: what becomes of each unit's activations.
+        plan: the plan for this window.
+        modes: the activation mode of each unit.
         device_bytes: device memory of weights, gradients and activations.
         prediction: the time of a batch.
-        fits: whether the device has the memory.
-        estimate: what it was made from: with a number of layers that stay, if "auto" was asked for.
+        fits: True if the device has enough memory.
+        estimate: the estimate of the model. ``--gpu-layers auto`` is replaced by the number of layers that stay.
     """
 
     plan: Plan
@@ -43,21 +43,21 @@ class Row:
 
     @property
     def waiting(self) -> float:
-        """The share of the time in which the device does not compute."""
+        """Share of the time in which the device does not compute."""
         seconds = self.prediction.seconds
         return max(0.0, 1 - self.prediction.busy["compute"] / seconds) if seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What ``plan`` finds.
+    """The answer to a question.
 
     Attributes:
-        question: what was asked.
-        estimate: what is known of the model, whatever the window; with the number of layers that stay of the row that is shown.
+        question: the question.
+        estimate: the estimate of the model, with the number of staying layers of the row that is shown.
         rows: one for each window.
-        best: the smallest among the fastest windows that fit; None if none does.
-        prompt_seconds: the time before the first token. None if nothing is generated, or nothing fits.
+        best: among the fastest windows that fit, the one with the least memory; None if no window fits.
+        prompt_seconds: the time before the first token. None if nothing is generated, or no window fits.
     """
 
     question: Question
@@ -68,58 +68,68 @@ class Answer:
 
     @property
     def fits_plain(self) -> bool:
-        """Whether plain Lightning is known to need no more device memory than there is."""
+        """True if plain Lightning is known to fit into device memory."""
         limit = self.question.gpu_memory
         return limit is not None and not self.estimate.why_guessed and self.estimate.plain_bytes <= limit
 
     @property
     def fits_checkpointed(self) -> bool:
-        """Whether plain Lightning needs no more device memory than there is if it computes activations again."""
+        """True if plain Lightning with activation checkpointing is known to fit into device memory."""
         limit = self.question.gpu_memory
         return limit is not None and not self.estimate.why_guessed and self.estimate.checkpointed_bytes <= limit
 
     @property
     def lacking(self) -> frozenset[str]:
-        """Of which memory, ``device`` or ``host``, this strategy needs more than there is."""
-        enough = {"device": any(row.fits for row in self.rows), "host": self.estimate.host.fits}
-        return frozenset(name for name, there_is in enough.items() if not there_is)
+        """The memories, ``device`` and ``host``, that are too small for this strategy."""
+        fits = {"device": any(row.fits for row in self.rows), "host": self.estimate.host.fits}
+        return frozenset(name for name, enough in fits.items() if not enough)
 
     @property
     def shown(self) -> Row:
-        """The best row; of none that fits the one that takes the least memory."""
+        """The best row; if no row fits, the one with the least memory."""
         return self.best or _smallest(self.rows)
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if it fits as it was asked, 1 if it does not, 3 if that is not known."""
+        """The exit status: 0 if the model fits as asked, 1 if it does not, 3 if this is unknown."""
         if self.fits_plain:
             return 0
-        return 1 if self.best is None else 3 if self.estimate.why_guessed else 0
+        if self.best is None:
+            return 1
+        return 3 if self.estimate.why_guessed else 0
 
     @cached_property
     def without_waits(self) -> dict[str, float]:
-        """The seconds of a batch of the row that is shown, predicted without each kind of waiting."""
-        rates, row = self.estimate.rates, self.shown
+        """Seconds of a batch of the row that is shown, predicted without each cause of stalls."""
+        rates = self.estimate.rates
+        row = self.shown
         causes = [what for what, change in _changes(self.estimate).items() if replace(rates, **change) != rates]
         causes += ["updates", *["activations"] * ("offload" in row.modes.values())]
         return {what: _seconds_without(self.estimate, row, {what}) for what in causes}
 
     @cached_property
     def waits(self) -> dict[str, float]:
-        """The seconds that the device waits, by what for: the longest first, each what it takes without those before it."""
-        alone, row, seconds = self.without_waits, self.shown, self.shown.prediction.seconds
-        now, left, found = seconds, row.waiting * seconds, dict[str, float]()
+        """Seconds that the device stalls, by cause.
+
+        The cause whose removal saves the most comes first. Each cause has the seconds that remain after removing those before it.
+        """
+        alone = self.without_waits
+        seconds = self.shown.prediction.seconds
+        now = seconds
+        left = self.shown.waiting * seconds
+        found: dict[str, float] = {}
         for what in sorted(alone.keys() - {"whole uploads"}, key=alone.__getitem__):
             if left > 0 and seconds - alone[what] >= _NOTICED * seconds:
-                then = _seconds_without(self.estimate, row, {*found, what})
+                then = _seconds_without(self.estimate, self.shown, {*found, what})
                 found[what] = min(left, max(0.0, now - then))
                 left, now = left - found[what], then
         return found | ({"several things at once": left} if left > 0 else {})
 
     @property
     def batch(self) -> tuple[int, str]:
-        """How many tokens, images, videos or samples a batch of all devices has, and which of them."""
-        asked, items = self.question, self.estimate.items
+        """The number of items in a batch of all devices, and their name: tokens, images, videos, samples or batches."""
+        asked = self.question
+        items = self.estimate.items
         count, what = asked.batch_size * asked.tokens, "tokens"
         if unit := self.estimate.unit:
             count, what = asked.batch_size, unit
@@ -133,14 +143,18 @@ class Answer:
 
     @property
     def rate(self) -> tuple[float, str]:
-        """How many of them all devices finish in a second."""
+        """The number of items that all devices finish per second, and their name."""
         count, what = self.batch
         return count / (self.shown.prediction.seconds or 1e-9), what
 
 
 def stepped(estimate: Estimate, overlap: AskedOverlap, place: Place) -> Estimate | None:
-    """The same if the optimizer steps at another time, or in another place; None where that cannot be, or nothing is trained."""
-    question, step = estimate.question.but(optimizer_overlap=overlap, optimizer_on=place), estimate.step
+    """Returns the estimate with another ``optimizer_overlap`` or ``optimizer_on``.
+
+    Returns None if the question does not allow this, or if nothing is trained.
+    """
+    question = estimate.question.but(optimizer_overlap=overlap, optimizer_on=place)
+    step = estimate.step
     if step is None or any(True for _ in contradictions(question)):
         return None
     if place == "gpu":
@@ -148,16 +162,17 @@ def stepped(estimate: Estimate, overlap: AskedOverlap, place: Place) -> Estimate
     elif step.overlap != "off" or any(map(compiles, step.optimizers)):
         step = replace(step, overlap=beside(step.optimizers, question.mode))
     elif overlap != estimate.question.optimizer_overlap:
-        return None  # it cannot run in the background
+        return None  # this optimizer cannot run in the background
     return replace(estimate, question=question, step=step)
 
 
 def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, int]]:
-    """Ways to step that may be faster, by their options: seconds of a batch, and bytes of device memory more."""
-    asked, found = estimate.question, dict[str, tuple[float, int]]()
+    """Returns optimizer options that may be faster. Values are the seconds of a batch and the additional device memory."""
+    asked = estimate.question
+    found: dict[str, tuple[float, int]] = {}
     keeps = asked.but(gpu_layers="auto")
     if not asked.gpu_layers and not any(True for _ in contradictions(keeps)):
-        # What is left of the device's memory, which the window and its activations leave as they are.
+        # Layers stay in the device memory beside the window and its activations, which do not change.
         with_layers = replace(estimate, question=keeps).staying(row.plan.k, row.plan.k_prime)
         plan = with_layers.plan(row.plan.k, row.plan.k_prime)
         if plan.stay:
@@ -165,9 +180,8 @@ def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, in
             found[changed(asked, with_layers.question)] = with_layers.predict(plan, row.modes).seconds, more
     ways: list[tuple[AskedOverlap, Place]] = []
     if estimate.step is not None and estimate.step.overlap == "forward":
-        ways.append(
-            ("auto" if asked.but(optimizer_overlap="auto").mode == "backward" else "backward", asked.optimizer_on)
-        )
+        overlap: AskedOverlap = "auto" if asked.but(optimizer_overlap="auto").mode == "backward" else "backward"
+        ways.append((overlap, asked.optimizer_on))
     if asked.optimizer_on == "cpu":
         ways.append((asked.optimizer_overlap, "gpu"))
     for other in (stepped(estimate, *way) for way in ways):
@@ -179,7 +193,7 @@ def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, in
 
 
 def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:
-    """The seconds of a batch, predicted without some kinds of waiting."""
+    """Returns the seconds of a batch, predicted without some causes of stalls."""
     changes = [change for what, change in _changes(estimate).items() if what in causes]
     rates = replace(estimate.rates, **{name: value for change in changes for name, value in change.items()})
     modes: Modes = dict.fromkeys(row.modes, "keep") if "activations" in causes else row.modes
@@ -187,9 +201,9 @@ def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:
 
 
 def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
-    """The rates without each kind of waiting."""
+    """Returns the changes of the rates that remove each cause of stalls."""
     return {
-        # In inference, fetches alone pass over the host's memory.
+        # In inference, only uploads read host memory.
         "fetches": {"upload": math.inf} | ({"host_memory": math.inf} if estimate.question.predict else {}),
         "gradients to leave": {"download": math.inf},
         "the host": {"visit_seconds": 0.0, "weight_seconds": 0.0},
@@ -201,8 +215,10 @@ def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
 
 
 def answer(estimate: Estimate) -> Answer:
-    """Predicts each window that was asked for."""
-    best, prompt_seconds, asked = None, None, estimate.question
+    """Predicts the asked windows, or a range of windows."""
+    best = None
+    prompt_seconds = None
+    asked = estimate.question
     rows = tuple(_row(estimate, k, k_prime) for k, k_prime in _windows(estimate))
     if fitting := [row for row in rows if row.fits and row.estimate.host.fits]:
         enough = min(row.prediction.seconds for row in fitting) * SAME
@@ -215,17 +231,20 @@ def answer(estimate: Estimate) -> Answer:
 
 
 def _windows(estimate: Estimate) -> list[tuple[int, int]]:
-    """The pairs of k and k' that were asked for; otherwise powers of two up to all layers, and the largest k that fits."""
-    asked, count = estimate.question, max(len(estimate.found.layers), 1)
+    """Returns the asked pairs of k and k'; by default k is each power of two, the number of layers, and the largest that fits."""
+    asked = estimate.question
+    count = max(len(estimate.found.layers), 1)
     together = asked.k_prime or (1, 2)
     if asked.k:
         return [(k, k_prime) for k in asked.k for k_prime in together]
     ks = {k for k in (1, 2, 4, 8, 16, 32, 64) if k < count} | {count}
     pairs = {(k, k_prime) for k_prime in together for k in ks}
     if asked.gpu_memory is not None:
-        room, every = asked.gpu_memory - estimate.activation_bytes, range(1, count + 1)
+        room = asked.gpu_memory - estimate.activation_bytes
         for k_prime in together:
-            fitting = bisect_right(every, room, key=lambda k: estimate.weight_bytes(estimate.plan(k, k_prime)))
+            fitting = bisect_right(
+                range(1, count + 1), room, key=lambda k: estimate.weight_bytes(estimate.plan(k, k_prime))
+            )
             pairs.add((max(1, fitting), k_prime))
     return sorted(pair for pair in pairs if sum(pair) <= max(count, 2))
 
@@ -237,6 +256,7 @@ def _smallest(rows: Sequence[Row]) -> Row:
 def _row(asked: Estimate, k: int, k_prime: int) -> Row:
     estimate = asked.staying(k, k_prime)
     plan = estimate.plan(k, k_prime)
-    modes, limit = estimate.modes(plan), estimate.question.gpu_memory
+    modes = estimate.modes(plan)
+    limit = estimate.question.gpu_memory
     nbytes = estimate.weight_bytes(plan) + estimate.work.alive(modes)
     return Row(plan, modes, nbytes, estimate.predict(plan, modes), limit is None or nbytes <= limit, estimate)

@@ -1,4 +1,7 @@
-"""The arguments of the command line; those of ``plan`` are a :class:`Question`. Nothing here imports torch (see ``_public``)."""
+"""The arguments of the command line. The arguments of ``plan`` are a :class:`Question`.
+
+This file does not import torch, so that ``--help`` is fast (see ``_public``).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from sp_lightning.registry import is_installed, needed_for
 PROGRAM = (
     "superpipeline" if [Path(word).name for word in sys.argv[:1]] == ["superpipeline"] else "python -m sp_lightning"
 )
-"""How the user has called the command line."""
+"""The words by which the user called the command line."""
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
 WANTED = (
@@ -31,9 +34,9 @@ WANTED = (
     "pipeline of diffusers (a folder with model_index.json), a name of the Hugging Face hub whose config.json is in the cache "
     "(Qwen/Qwen2.5-0.5B), or the name of a torchvision model (vit_h_14)"
 )
-"""The ways to name a model on the command line, for ``--help``."""
+"""The ways to name a model on the command line, in the words of ``--help``."""
 EXPECTED = "Expected package.module:Factory, a config.json, a folder with one, a hub name or a torchvision model"
-"""The same in a message."""
+"""The ways to name a model, in the words of a message."""
 PRECISIONS = {
     "32-true": ("float32", None),
     "bf16-true": ("bfloat16", None),
@@ -41,17 +44,17 @@ PRECISIONS = {
     "bf16-mixed": ("float32", "bfloat16"),
     "16-mixed": ("float32", "float16"),
 }
-"""By Lightning's name: torch's name of the parameters' dtype, and of autocast's dtype, if there is one."""
+"""For each of Lightning's precisions: torch's names of the parameters' dtype and of autocast's dtype (None: no autocast)."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 Overlap = Literal["off", "forward", "backward"]
 Place = Literal["cpu", "gpu"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 PLACES: tuple[Place, ...] = get_args(Place)
-"""When updates run, and where the optimizer steps, as far as that is chosen before a run."""
+"""The values of ``optimizer_overlap`` and ``optimizer_on`` that are known before a run."""
 SEVERAL = ("model", "precision", "batch_size", "tokens", "activations", "scale")
-"""The arguments that may have several values, each of which is a question of its own."""
+"""The arguments that may have several values. Each combination is a separate question."""
 
-_OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # they count with --hours alone
+_OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # used only with --hours
 _GENERATE = (
     "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
 )
@@ -87,11 +90,11 @@ _HOURS = (
 )
 _STEPS = "with --hours, at least N optimizer steps, in which a learning rate can rise and fall (%(default)s)"
 _SCALE = "a transformers config in such sizes, 0.5B 3B for example; with --hours, which of them expects the least loss"
-_MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
+_MEASURE_HOST = "measure Python's time for each layer call on this machine, in a few seconds"
 
 
 def _size(text: str) -> int:
-    """Bytes, from ``24GiB``, ``24GB`` (10⁹), or ``24G`` and ``24``, which are GiB as cards are sold."""
+    """Parses bytes: ``24GiB``, ``24GB`` (10⁹), or ``24G`` and ``24``, which mean GiB, as the memory of graphics cards."""
     try:
         return parse_bytes("it", f"{text}GiB" if re.fullmatch(r"\d+(\.\d+)?", text) else text)
     except ValueError as error:
@@ -99,7 +102,7 @@ def _size(text: str) -> int:
 
 
 def _rate(text: str) -> float:
-    """Bytes per second, from ``7GB/s``, from ``56Gb/s`` or ``56Gbit/s``, as networks are sold, or from a number of GB/s."""
+    """Parses bytes per second: ``7GB/s``, bits as in ``56Gb/s`` or ``56Gbit/s``, or a number of GB/s."""
     match = re.fullmatch(r"(\d*\.?\d+(?:e[+-]?\d+)?) *(?:([kMGT]?)(i?)(B|b|bit)(?:/s|ps)?)?", text)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate. For example 25 (GB/s), 25GB/s or 200Gb/s")
@@ -115,17 +118,19 @@ def _count(text: str) -> int:
 
 
 def _share(text: str) -> Share:
-    """A number of layers: ``8``; a share of them: ``0.5``; or ``auto``."""
+    """Parses a number of layers: ``8``; a share of them: ``0.5``; or ``auto``."""
     with suppress(ValueError):
-        if text == "auto" or text.isdecimal():
-            return "auto" if text == "auto" else int(text)
+        if text == "auto":
+            return "auto"
+        if text.isdecimal():
+            return int(text)
         if 0 <= (share := float(text)) <= 1:
             return share
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers. For example 8, 0.5 (half of them) or auto")
 
 
 def _pixels(text: str) -> int | tuple[int, int]:
-    """Pixels on each side: ``1024``; or height and width: ``480x832``."""
+    """Parses the pixels on each side: ``1024``; or height and width: ``480x832``."""
     match = re.fullmatch(r"(\d+)(?:[x×](\d+))?", text)
     height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not (height and width):
@@ -134,12 +139,12 @@ def _pixels(text: str) -> int | tuple[int, int]:
 
 
 def in_pixels(size: int | tuple[int, int] | None) -> str:
-    """The size of an image as it is given."""
+    """Returns an image size as the command line has it."""
     return "x".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
 def _amount(text: str) -> int:
-    """A number with a unit of thousands: ``500M``, ``1.5B``, ``2T``."""
+    """Parses a number with a suffix: ``500M``, ``1.5B``, ``2T``."""
     match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?) *([kKMGBT]?)", text)
     found = match and round(float(match[1]) * 1000 ** (" KMBT".index((match[2] or " ").upper().replace("G", "B"))))
     if not found:
@@ -148,17 +153,17 @@ def _amount(text: str) -> int:
 
 
 def _precision(text: str) -> str:
-    """Lightning's name of a precision, also from its short names."""
+    """Returns Lightning's full name of a precision for its full or short name."""
     return {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "fp32": "32-true"}.get(text, text)
 
 
 def _clip(text: str) -> str:
-    """The algorithm of gradient clipping. A number is a norm, as in ``gradient_clip_val=1.0``."""
+    """Returns the algorithm of gradient clipping. A number means a norm, as in ``gradient_clip_val=1.0``."""
     return "norm" if re.fullmatch(r"\d*\.?\d+", text) else text
 
 
 def positive_number(text: str) -> float:
-    """A number above 0."""
+    """Parses a number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -169,26 +174,26 @@ def positive_number(text: str) -> float:
 
 
 def _option(meaning: str, **how: Any) -> dict[str, Any]:
-    """An argument, as :meth:`argparse.ArgumentParser.add_argument` takes it."""
+    """Returns the keyword arguments of :meth:`argparse.ArgumentParser.add_argument`."""
     return {"help": meaning, **how}
 
 
 class DefaultSize(int):
-    """A size that nobody asked for. A model may take less."""
+    """A default size. It is lowered if the model does not take as much."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a machine, and is no argument.
+    """Measurements of a machine that are not arguments.
 
     Attributes:
         names: the arguments whose values were measured.
-        tflops: of the device, by torch's name of the dtype in which it multiplies.
-        python: seconds of Python for each visit of a layer, and for each weight in it; None if they were not measured.
-        synchronous: whether everything else stands still during a copy, as where the host computes.
-        drive: bytes/s that come from a drive, which ``--disk`` alone asks for.
-        slower: how many times as long as predicted a run has taken.
-        notes: sentences about it.
+        tflops: TFLOP/s of the device, by torch's name of the dtype.
+        python: seconds of Python for each layer call, and for each weight in it; None if they were not measured.
+        synchronous: True if nothing else runs during a copy, as on the CPU.
+        drive: bytes/s of a disk. Remedies that add ``--disk`` use it.
+        slower: the time of a run divided by the predicted time.
+        notes: sentences about the measurements.
     """
 
     names: frozenset[str] = frozenset()
@@ -201,9 +206,9 @@ class Measured:
 
 
 class Question(argparse.Namespace):
-    """What ``plan`` is asked: each attribute is an argument of the command line. Memory is in bytes, rates in bytes/s."""
+    """A question to ``plan``. Each attribute is an argument of the command line. Memory is in bytes, rates in bytes/s."""
 
-    # The model, its batch, and what is done with it.
+    # The model, its batch, and the task.
     model: Annotated[str, _option(WANTED, nargs="+")]
     predict: Annotated[bool, _option("no training", action="store_true")]
     generate: Annotated[int | None, _option(_GENERATE, type=_count, metavar="N")]
@@ -264,26 +269,29 @@ class Question(argparse.Namespace):
     measure_host: Annotated[bool, _option(_MEASURE_HOST, action="store_true")]
     rates: Annotated[Path | None, _option(_RATES, type=Path, metavar="FILE")]
     from_: Annotated[Path | None, _option(_FROM, type=Path, metavar="FILE")]
-    # What a time is enough for.
+    # Planning for a given time.
     hours: Annotated[float | None, _option(_HOURS, type=positive_number)]
     least_steps: Annotated[int, _option(_STEPS, type=_count, default=1000, metavar="N")]
     dataset_tokens: Annotated[int | None, _option("of the data, 2B for example, to say epochs", type=_amount)]
     samples: Annotated[int | None, _option("the same, of data without tokens", type=_amount)]
     price: Annotated[float | None, _option("of an hour of the machine", type=positive_number)]
     scale: Annotated[int | None, _option(_SCALE, type=_amount, nargs="+", metavar="N")]
-    # How it is answered.
+    # The output.
     verbose: Annotated[bool, _option(_VERBOSE, action="store_true")]
     json: Annotated[bool, _option("for programs", action="store_true")]
     plot: Annotated[Path | None, _option("draws one answer; needs matplotlib", type=Path, metavar="FILE.png")]
 
     given = frozenset[str]()
-    """The names of arguments that the command line has."""
+    """The names of the arguments that the user gave."""
     measured = Measured()
-    """What ``--rates`` and ``--from`` say beside the arguments."""
+    """The measurements of ``--rates`` and ``--from`` that are not arguments."""
 
     @property
     def mode(self) -> Overlap:
-        """When updates run: as asked; for ``auto`` as a run chooses whose module and callbacks have no hook before the step."""
+        """When updates run.
+
+        For ``auto``, this is the choice of a run whose module and callbacks have no hooks before the step.
+        """
         if self.optimizer_overlap != "auto":
             return self.optimizer_overlap
         waits = self.gradient_clip == "norm" or self.precision == "16-mixed"  # for all gradients
@@ -298,7 +306,7 @@ class Question(argparse.Namespace):
         return self.mode == "backward" and (self.optimizer_overlap == "backward" or self.optimizer_on == "gpu")
 
     def but(self, **changes: Any) -> Question:
-        """The question with other values of some arguments. How fast the device multiplies depends on the precision."""
+        """Returns the question with other values of some arguments. A measured ``tflops`` changes with the precision."""
         asked = Question(**{**vars(self), **changes})
         if "tflops" in asked.measured.names:
             dtype, autocast = PRECISIONS[asked.precision]
@@ -312,7 +320,7 @@ class Question(argparse.Namespace):
 
 
 def contradictions(question: Question) -> Iterator[str]:
-    """Why a question cannot be answered, whatever the model: arguments that exclude each other, or need others."""
+    """Yields the errors of a question that do not depend on the model: arguments that exclude or need each other."""
     usual = _usual()
     for name, several in (("links", "devices"), ("transfer", "devices"), ("network", "nodes")):
         if getattr(question, several) == 1 and getattr(question, name) != getattr(usual, name):
@@ -350,7 +358,7 @@ def contradictions(question: Question) -> Iterator[str]:
 
 
 def _against_staying(question: Question) -> Iterator[str]:
-    """Why layers cannot stay on the device."""
+    """Yields the errors of ``--gpu-layers``."""
     others = {
         "keeps optimizer state in GPU memory, and --predict and --generate do not train": question.predict,
         "keeps layers on one device": question.devices * question.nodes > 1,
@@ -364,10 +372,10 @@ def _against_staying(question: Question) -> Iterator[str]:
 
 
 def separate(given: Question) -> list[Question]:
-    """The questions of a command line: one for each combination of the values of :data:`SEVERAL`.
+    """Returns the questions of a command line: one for each combination of the values of :data:`SEVERAL`.
 
     Raises:
-        ValueError: there are several, and ``--plot`` or ``--trials`` is for one.
+        ValueError: there are several questions, and ``--plot`` or ``--trials`` takes only one.
     """
     values = [value if isinstance(value := getattr(given, name), list) else [value] for name in SEVERAL]
     chosen = [dict(zip(SEVERAL, each, strict=True)) for each in itertools.product(*values)]
@@ -378,24 +386,25 @@ def separate(given: Question) -> list[Question]:
 
 
 def command(question: Question) -> str:
-    """The command line that asks a question, with every argument that is not the usual one."""
+    """Returns the command line of a question, with every argument that is not the default."""
     return shlex.join([*PROGRAM.split(), "plan", question.model, *itertools.chain(*_given(question))])
 
 
 def changed(before: Question, after: Question) -> str:
-    """What the command line of one question has that the other's has not, or lacks, if it has nothing more."""
-    had, has = list(_given(before)), list(_given(after))
+    """Returns the options that one question adds to another; if it adds none, the options that it leaves out."""
+    had = list(_given(before))
+    has = list(_given(after))
     if more := [shlex.join(words) for words in has if words not in had]:
         return " ".join(more)
     return " ".join(f"without {words[0]}" for words in had if words not in has)
 
 
 def _given(question: Question) -> Iterator[list[str]]:
-    """The options of a question that are not the usual ones, as words of a command line."""
+    """Yields the options of a question that are not the defaults, each as words of a command line."""
     usual = _usual()
     for name, how in _arguments():
         value = getattr(question, name)
-        # With --hours, what is given is kept, and the rest is looked for.
+        # With --hours, given arguments are fixed, even at their default; the others are searched.
         kept = question.hours is not None and name in question.given and value is not None and value is not False
         if name == "model" or name in question.measured.names or (value == getattr(usual, name) and not kept):
             continue
@@ -407,20 +416,20 @@ def _given(question: Question) -> Iterator[list[str]]:
         elif how.get("type") is _pixels:
             words = [in_pixels(value)]
         elif how.get("type") is _share:
-            words = [str(value)]  # 1.0 is all layers, and 1 is one
+            words = [str(value)]  # 1.0 means all layers, 1 means one layer
         elif isinstance(value, float):
             words = [f"{value:.15g}"]
         yield [_flag(name), *map(str, words)]
 
 
 def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The arguments of ``plan``, each with what :meth:`argparse.ArgumentParser.add_argument` takes."""
+    """Yields the arguments of ``plan``, each with the keywords of :meth:`argparse.ArgumentParser.add_argument`."""
     for name, annotated in get_type_hints(Question, include_extras=True).items():
         yield name, get_args(annotated)[1]
 
 
 def number_of(name: str, text: str) -> float:
-    """The value of an argument that is a number, from its text."""
+    """Returns the value of a numeric argument for its text."""
     return float(dict(_arguments())[name]["type"](text))
 
 
@@ -428,10 +437,10 @@ def read(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Name
     """Reads the arguments of a command other than Lightning's.
 
     Raises:
-        SystemExit: with status 2 after a message with the command's usage. It suggests an option in place of an unknown one.
-        MissingCapabilityError: another folder of the package has the command, and is missing.
+        SystemExit: with status 2, after a message with the command's usage. For an unknown option it suggests a similar one.
+        MissingCapabilityError: the folder of the package that has the command is missing.
     """
-    if arguments[:1] == ["check"]:  # the parser lacks the command if its folder is missing
+    if arguments[:1] == ["check"]:  # without its folder, the parser does not have the command
         with needed_for("The command check", can_leave_out=False):
             import sp_lightning.comparison.command  # noqa: F401
     given, unknown = parser.parse_known_args(arguments, namespace=Question())
@@ -468,15 +477,15 @@ def _flag(name: str) -> str:
 
 
 def _usual() -> argparse.Namespace:
-    """What is asked of a model by default."""
+    """Returns the default arguments of ``plan``."""
     return make_parser().parse_args(["plan", "a model"])
 
 
 def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
-    """The parser of the whole command line. Lightning's own commands are in it for ``--help`` alone.
+    """Returns the parser of the whole command line. Lightning's own commands are included only for ``--help``.
 
     Args:
-        usual: whether what is not given has its usual value; otherwise the namespace lacks it.
+        usual: True to set arguments that are not given to their defaults. False to leave them out of the namespace.
     """
     parser = argparse.ArgumentParser(prog=PROGRAM)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -486,9 +495,9 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
     convert.add_argument(
         "source", type=Path, help="a folder of save_distributed_checkpoint=True, or a file of Lightning's"
     )
-    convert.add_argument("target", type=Path, help="what it becomes, a file or a folder; it must not be there")
+    convert.add_argument("target", type=Path, help="the new file or folder; it must not exist")
     convert.add_argument(
-        "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
+        "--trust", action="store_true", help="read a checkpoint with other objects than tensors and plain values"
     )
     if is_installed("comparison"):
         from sp_lightning.comparison import command
@@ -496,12 +505,12 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
         command.add_arguments(commands.add_parser("check", help=command.HELP))
     rates = commands.add_parser("rates", help="measure this machine for plan --rates, in about a minute")
     rates.add_argument("--accelerator", help="where layers compute, cuda or cpu (the accelerator that torch finds)")
-    rates.add_argument("--disk", type=Path, help="a folder on the drive that is to be measured, too (none)")
+    rates.add_argument("--disk", type=Path, help="a folder on a drive to measure as well (none)")
     rates.add_argument("--seconds", type=positive_number, default=30, help="for what is repeated (%(default)s)")
     plan = commands.add_parser(
         "plan",
         help="estimate memory and speed of a model, without loading its weights",
-        # The options that take several values would take a model behind them for one more.
+        # The model comes first: an option with several values would take a model behind it as another value.
         usage="%(prog)s MODEL [MODEL ...] [options]",
         epilog=_STATUS,
     )

@@ -1,4 +1,4 @@
-"""What a time is enough for: ``plan --hours`` looks for the fastest way to train, and says what it reaches."""
+"""``plan --hours``: finds the fastest way to train in a given time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ACCUMULATED = (4, 16)
 _OVERLAPS: tuple[AskedOverlap, ...] = ("auto", "backward")
 _PRECISIONS = ("bf16-mixed", "bf16-true")
-_SHOWN = 5  # ways
-_WINDOWS = 4  # that are tried with accumulation, too
-_GAIN = 1.02  # a larger batch has to be so much faster: a smaller one leaves more steps
-_REPEATED = 4  # times that data may come with as much use as new data, by Muennighoff et al., arXiv 2305.16264
+_SHOWN = 5  # the number of ways that are shown
+_WINDOWS = 4  # the number of windows that are also tried with accumulation
+_GAIN = 1.02  # a larger batch must be faster by this factor, because a smaller one leaves more steps
+_REPEATED = 4  # epochs in which repeated data is about as useful as new data (Muennighoff et al., arXiv 2305.16264)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one way to train reaches in the time.
+    """The training that one set of options reaches in the given time.
 
     Attributes:
-        answer: how, with the best window.
-        seconds: of the whole time.
-        count: tokens, images or samples of an optimizer step, of all devices.
-        unit: which of them.
+        answer: the options, with the best window.
+        seconds: the given time.
+        count: tokens, images or samples in an optimizer step of all devices.
+        unit: the name of the counted items.
     """
 
     answer: Answer
@@ -47,22 +47,22 @@ class Budget:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that fit."""
+        """The number of optimizer steps in the time."""
         return int(self.seconds / self.step_seconds)
 
     @property
     def total(self) -> int:
-        """Tokens, images or samples in all of them."""
+        """Tokens, images or samples in all steps."""
         return self.steps * self.count
 
     @property
     def epochs(self) -> float | None:
-        """How often the data comes; None if nobody has said how much there is."""
+        """The number of passes over the data; None if its size was not given."""
         return None if self.data is None else self.total / self.data
 
     @property
     def data(self) -> int | None:
-        """Tokens, images or samples that there are, if somebody has said so."""
+        """Tokens, images or samples in the data; None if its size was not given."""
         question = self.answer.question
         if self.unit == "tokens":
             return question.samples * question.tokens if question.samples else question.dataset_tokens
@@ -70,20 +70,20 @@ class Budget:
 
     @property
     def cost(self) -> float | None:
-        """The price of the time; None if nobody has said one."""
+        """The price of the time; None if no price was given."""
         price = self.answer.question.price
         return None if price is None else price * self.seconds / 3600
 
 
 def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
-    """Ways to train that fit, in no order.
+    """Returns ways to train that fit, unsorted.
 
     Args:
-        asked: what is given is kept; the rest is tried.
-        say: is told what takes its time.
+        asked: the question. Given arguments are fixed; the others are searched.
+        say: is called with a message before each slow step.
 
     Raises:
-        ValueError: the model takes no such batch; the data cannot be counted; the data, or the time, is less than one step.
+        ValueError: the model does not take the batch; the data cannot be counted; the data or the time is less than one step.
     """
     found: list[Budget] = []
     reasons: list[ValueError] = []
@@ -94,31 +94,36 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
             say(f"runs a batch of {batch} in {precision}")
             try:
                 estimate = estimate_model(question)
-            except ValueError as error:  # one batch or precision of several may be what the model cannot take
+            except ValueError as error:  # the model may take other batches or precisions
                 reasons.append(error)
                 continue
             fitting = _fitting(estimate)
             if not fitting and question.activations == "auto" and "activations" not in asked.given:
-                # What "auto" needs in the batches in which it measures may be more than what computing all again takes.
+                # "auto" measures in its first batches, which may need more memory than recomputing everything.
                 fitting = _fitting(replace(estimate, question=question.but(activations="recompute")))
             found += fitting
-            before, fastest = fastest, max((each.total for each in fitting), default=0)
+            before = fastest
+            fastest = max((each.total for each in fitting), default=0)
             if fastest < before * _GAIN or not fitting:
-                break  # larger batches are no faster, or fit still less
+                break  # larger batches are not faster, or do not fit
     if not found and reasons:
         raise reasons[0]
     return _with_enough(found, asked)
 
 
 def _with_enough(found: list[Budget], asked: Question) -> list[Budget]:
-    """Those ways for which there is data; a ValueError if it cannot be counted, or if data or time is less than one step."""
+    """Returns the ways whose step is not larger than the data.
+
+    Raises:
+        ValueError: the data cannot be counted, or the data or the time is less than one step.
+    """
     if not found:
         return []
     unit = found[0].unit
     if found[0].data is None and (asked.samples or asked.dataset_tokens):
         instead = "--samples in place of --dataset-tokens"
         if unit == "batches":
-            instead = "--input SIZE SIZE …, which says how many a batch has"
+            instead = "--input SIZE SIZE …, whose first number is the batch size"
         raise ValueError(
             f"How much data there is cannot be counted in {unit}, which {asked.model!r} takes: give {instead}."
         )
@@ -140,7 +145,11 @@ def _fitting(estimate: Estimate) -> list[Budget]:
 
 
 def best_first(found: Iterable[Budget]) -> list[Budget]:
-    """Whole updates before rounded ones, enough steps before too few; then the most tokens, or of too few the most steps."""
+    """Sorts ways to train, the best first.
+
+    Ways with float32 weights come before ways that round updates, and ways with enough steps before ways with too few. Among
+    equals, the most items come first; among ways with too few steps, the most steps.
+    """
 
     def kind(each: Budget) -> tuple[bool, bool]:
         return rounds(each.answer.question), each.steps < each.answer.question.least_steps
@@ -151,7 +160,7 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
 
     ordered = sorted(found, key=order)
     if ordered:
-        # Of nearly as many tokens, the smallest step leaves the most steps.
+        # Among ways with nearly as many tokens, the smallest step leaves the most steps.
         alike = [each for each in ordered if kind(each) == kind(ordered[0]) and each.total * _GAIN >= ordered[0].total]
         first = min(alike, key=lambda each: each.count)
         ordered = [first, *(each for each in ordered if each is not first)]
@@ -159,12 +168,12 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
 
 
 def _takes_batches(asked: Question) -> bool:
-    """True if the model takes --batch-size. A factory's model has its own batch."""
+    """Returns True if the model takes --batch-size. A factory's model has its own batch."""
     return ":" not in asked.model
 
 
 def _ways(estimate: Estimate) -> Iterator[Answer]:
-    """The answers for each time and place of the optimizer, and accumulation, of those that are not given."""
+    """Yields the answers for each ``optimizer_on``, ``optimizer_overlap`` and accumulation that the user did not fix."""
     asked = estimate.question
     for place in PLACES if "optimizer_on" not in asked.given else (asked.optimizer_on,):
         for overlap in _OVERLAPS if "optimizer_overlap" not in asked.given else (asked.optimizer_overlap,):
@@ -174,7 +183,7 @@ def _ways(estimate: Estimate) -> Iterator[Answer]:
 
 
 def _accumulated(found: Answer) -> Iterator[Answer]:
-    """An answer, and those with accumulation, if nobody has said it, of the windows that are fastest without."""
+    """Yields an answer. If the user did not fix accumulation, also yields answers with accumulation for its fastest windows."""
     yield found
     question = found.question
     if "accumulate_grad_batches" in question.given or found.best is None:
@@ -195,9 +204,10 @@ def _budget(found: Answer) -> Budget:
 
 
 def in_words(found: list[Budget], asked: Question) -> list[str]:
-    """The best way, what it reaches, how it is written, and others."""
+    """Returns the lines of the answer: the best way, its steps and options, and other ways."""
     best = found[0]
-    question, row = best.answer.question, best.answer.shown
+    question = best.answer.question
+    row = best.answer.shown
     lines = [
         f"In {asked.hours:g} h: {best.steps:,} steps of {best.count:,} {best.unit}, {best.step_seconds:.3g} s each, "
         f"{number(best.total)} {best.unit}{_epochs(best)}{_cost(best)}.",
@@ -215,7 +225,8 @@ def in_words(found: list[Budget], asked: Question) -> list[str]:
         precision, most = rounded[0].answer.question.precision, number(rounded[0].total)
         lines.append(f"  {precision} reaches {most} {best.unit}, but {ROUNDED} (--precision {precision}).")
     others = list(_different(found[1:]))[: _SHOWN - 1]
-    lines += ["", "other ways, and what they reach:"] * bool(others)
+    if others:
+        lines += ["", "other ways:"]
     lines += [
         f"  {number(each.total):>8} {each.unit} in {each.steps:,} steps: {_way(each.answer.question)}"
         for each in others
@@ -224,17 +235,16 @@ def in_words(found: list[Budget], asked: Question) -> list[str]:
 
 
 def _way(question: Question) -> str:
-    return (
+    way = (
         f"--precision {question.precision} --batch-size {question.batch_size} "
         f"--accumulate-grad-batches {question.accumulate_grad_batches} "
         f"--optimizer-overlap {question.optimizer_overlap} --optimizer-on {question.optimizer_on}"
-        + f" --gpu-layers {question.gpu_layers}"
-        * bool(question.gpu_layers)
     )
+    return f"{way} --gpu-layers {question.gpu_layers}" if question.gpu_layers else way
 
 
 def _different(found: list[Budget]) -> Iterator[Budget]:
-    """The best way with each place and time of the optimizer, and each precision."""
+    """Yields the best way for each combination of precision, ``optimizer_overlap`` and ``optimizer_on``."""
     seen = set()
     for each in found:
         question = each.answer.question
@@ -245,11 +255,11 @@ def _different(found: list[Budget]) -> Iterator[Budget]:
 
 
 def trainer_call(best: Budget) -> str:
-    """The Trainer as it is to be written."""
+    """Returns the Python call that makes the Trainer."""
     question = best.answer.question
-    accumulate = f", accumulate_grad_batches={question.accumulate_grad_batches}" * (
-        question.accumulate_grad_batches > 1
-    )
+    accumulate = ""
+    if question.accumulate_grad_batches > 1:
+        accumulate = f", accumulate_grad_batches={question.accumulate_grad_batches}"
     devices = f", {options}" if (options := trainer_options(question)) else ""
     seconds = max(1, round(best.seconds))
     time = f'max_time={{"seconds": {seconds}}}' if seconds % 3600 else f'max_time={{"hours": {seconds // 3600}}}'
@@ -260,7 +270,7 @@ def trainer_call(best: Budget) -> str:
 def _epochs(best: Budget) -> str:
     if best.epochs is None:
         return ""
-    often = "; data that comes more than four times teaches little more" * (best.epochs > _REPEATED)
+    often = "; data repeated more than four times adds little" if best.epochs > _REPEATED else ""
     return f", {best.epochs:.3g} epochs{often}"
 
 
@@ -269,7 +279,10 @@ def _cost(best: Budget) -> str:
 
 
 def sizes(found: list[Budget]) -> list[str]:
-    """Which of several sizes of a language model expects the least loss; nothing where no size is one, or there is but one."""
+    """Returns the expected loss of several sizes of a language model, and the size with the least.
+
+    Returns no lines for a single size, and for models that do not train on tokens.
+    """
     if len(found) < 2 or any(each.unit != "tokens" for each in found):
         return []
     losses = [(expected_loss(each.answer.estimate.parameters, _fresh(each)), each) for each in found]
@@ -281,18 +294,18 @@ def sizes(found: list[Budget]) -> list[str]:
     _, best = min(losses, key=lambda each: each[0])
     if any(each.answer.estimate.parameters < FITTED_TO for each in found):
         lines.append(
-            f"  The law was fitted to {FITTED_TO // 10**6}M parameters and more: of smaller models it says nothing."
+            f"  The law was fitted to {FITTED_TO // 10**6}M parameters and more; it does not apply to smaller models."
         )
     return [*lines, f"  the least: {number(best.answer.estimate.parameters)}"]
 
 
 def _fresh(each: Budget) -> float:
-    """Tokens, as many as there are of the data up to four times."""
+    """Returns the trained tokens, without repetitions of the data beyond the fourth epoch."""
     return max(1, each.total if each.data is None else min(each.total, _REPEATED * each.data))
 
 
 def fields(best: Budget) -> dict[str, Any]:
-    """The best way for programs."""
+    """Returns the best way as fields for JSON."""
     question = best.answer.question
     return {
         "budget": {

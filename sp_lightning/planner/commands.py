@@ -1,4 +1,4 @@
-"""The commands ``convert``, and ``fit``, ``validate``, ``test`` and ``predict`` of Lightning's CLI."""
+"""The command ``convert``, and Lightning's commands ``fit``, ``validate``, ``test`` and ``predict``."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def run_lightning(arguments: list[str]) -> None:
     try:
         from lightning.pytorch.cli import LightningCLI
 
-        # With arguments of its own, the CLI warns that sys.argv has others.
+        # The CLI warns if it is given arguments that differ from sys.argv.
         LightningCLI(args=arguments) if arguments != sys.argv[1:] else LightningCLI()
     except ModuleNotFoundError as error:
         if "jsonargparse" not in str(error):
             raise
         raise SystemExit(f'{error} Install it: pip install "jsonargparse[signatures]".') from error
     except ValueError as error:
-        # jsonargparse lists every type that it tried, and the value in full. The user needs the reasons alone.
+        # jsonargparse lists every type that it tried, and the whole value. The user needs only the reasons.
         tried = str(error).partition("\nErrors:\n  - ")[2].partition("\nGiven value type:")[0].split("\n  - ")
         reasons = [reason for reason in tried if reason and not reason.startswith("Expected a ")]
         if not reasons:
@@ -44,27 +44,27 @@ def run_lightning(arguments: list[str]) -> None:
 
 
 def run_convert(source: Path, target: Path, *, trust: bool) -> None:
-    """Converts a checkpoint: a folder becomes a file of plain Lightning's, a file becomes a folder.
+    """Converts a checkpoint folder to a file of plain Lightning, or a file to a folder.
 
     Args:
         source: the checkpoint.
-        target: what is written; it must not be there.
-        trust: whether the checkpoint may hold other objects than tensors and plain values.
+        target: the new checkpoint; it must not exist.
+        trust: True if the checkpoint may contain other objects than tensors and plain values.
 
     Raises:
-        ValueError, OSError: the checkpoint cannot be read, or cannot be written.
+        ValueError, OSError: the checkpoint cannot be read or written.
     """
     io = AtomicCheckpointIO()
     if os.path.lexists(target):
-        raise ValueError(f"{target} is there already. Name another target, or remove it.")
+        raise ValueError(f"{target} exists already. Name another target, or remove it.")
     try:
         checkpoint = io.load_checkpoint(source, weights_only=not trust)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{source} holds more than tensors and plain values. If you trust it: --trust. ({error})"
+            f"{source} contains more than tensors and plain values. If you trust it, add --trust. ({error})"
         ) from error
     if not isinstance(checkpoint, dict):
-        raise ValueError(f"{source} holds a {type(checkpoint).__name__}, and no checkpoint.")
+        raise ValueError(f"{source} contains a {type(checkpoint).__name__}; expected a checkpoint.")
     if source.is_dir():
         io.save_checkpoint(checkpoint, target)
     else:

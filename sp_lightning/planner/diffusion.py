@@ -1,4 +1,4 @@
-"""Models of diffusers: the part of a pipeline that is trained, the arguments of its forward, the size of the other parts."""
+"""Models of diffusers: the trained part of a pipeline, the arguments of its forward, and the sizes of the other parts."""
 
 from __future__ import annotations
 
@@ -20,31 +20,36 @@ from sp_lightning.planner.known_values import answered
 from sp_lightning.torch_compat.private import disable_dispatch_modes
 
 INDEX = "model_index.json"
-"""The file that names the parts of a pipeline."""
+"""The file of a pipeline that lists its parts."""
 _TRAINED = ("transformer", "unet")
-# By the name of a dtype in the header of a safetensors file.
+# Keys are the names of dtypes in the header of a safetensors file.
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-# What an image encoder makes of the first frame, in Wan: CLIP's patches and its class token.
+# Wan's image encoder turns the first frame into CLIP's patches and its class token.
 _IMAGE_TOKENS = 257
-# Sizes of the image and of its crop, which SDXL is conditioned on.
+# SDXL is conditioned on three pairs of numbers: sizes of the image and of its crop.
 _TIME_IDS = 6
 
 
 @dataclass(frozen=True)
 class _Family:
-    """The inputs of a class of diffusers, and the usual sizes, which are the defaults of its pipeline.
+    """The inputs of a diffusers model class. Sizes are the defaults of its pipeline.
 
     Attributes:
-        layout: dimensions of the latents: ``image`` (batch, channels, height, width), ``video`` (batch, channels, frames, height,
-            width), ``frames`` (the same, frames first), ``packed`` (batch, tokens, channels), or a ``list`` of images.
+        layout: the dimensions of the latents.
+
+            - ``image``: batch, channels, height, width
+            - ``video``: batch, channels, frames, height, width
+            - ``frames``: batch, frames, channels, height, width
+            - ``packed``: batch, tokens, channels
+            - ``list``: a list of images
         text: the field of the config with the width of prompt embeddings; empty if the model takes no prompts.
-        tokens: of a prompt.
-        masked: whether pipelines pass a mask of the prompt's tokens.
+        tokens: the tokens of a prompt.
+        masked: True if pipelines pass a mask of the prompt's tokens.
         scale: pixels on each side of a latent.
-        pack: latents on each side of a token, if the pipeline and not the model makes tokens of them.
+        pack: latents on each side of a token, if the pipeline instead of the model makes tokens of latents.
         size: height and width in pixels, if the config has no sample_size.
-        frames: of a video; 0 for images.
-        frame_scale: frames of a latent. The first latent is one frame.
+        frames: the frames of a video; 0 for images.
+        frame_scale: frames per latent. The first latent is one frame.
     """
 
     layout: Literal["image", "packed", "list", "video", "frames"]
@@ -84,7 +89,7 @@ _FAMILIES = {
 
 
 def import_diffusers(model: str, kind: str) -> Any:
-    """The library, imported with values: its modules may make tensors.
+    """Imports diffusers outside of fake tensors, because its modules may make tensors.
 
     Raises:
         ImportError: diffusers is not installed.
@@ -100,20 +105,20 @@ def import_diffusers(model: str, kind: str) -> Any:
 
 
 def is_module(kind: object) -> bool:
-    """Returns True if a library has a module class with this name. Schedulers and tokenizers are not modules."""
+    """Returns True if a part's class is a module. Schedulers and tokenizers are not modules."""
     return isinstance(kind, type) and issubclass(kind, nn.Module)
 
 
 def is_pipeline(raw: dict[str, Any]) -> bool:
-    """Returns True if a config is a pipeline's index: it names the parts, each with its library and class."""
+    """Returns True if a config is the index of a pipeline, which has the library and class of each part."""
     return str(raw["_class_name"]).endswith("Pipeline")
 
 
 def trained_part(raw: dict[str, Any], file: Path) -> str:
-    """The name of the part of a pipeline that is trained, which is that of its folder.
+    """Returns the name of the trained part of a pipeline. Its folder has the same name.
 
     Raises:
-        ValueError: the pipeline has neither a transformer nor a UNet, or the config of that is missing.
+        ValueError: the pipeline has neither a transformer nor a UNet, or the config of this part is missing.
     """
     name = next((name for name in _TRAINED if _is_part(raw.get(name))), None)
     if name is None:
@@ -134,7 +139,7 @@ def _is_part(value: Any) -> bool:
 
 
 def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
-    """Sentences on the parts of a pipeline beside the trained one: their sizes, and which of them are not counted."""
+    """Returns sentences on the other parts of a pipeline: their sizes, and the parts that could not be counted."""
     sizes: dict[str, int] = {}
     unknown: list[str] = []
     for name, value in raw.items():
@@ -142,7 +147,7 @@ def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
             continue
         try:
             module = _made(folder / name, *value)
-        except Exception as error:  # a config that is missing or of another version; the report has the reason
+        except Exception as error:  # for example a missing config; the report has the reason
             said = str(error).splitlines()[0] if str(error) else ""
             unknown.append(f"{name} ({value[1]}: {type(error).__name__}: {said})")
             continue
@@ -164,7 +169,7 @@ def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
 
 
 def _made(folder: Path, library: str, kind: str) -> nn.Module | None:
-    """A part of a pipeline, without memory; None if it has no weights, as schedulers and tokenizers."""
+    """Returns a part of a pipeline, without memory; None if it has no weights, as a scheduler or tokenizer."""
     if library not in ("transformers", "diffusers"):
         raise ValueError(f"its library is {library}; expected transformers or diffusers")
     with disable_dispatch_modes():
@@ -180,7 +185,7 @@ def _made(folder: Path, library: str, kind: str) -> nn.Module | None:
 
 
 def stored_dtype(config: Path) -> torch.dtype | None:
-    """The dtype of a model's weights, by its config, or else by the first file beside it; None if neither is known."""
+    """Returns the dtype of a model's weights: the config's, else that of the first safetensors file beside it, else None."""
     raw = json.loads(config.read_text())
     named = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
     if isinstance(named, torch.dtype):
@@ -194,7 +199,7 @@ def stored_dtype(config: Path) -> torch.dtype | None:
 
 
 def squared_error(outputs: Sequence[Tensor]) -> Tensor:
-    """The loss of diffusion: how far a prediction is from the noise, or from the velocity."""
+    """Returns the loss of diffusion: the mean squared error of the predicted noise or velocity."""
     return torch.stack(
         [(each.float() - torch.zeros_like(each, dtype=torch.float32)).square().mean() for each in outputs]
     ).sum()
@@ -204,23 +209,24 @@ class LatentInputs:
     """The arguments of the forward of a diffusion model.
 
     Attributes:
-        tokens: of a prompt; 0 if the model takes none.
-        usual: height and width of an image or a frame in pixels, by the config or the pipeline's default.
+        tokens: the tokens of a prompt; 0 if the model takes no prompts.
+        usual: default height and width of an image or a frame in pixels.
         unit: ``images`` or ``videos``.
     """
 
     def __init__(self, module: nn.Module, file: Path, batch: int, tokens: int | None, frames: int | None) -> None:
-        """Looks at the config of a model.
+        """Reads the sizes from the config of a model.
 
         Args:
-            module: of diffusers.
+            module: a model of diffusers.
             file: its config, for messages.
-            batch: how many images or videos.
-            tokens: of a prompt; None for the usual number.
-            frames: of a video; None for the usual number.
+            batch: the number of images or videos.
+            tokens: the tokens of a prompt; None for the default.
+            frames: the frames of a video; None for the default.
 
         Raises:
-            ValueError: the arguments of such a forward are not known, or it takes no prompts, no videos, or not as many frames.
+            ValueError: the arguments of the model's forward are not known, or the model does not take prompts, videos, or this
+                number of tokens or frames.
         """
         kind = type(module).__name__
         if kind not in _FAMILIES:
@@ -249,8 +255,8 @@ class LatentInputs:
                 f"--frames {self._frames}: {kind} takes 1 frame and a multiple of {family.frame_scale}. Use --frames "
                 f"{self._frames - more}."
             )
-        # Of pixel channels, each latent is a pixel. Wan's VAE with 48 channels has 16 × 16 pixels in each.
-        self._scale = 1 if self._of("in_channels") == 3 else 16 if self._of("in_channels") == 48 else family.scale
+        # With 3 channels, a latent is a pixel. A latent of Wan's VAE with 48 channels has 16 × 16 pixels.
+        self._scale = {3: 1, 48: 16}.get(self._of("in_channels"), family.scale)
         sample = self._of("sample_size")
         sides = [sample, sample] if isinstance(sample, int) else sample
         sides = sides or [self._of("sample_height"), self._of("sample_width")]
@@ -258,12 +264,12 @@ class LatentInputs:
         self.usual = (sides[0] * self._scale, sides[1] * self._scale) if all(sides) else (height, width)
 
     def _of(self, name: str) -> Any:
-        """A field of the config; None if it has none."""
+        """Returns a field of the config; None if the config does not have it."""
         return getattr(self._config, name, None)
 
     @property
     def _patch(self) -> tuple[int, int, int] | None:
-        """Frames, rows and columns of latents that are one token; None for a UNet."""
+        """The frames, rows and columns of latents in a token; None for a UNet."""
         size = self._of("patch_size") or next(iter(self._of("all_patch_size") or ()), None)
         if size is None:
             return None
@@ -273,10 +279,10 @@ class LatentInputs:
         return self._of("patch_size_t") or 1, side, side
 
     def _latents(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """Frames, rows and columns of latents.
+        """Returns the frames, rows and columns of latents.
 
         Raises:
-            ValueError: the pixels are no whole number of latents, or these are no whole number of tokens.
+            ValueError: the size is not a multiple of the pixels of a latent, or of a token.
         """
         time, *sides = self._patch or (1, 1, 1)
         steps = [self._scale * side for side in sides]
@@ -291,43 +297,47 @@ class LatentInputs:
         return -(-frames // time) * time, size[0] // self._scale, size[1] // self._scale
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """Frames, rows and columns of tokens; of latents for a UNet."""
+        """Returns the frames, rows and columns of tokens; of latents for a UNet."""
         frames, rows, columns = self._latents(size)
         time, height, width = self._patch or (1, 1, 1)
         return frames // time, rows // height, columns // width
 
     def positions(self, size: tuple[int, int]) -> int:
-        """How many tokens an image or a video is; latents for a UNet."""
+        """Returns the number of tokens of an image or a video; of latents for a UNet."""
         frames, rows, columns = self._grid(size)
         return frames * rows * columns
 
     def items(self, size: tuple[int, int]) -> str:
-        """A batch in words; the size is in pixels."""
+        """Returns a batch in words; the size is in pixels."""
         frames, rows, columns = self._latents(size)
+        many = self._batch > 1
         one = "video" if self._family.frames else "image"
-        what = f"{self._batch} {one}{'s' * (self._batch > 1)} of {size[0]} × {size[1]}"
-        what += f" × {self._frames} frames" * (frames > 1)
-        what += f" (latents {rows} × {columns}" + f" × {frames} frames" * (frames > 1)
-        what += "" if self._patch is None else f", {self.positions(size)} tokens"
-        return f"{what})" + f", {'a prompt' if self._batch == 1 else 'prompts'} of {self.tokens} tokens" * bool(
-            self.tokens
-        )
+        pixels = f"{size[0]} × {size[1]}"
+        latents = f"latents {rows} × {columns}"
+        if frames > 1:
+            pixels += f" × {self._frames} frames"
+            latents += f" × {frames} frames"
+        if self._patch is not None:
+            latents += f", {self.positions(size)} tokens"
+        batch = f"{self._batch} {one}{'s' if many else ''} of {pixels} ({latents})"
+        return f"{batch}, {'prompts' if many else 'a prompt'} of {self.tokens} tokens" if self.tokens else batch
 
     def arguments(self, size: tuple[int, int]) -> dict[str, Any]:
-        """The arguments of the forward: numbers with a fraction in torch's default dtype."""
-        batch, made = self._batch, dict[str, Any]()
-        # The latents come first in each forward.
-        made[self._taken[0]] = self._noise(size)
+        """Returns the arguments of the forward. Floating-point tensors have torch's default dtype."""
+        # The latents are the first argument of each forward.
+        made: dict[str, Any] = {self._taken[0]: self._noise(size)}
         for name, value in self._more(size):
             if name in self._taken:
                 made[name] = value()
         for name in ("timestep", "t"):
             if name in self._taken:
-                made[name] = torch.zeros(batch)
+                made[name] = torch.zeros(self._batch)
         return made
 
     def _noise(self, size: tuple[int, int]) -> Any:
-        (frames, *sides), layout, channels = self._latents(size), self._family.layout, self._of("in_channels")
+        frames, *sides = self._latents(size)
+        layout = self._family.layout
+        channels = self._of("in_channels")
         if layout == "packed":
             return torch.zeros(self._batch, self.positions(size), channels)
         if layout == "list":
@@ -336,7 +346,7 @@ class LatentInputs:
         return torch.zeros(self._batch, *between, *sides)
 
     def _more(self, size: tuple[int, int]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """The other inputs of a forward, by name, if the config has them: beside latents and times."""
+        """Yields functions that make the inputs of a forward other than latents and times, with their names."""
         batch, tokens, family = self._batch, self.tokens, self._family
         grid, positions = self._grid(size), self.positions(size)
         if family.text:
@@ -350,7 +360,7 @@ class LatentInputs:
             yield "pooled_projections", lambda: torch.zeros(batch, self._of("pooled_projection_dim"))
         if self._of("guidance_embeds"):
             yield "guidance", lambda: torch.zeros(batch)
-        # Where tokens are: one number for each axis, or the shape of all.
+        # Positions of tokens: one number for each axis, or the shape of the grid.
         axes = len(self._of("axes_dims_rope") or ())
         yield "img_ids", lambda: torch.zeros(positions, axes)
         yield "txt_ids", lambda: torch.zeros(tokens, axes)
@@ -360,7 +370,7 @@ class LatentInputs:
         if self._of("use_rotary_positional_embeddings"):
             shape = (positions, self._of("attention_head_dim"))
             yield "image_rotary_emb", lambda: (torch.zeros(shape), torch.zeros(shape))
-        # What some models are conditioned on beside the prompt.
+        # Conditions of some models other than the prompt.
         if self._of("num_class_embeds") or self._of("num_embeds_ada_norm"):
             yield "class_labels", lambda: torch.zeros(batch, dtype=torch.long)
         if self._of("image_dim"):

@@ -1,8 +1,8 @@
-"""A dry run: finds out what each layer of a batch computes, saves and needs again, without a device and without memory.
+"""A dry run: measures the FLOPs, activations and weight uses of each layer in a batch, without a device and without memory.
 
-The batch really runs, forward and backward, under torch's ``FakeTensorMode``: tensors have shapes, dtypes and lifetimes,
-but no data. Every operator is counted (FLOPs by torch's own formulas, bytes if there is no formula), and so is every byte
-that is alive beside the parameters. A model of 70 billion parameters takes some seconds.
+The batch runs forward and backward under torch's ``FakeTensorMode``: tensors have shapes, dtypes and lifetimes, but no data.
+Every operator is counted: its FLOPs by torch's formula, or its bytes if there is no formula. The bytes of all tensors that
+are alive, except parameters, are counted as well. A model of 70 billion parameters takes a few seconds.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from sp_lightning.tuning.visits import Visit
 
 @dataclass
 class Cost:
-    """What one visit of layers computes.
+    """The computation of one layer call, or between layer calls.
 
     Attributes:
-        layers: indices of the layers whose module is called, or whose backward runs; none between layers.
-        backward: whether this is their backward.
+        layers: indices of the layers whose forward or backward runs; empty between layer calls.
+        backward: True in the backward of these layers.
         flops: floating-point operations of matrix products, convolutions and attention.
-        read: bytes that those read and write. A product with few rows takes as long as its weight is read.
+        read: bytes that matrix products, convolutions and attention read and write. Reading the weight bounds the time of a
+            product with few rows.
         moved: bytes that all other operators read and write.
-        needs: in backward, the layers whose weights are needed, as keys in that order.
-        share: in forward, the share of stacked experts that is routed to.
+        needs: in backward, the layers whose weights are needed, as keys in the order of use.
+        share: in forward, the share of stacked experts that tokens are routed to.
     """
 
     layers: tuple[int, ...]
@@ -77,17 +78,17 @@ class Saved:
 
 @dataclass(frozen=True)
 class Work:
-    """What a batch does.
+    """The computation and activations of a batch.
 
     Attributes:
-        costs: what each visit computes, in the order of the visits.
-        activation_bytes: the most bytes that are alive at once beside parameters and casts that travel: activations,
+        costs: the cost of each layer call, in order.
+        activation_bytes: the peak of the bytes of all tensors except parameters and uploaded casts: activations,
             intermediate results, gradients of activations, the gradients of the layer that is in backward.
         calls: the unit calls in the order of the forward, without the small storages that they save.
-        small: the same calls with the small storages only, which are kept or computed again and never travel.
-        outside: bytes that autograd saves outside of all units, as a rule in the loss. No mode changes them.
-        largest_outside: the largest tensor saved there, unless all of them are small.
-        whole: the names of tables of which more than rows was read.
+        small: the same calls with only the small storages, which are kept or recomputed but never offloaded.
+        outside: bytes of activations outside of all units, usually in the loss. No mode changes them.
+        largest_outside: the largest tensor saved outside of units; None if all of them are small.
+        whole: the names of tables that are read as a whole, not only by rows.
     """
 
     costs: tuple[Cost, ...]
@@ -100,11 +101,11 @@ class Work:
 
     @property
     def offloaded(self) -> int:
-        """Bytes of saved tensors on the host if all units are offloaded."""
+        """Bytes of activations on the host if all units are offloaded."""
         return sum(call.saved for call in self.calls[:-EXEMPT])
 
     def saved(self, modes: Mode | Modes) -> int:
-        """The most bytes of saved tensors on the device at once: with one mode for all units, or with one for each."""
+        """Returns the peak bytes of activations on the device, with one mode for all units or one for each."""
         if isinstance(modes, str):
             modes = dict.fromkeys((call.unit for call in self.calls), modes)
         stay, calls = self.outside, []
@@ -117,11 +118,11 @@ class Work:
         return peak_bytes(calls, modes) + stay
 
     def alive(self, modes: Mode | Modes) -> int:
-        """As ``activation_bytes``, with such modes."""
+        """Returns ``activation_bytes`` with these modes."""
         return self.activation_bytes - self.saved("keep") + self.saved(modes)
 
     def visits(self, *, flops: float, memory: float) -> list[Visit]:
-        """The visits with their times, on a device of ``flops`` FLOP/s whose own memory moves ``memory`` bytes/s."""
+        """Returns the layer calls with their times, on a device with ``flops`` FLOP/s and ``memory`` bytes/s of its memory."""
         return [
             Visit(
                 cost.layers,
@@ -135,15 +136,15 @@ class Work:
 
 
 def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
-    """Runs a batch and counts what it does.
+    """Runs a batch and counts its computation and activations.
 
     Args:
-        found: the layers of a module that was made in :func:`~sp_lightning.planner.fake.fake_tensors`. This is called in
+        found: the layers of a module that was made in :func:`~sp_lightning.planner.fake.fake_tensors`. Call this function in
             the same context.
-        run: one forward. It returns the loss, whose backward follows, or None.
+        run: runs one forward. It returns the loss, whose backward runs next, or None.
 
     Raises:
-        Exception: whatever the module raises. A module that looks at values cannot be run without any.
+        Exception: any error of the module. A module that reads values cannot be run without values.
     """
     trial = _Trial(found)
     saves = _Saves(trial.stays)
@@ -155,7 +156,7 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
         for parameter in found.places:
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
-        # Lightning's precision plugins switch autocast's cache off as well.
+        # Lightning's precision plugins disable autocast's cache as well.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         stack.enter_context(_Fused())
@@ -164,8 +165,8 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
             loss = run()
         if loss is not None:
             trial.now = trial.begin((), backward=True)
-            # loss.backward() is a call that _Fused handles, and while a mode handles a call it is switched off. It has to
-            # stay on, because checkpoints compute forwards during backward.
+            # _Fused must stay active in backward, because checkpoints compute forwards there. torch disables a mode while
+            # the mode handles a call, and it would handle loss.backward().
             torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
     outside = saves.outside()
     large = (saved for saved in outside if not is_small(saved.nbytes))
@@ -175,23 +176,26 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
 
 
 class _Saves:
-    """Counts by unit calls, as the engine does, what autograd saves in a forward but for what ``stays`` on the device anyway."""
+    """Counts the activations of each unit call in a forward, as the engine does.
+
+    Tensors for which ``stays`` returns True are on the device anyway, and do not count.
+    """
 
     def __init__(self, stays: Callable[[Tensor], bool]) -> None:
         self._stays = stays
         self.calls: list[Call] = []
-        self.small: list[Call] = []  # the same calls, with what they save in small storages
-        self._now: int | None = None  # the index of the call that is running
-        self._above: list[int | None] = []  # the indices of the calls around it
-        # The keys are addresses of storages. As long as a storage is held weakly, its address is not given to another.
-        self._seen: dict[int, StorageWeakRef] = {}  # saved in units
-        self._given: dict[int, StorageWeakRef] = {}  # among the arguments of units
-        self._between: dict[int, StorageWeakRef] = {}  # saved outside of units
-        self._outside: dict[int, Saved] = {}  # what those storages were saved as
+        self.small: list[Call] = []  # the same calls with their small storages
+        self._now: int | None = None  # the index of the running call
+        self._above: list[int | None] = []  # the indices of its enclosing calls
+        # The keys are addresses of storages. A weak reference to a storage prevents that its address is used again.
+        self._seen: dict[int, StorageWeakRef] = {}  # storages saved in units
+        self._given: dict[int, StorageWeakRef] = {}  # storages of the arguments of units
+        self._between: dict[int, StorageWeakRef] = {}  # storages saved outside of units
+        self._outside: dict[int, Saved] = {}  # tensors saved outside of units
 
     @contextmanager
     def counted(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Counts what the forward in this context saves, but for checkpoints, whose own hooks hide that."""
+        """Counts the activations of the forward in this context. Checkpoints have their own hooks, which hide theirs."""
         with ExitStack() as stack:
             for name, unit in units.items():
                 enter = partial(self._enter, name)
@@ -201,7 +205,7 @@ class _Saves:
             yield
 
     def outside(self) -> list[Saved]:
-        """The tensors that are saved outside of units, and in none of them."""
+        """Returns the tensors that are saved only outside of units."""
         return [saved for key, saved in self._outside.items() if key not in self._seen]
 
     def _enter(self, unit: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -224,18 +228,19 @@ class _Saves:
                 calls[self._now] = replace(calls[self._now], saved=calls[self._now].saved + nbytes)
             elif nbytes := count_once(tensor, self._between, small=True):
                 self._outside[storage_id(tensor.untyped_storage())] = Saved(nbytes, tensor.dtype, tensor.shape)
-        return tensor.detach()  # a node that kept its own output, and with it itself, would never be freed
+        return tensor.detach()  # a node that saves its own output would keep itself alive forever
 
 
 class _Trial(TorchDispatchMode):
-    """Counts operators, and assigns them to the visit that is under way (``now``)."""
+    """Counts operators, and adds them to the cost of the current layer call (``now``)."""
 
     def __init__(self, found: Found) -> None:
         super().__init__()
         self._costs: list[Cost] = []
         self._above: list[Cost] = []
-        self.peak = self._alive = 0  # bytes beside parameters, casts that travel, and buffers: the most, and now
-        self._living: dict[int, Any] = {}  # of each storage that is alive, what counts its bytes off
+        # Bytes that are alive, without parameters, uploaded casts and buffers: the peak, and the current number.
+        self.peak = self._alive = 0
+        self._living: dict[int, Any] = {}  # for each storage that is alive, the finalizer that subtracts its bytes
         self._weights = {
             storage_id(p.untyped_storage()): index
             for index, layer in enumerate(found.layers)
@@ -244,29 +249,32 @@ class _Trial(TorchDispatchMode):
         self._weights.update({storage_id(p.untyped_storage()): -1 for _, p in found.residents.parameters})
         self._tables = {storage_id(p.untyped_storage()): t.name for t in found.tables for _, p in t.parameters}
         self.whole: set[str] = set()
-        # Buffers, and modules that are moved whole, are on the device all the time.
+        # Buffers, and modules that are moved as a whole, are always on the device.
         root = [*found.visits, *(module for _, module in found.aside)]
         staying = [*(b for module in root for b in module.buffers())]
         staying += [p for _, module in found.aside for p in module.parameters()]
         self._addresses = {storage_id(tensor.untyped_storage()) for tensor in staying}
         self._lowered = {storage_id(p.untyped_storage()) for layer in found.layers for _, p in layer.lowered}
-        # The casts of those weights. They are kept alive, so that no other storage is given their addresses.
+        # The casts of these weights. They are kept alive, so that their addresses are not used again.
         self._casts: list[Tensor] = []
         self.now = self.begin((), backward=False)
 
     def begin(self, layers: tuple[int, ...], *, backward: bool) -> Cost:
-        """Begins another visit; the caller makes it the one under way. Returns its cost, which is empty."""
+        """Adds an empty cost and returns it. The caller assigns it to ``now``."""
         self._costs.append(Cost(layers, backward))
         return self._costs[-1]
 
     def enter(self, layers: tuple[int, ...], module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of a module that uses layers: their visit begins."""
+        """Begins a layer call. This is a forward pre-hook of modules that use layers."""
         self._above.append(self.now)
         self.now = self.begin(layers, backward=False)
         self.now.share = row_finder().routed_share(module, args)
 
     def leave(self, layers: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of such a module: the visit of its caller goes on, and the outputs tell when backward comes."""
+        """Ends a layer call. This is a forward hook of modules that use layers.
+
+        The cost of the enclosing call continues. Gradient hooks on the outputs detect the backward.
+        """
         above = self._above.pop()
         self.now = self.begin(above.layers, backward=above.backward)
         for tensor in tree_leaves(output):
@@ -278,7 +286,7 @@ class _Trial(TorchDispatchMode):
             self.now = self.begin(layers, backward=True)
 
     def costs(self) -> tuple[Cost, ...]:
-        """The visits that computed something or used layers, in order."""
+        """Returns the costs that have computation or layers, in order."""
         return tuple(cost for cost in self._costs if cost.layers or cost.flops or cost.moved)
 
     def _see(self, tensor: Tensor) -> None:
@@ -294,19 +302,19 @@ class _Trial(TorchDispatchMode):
             self._alive -= nbytes
 
     def stays(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is that of a weight, of a cast that travels, or of a buffer."""
+        """Returns True if a tensor has the memory of a weight, an uploaded cast, or a buffer."""
         key = storage_id(tensor.untyped_storage())
         return key in self._weights or key in self._addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # it reads a tensor's device, more often than anything else
+        if func.namespace == "prim":  # reads a tensor's device; the most frequent operator
             return args[0].device if func is torch.ops.prim.device.default else func(*args, **(kwargs or {}))
-        with no_torch_functions():  # _Fused is for what the model calls
+        with no_torch_functions():  # _Fused is only for calls of the model
             return self._count(func, args, kwargs or {})
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.embedding.default and args[1].is_floating_point():
-            # torch 2.10 and 2.11 refuse such indices only if the tensors are real.
+            # torch 2.10 and 2.11 raise an error about such indices only for real tensors.
             raise RuntimeError("embedding was given indices that are not integers.")
         result = func(*args, **kwargs)
         outputs, inputs = _tensors(result), _tensors((*args, *kwargs.values()))
@@ -314,12 +322,12 @@ class _Trial(TorchDispatchMode):
         casts = func.overloadpacket is to_copy_operator and keys[0] in self._lowered
         for tensor in outputs:
             if casts:
-                self._casts.append(tensor)  # it arrives with its layer, and takes no memory beside the slot
+                self._casts.append(tensor)  # it is uploaded in its layer's slot, without additional memory
                 self._weights[storage_id(tensor.untyped_storage())] = self._weights[keys[0]]
             elif not self.stays(tensor):
                 self._see(tensor)
         if func.is_view or func.overloadpacket is torch.ops.aten.detach:
-            return result  # these compute nothing
+            return result  # views compute nothing
         if func is not torch.ops.aten.embedding.default:
             self.whole.update(self._tables[key] for key in keys if key in self._tables)
         if self.now.backward:
@@ -336,16 +344,16 @@ class _Trial(TorchDispatchMode):
 
 
 def _tensors(found: Any) -> list[Tensor]:
-    """The tensors of an operator, whose arguments and results are tensors, or lists of some at most."""
+    """Returns the tensors in the arguments or results of an operator, which are tensors or lists of tensors."""
     if isinstance(found, (tuple, list)):
         return [tensor for each in found for tensor in _tensors(each)]
     return [found] if isinstance(found, Tensor) else []
 
 
 class _Fused(TorchFunctionMode):
-    """Leaves the dropout of attention out, so that attention is counted as the fused kernel that a GPU runs.
+    """Removes the dropout of attention, so that attention is counted as the fused kernel of a GPU.
 
-    The operators that are counted are the CPU's, which has no fused attention with dropout.
+    The counted operators are those of the CPU, which does not have a fused attention with dropout.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -366,7 +374,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """FLOPs of several experts at once, which share out rows of ``a``, columns of ``b`` or what is summed over."""
+    """Returns the FLOPs of a grouped product. Experts split the rows of ``a``, the columns of ``b``, or the summed dimension."""
     experts_share_nothing = a.ndim == 3 and b.ndim == 3
     return 2 * a.numel() * b.shape[-1] if a.ndim == 2 or experts_share_nothing else 2 * a[0].numel() * b.shape[-1]
 
@@ -375,20 +383,20 @@ def _convolution_backward_flops(
     gradient: Tensor, x: Tensor, weight: Tensor, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool,
     _output_padding: Any, _groups: int, mask: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """Counts a forward for each gradient that is wanted. torch's own formula ignores the groups."""
+    """Returns the FLOPs of a forward for each gradient that is needed. torch's own formula ignores the groups."""
     multiplications = weight[0].numel() * (x if transposed else gradient).numel()
     return 2 * multiplications * sum(bool(wanted) for wanted in mask[:2])
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """FLOPs of the CPU's attention, for which torch 2.10 and 2.11 have no formula. Several queries may share a key."""
+    """Returns the FLOPs of the CPU's attention. torch 2.10 and 2.11 have no formula for it. Several queries may share a key."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward_flops(
     _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> int:
-    """Scores are computed again; then come the gradients of query and key, of value and of the scores."""
+    """Returns the FLOPs of the scores, which are recomputed, and of the gradients of query, key, value and scores."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
@@ -398,4 +406,4 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     cpu_attention_operator: _attention_flops,
     cpu_attention_backward_operator: _attention_backward_flops,
 }
-"""What counts an operator's FLOPs, from its arguments and result, where torch has no formula or a wrong one."""
+"""Formulas of an operator's FLOPs, from its arguments and result, for operators whose formula in torch is missing or wrong."""

@@ -261,7 +261,7 @@ class Estimate:
         update, each = self._traffic
         overlap = self.question.mode if self.step is None else self.step.overlap
         on_disk = self.host.moved(plan, self.question.accumulate_grad_batches) if moves else {}
-        with_updates = rates if updates else replace(rates, **_NO_UPDATES, come=0.0, leave=0.0)
+        with_updates = rates if updates else replace(rates, **_NO_UPDATES, update_upload=0.0, update_download=0.0)
         visits = self._balance(plan, rates).visited(modes)
         walk = Walk(plan, visits, with_updates, overlap=overlap, frees=self.question.frees, on_disk=on_disk)
         return walk.predict(host_traffic=each + update * updates)

@@ -97,7 +97,7 @@ def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger,
         return {"update": gradients / seconds, **there}
     read, written = (sum(getattr(e, way) for e in ledger.passes if e.what == ON_DEVICE) for way in ("read", "written"))
     update = everything / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
-    return {"update": update, "come": read / gradients, "leave": written / gradients, **there}
+    return {"update": update, "update_upload": read / gradients, "update_download": written / gradients, **there}
 
 
 def _stepped_there(question: Question, step: HostStep, gradients: int, state: float) -> float:

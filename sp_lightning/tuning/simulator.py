@@ -153,7 +153,7 @@ class Walk:
         prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
         self._residency = Residency(slots, prefetch, self._source, SlotUsers(slots), noted=lambda: None)
         self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
-        self._on_device = bool(rates.leave) and self._training
+        self._on_device = bool(rates.update_download) and self._training
         self._gradients_wait = not (frees or self._on_device or self._state or plan.ranks > 1)
         self._step_begun = 0.0
         self._left_slots = deque([0.0, 0.0])  # the time from which each of the two step slots is free
@@ -357,22 +357,25 @@ class Walk:
     def _step_on_device(self, layer: StreamedLayer, seconds: float) -> float:
         """As :meth:`_update`, on the device: uploads the step's inputs into a slot and downloads the result."""
         device, rates, nbytes = self.device, self._rates, layer.planned.gradient_bytes
-        came, left = round(rates.come * nbytes), round(rates.leave * nbytes)
+        uploaded, downloaded = round(rates.update_upload * nbytes), round(rates.update_download * nbytes)
         left_before = self._left_slots.popleft()
         device.wait(Stream.UPLOAD, left_before, Wait.BRING_AFTER_TAKE)
         if self._state:  # with a disk an update ends when its result is downloaded
             device.wait(Stream.UPDATE, max(self._left_slots), Wait.READ_AFTER_TAKE)
-            on_disk, beside = self._state.get(layer.index, 0), came / rates.upload + seconds + left / rates.download
+            on_disk, beside = (
+                self._state.get(layer.index, 0),
+                uploaded / rates.upload + seconds + downloaded / rates.download,
+            )
             device.pass_disk(Stream.UPDATE, ["read", "write"], layer.index, on_disk, beside)
             device.wait(Stream.UPLOAD, device.now[Stream.UPDATE], Wait.BRING_AFTER_TAKE)
-        device.transfer("bring", layer.index, came)
+        device.transfer("bring", layer.index, uploaded)
         device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
         if self._overlap == "backward":
             device.wait(Stream.STEP, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         device.step(seconds, layer.index)
         self._source.stepped[layer.index] = device.now[Stream.STEP]
         device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
-        device.transfer("take", layer.index, left)
+        device.transfer("take", layer.index, downloaded)
         done = self._source.updated[layer.index] = device.now[Stream.DOWNLOAD]
         self._left_slots.append(done)
         casts = sum(cast.nbytes for cast in layer.planned.casts)

@@ -60,8 +60,8 @@ class Rates:
         links: gradients that are summed over the devices of a node.
         network: gradients that are summed over nodes.
         disk: reads or writes of a disk.
-        come, leave: if the optimizer steps on the device, bytes that are uploaded and downloaded for each byte of a layer's
-            gradients; otherwise 0.
+        update_upload, update_download: if the optimizer steps on the device, bytes that an update uploads and downloads for each
+            byte of its layer's gradients; otherwise 0.
         sliced: True if the devices of a node upload layers together (``transfer="sharded"``). Weights pass the links then, at
             the same rate.
         step: gradients that the optimizer steps of staying layers consume.
@@ -78,8 +78,8 @@ class Rates:
     network: float = math.inf
     disk: float = math.inf
     sliced: bool = False
-    come: float = 0.0
-    leave: float = 0.0
+    update_upload: float = 0.0
+    update_download: float = 0.0
     step: float = math.inf
 
     def slowed(self, times: float) -> Rates:
@@ -134,19 +134,19 @@ def measured(
             with_backward.add(drain.layer)
 
     updated = sum(update.nbytes for update in by_kind["update"])
-    come, leave = (sum(copy.nbytes for copy in by_kind[kind]) / max(updated, 1) for kind in ("bring", "take"))
+    uploaded, downloaded = (sum(copy.nbytes for copy in by_kind[kind]) / max(updated, 1) for kind in ("bring", "take"))
+    # An update on the device is mostly its transfers.
+    update = math.inf if downloaded else _rate(by_kind, RESOURCES["optimizer"])
     rates = Rates(
         _rate(by_kind, RESOURCES["fetch"], "gather"),
         _rate(by_kind, RESOURCES["drain"]),
-        math.inf
-        if leave
-        else _rate(by_kind, RESOURCES["optimizer"]),  # on the device an update is mostly its transfers
+        update,
         host_memory=math.inf,
         visit_seconds=0.0,
         synchronous=synchronous,
         links=_rate(by_kind, ["reduce"]),
-        come=come,
-        leave=leave,
+        update_upload=uploaded,
+        update_download=downloaded,
     )
     return visits, rates
 
@@ -155,9 +155,8 @@ def _rate(by_kind: Mapping[Kind, Sequence[Interval]], kinds: Sequence[Kind], *mo
     """Returns the bytes of these kinds per second; the seconds of ``more`` kinds, which copy the same bytes, count, too."""
     seconds = sum(copy.end - copy.begin for kind in (*kinds, *more) for copy in by_kind[kind])
     nbytes = sum(copy.nbytes for kind in kinds for copy in by_kind[kind])
-    return (
-        nbytes / seconds if nbytes and seconds else math.inf
-    )  # the interval of a layer without gradients has no bytes
+    # The interval of a layer without gradients has no bytes.
+    return nbytes / seconds if nbytes and seconds else math.inf
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def plan_of_stack() -> Any:
     return make_plan(found, k=1, k_prime=1)
 
 
-@pytest.mark.parametrize("where", [{}, {"come": 4.0, "leave": 3.0}], ids=["host", "device"])
+@pytest.mark.parametrize("where", [{}, {"update_upload": 4.0, "update_download": 3.0}], ids=["host", "device"])
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 def test_a_step_takes_as_long_as_a_slow_disk(overlap: Any, where: dict[str, float]) -> None:
     plan = plan_of_stack()

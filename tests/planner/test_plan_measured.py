@@ -86,7 +86,7 @@ def test_too_few_steps_are_said() -> None:
 def test_how_often_the_data_comes(epochs: float | None, said: str) -> None:
     words = _epochs(SimpleNamespace(epochs=epochs))  # type: ignore[arg-type]
     assert words.startswith(said)
-    assert ("teaches little" in words) == (epochs == 5)
+    assert ("repeated more than four times" in words) == (epochs == 5)
 
 
 # ---------------------------------------------------------------------- rates

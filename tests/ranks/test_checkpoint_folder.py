@@ -431,7 +431,7 @@ def test_it_is_converted_there_and_back(tmp_path: Path, capsys: pytest.CaptureFi
     assert_same(*resumed)
     with pytest.raises(SystemExit):
         main(["convert", str(tmp_path / "plain"), str(tmp_path / "file")])
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     torch.save({"a": Path("code")}, tmp_path / "code")
     with pytest.raises(SystemExit):
         main(["convert", str(tmp_path / "code"), str(tmp_path / "safe")])

@@ -207,7 +207,7 @@ def stepped(overlap: Any, rates: Rates) -> Walk:
 
 
 def test_what_an_update_on_the_device_needs_passes_the_links() -> None:
-    rates = Rates(upload=1e9, download=1e9, update=1e12, host_memory=1e12, come=4.0, leave=3.0)
+    rates = Rates(upload=1e9, download=1e9, update=1e12, host_memory=1e12, update_upload=4.0, update_download=3.0)
     gradients = 6 * (64 * 64 + 64) * 4
     seconds = {}
     for overlap in ("off", "forward", "backward"):
@@ -229,7 +229,7 @@ def test_what_a_step_has_just_cast_is_not_fetched() -> None:
     """A forward that waits for updates finds their casts on the device."""
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     plan = make_plan(find_layers(net, autocast=torch.bfloat16), k=2, k_prime=1)
-    rates = Rates(upload=3e8, download=3e8, update=1e15, host_memory=1e12, come=4.0, leave=3.0)
+    rates = Rates(upload=3e8, download=3e8, update=1e15, host_memory=1e12, update_upload=4.0, update_download=3.0)
 
     def fetched(overlap: Any) -> int:
         walk = Walk(plan, schedule_visits(plan, [1e-4] * 6, training=True), rates, overlap=overlap)
@@ -257,7 +257,7 @@ def staying(
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(COUNT)))
     plan = make_plan(find_layers(net), k=2, k_prime=1, stay=stay)
     size = plan.layers[0].gradient_bytes
-    there = {"come": 4.0, "leave": 3.0} if places else {}
+    there = {"update_upload": 4.0, "update_download": 3.0} if places else {}
     rates = Rates(
         upload, upload, size / (KERNELS if places else update), 1e15, visit_seconds=python, step=size / KERNELS, **there
     )
@@ -319,4 +319,4 @@ def test_a_timeline_says_what_updates_on_the_device_move() -> None:
         return Interval(kind, 0, 0.0, 1.0, nbytes)
 
     _, rates = measured([copied("bring", 40), copied("update", 10), copied("take", 30)], 1, synchronous=False)
-    assert (rates.come, rates.leave, rates.update) == (4.0, 3.0, math.inf)
+    assert (rates.update_upload, rates.update_download, rates.update) == (4.0, 3.0, math.inf)
