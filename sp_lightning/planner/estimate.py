@@ -1,7 +1,7 @@
-"""What is known of a model, whatever the window, and what follows from that for each window.
+"""An estimate of a model's memory and speed, from which each window is predicted.
 
-The model is built without memory, and a batch of it is run without values. What that shows is a frozen record,
-:class:`Estimate`: verdict, text, JSON and picture are made from it.
+The model is built without memory, and runs a batch without values. The result is an immutable :class:`Estimate`, from which
+the verdict, the text, the JSON and the plot are made.
 """
 
 from __future__ import annotations
@@ -41,36 +41,37 @@ from sp_lightning.tuning.visits import Prediction, Rates
 
 _NO_UPDATES: dict[str, Any] = {"update": math.inf, "step": math.inf}
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the layers that could stay, the shares that are tried."""
+"""For ``--gpu-layers auto``: the tried shares of the layers that fit."""
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
     "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",
     "keep_on_gpu", "host_tflops", "scale",
 )  # fmt: skip
-"""What of a question a batch without values, or the optimizer's step, depends on, but for when updates run."""
+"""The arguments that change the dry run of a batch or the optimizer's step, except ``optimizer_overlap``."""
 
 
 def dtypes(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
-    """The dtype of the parameters, and the dtype of autocast, if there is one, by Lightning's name of a precision."""
+    """Returns the dtypes of the parameters and of autocast (None: no autocast) for Lightning's name of a precision."""
     parameters, autocast = PRECISIONS[precision]
     return getattr(torch, parameters), None if autocast is None else getattr(torch, autocast)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is known of a model, whatever the window.
+    """The facts about a model that do not depend on the window.
 
     Attributes:
-        question: what was asked.
+        question: the question.
         found: the model's layers.
-        items: what a batch consists of, in words.
+        items: the contents of a batch, in words.
         step: the optimizer's step; None for inference.
-        work: what a batch computes, or, if tokens are generated, what the last token does.
-        why_guessed: if no batch could be run, the reason. ``work`` is a guess then, which has no activations.
-        uses: how often a forward uses a weight, by that guess.
-        prompts: what the prompts compute, if tokens are generated.
-        notes: sentences: what of a batch is not counted, which weights have no adapters or move whole.
-        unit: what a batch of a diffusion model is counted in; empty for other models.
+        work: the work of a batch; if tokens are generated, the work of the last token.
+        why_guessed: the reason why no batch could be run; empty if one was run. If it is not empty, ``work`` is a guess without
+            activations.
+        uses: for this guess, the number of times that a forward uses each weight.
+        prompts: the work of the prompts, if tokens are generated.
+        notes: sentences, for example on parts of a batch that are not counted, and on weights without adapters.
+        unit: the name of the items in a batch of a diffusion model; empty for other models.
     """
 
     question: Question
@@ -86,16 +87,16 @@ class Estimate:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights are."""
+        """The number of parameters."""
         return sum(parameter.numel() for parameter in self.found.places)
 
     @property
     def trained(self) -> int:
-        """How many of them are trained."""
+        """The number of trained parameters."""
         return sum(parameter.numel() for parameter in self.found.places if parameter.requires_grad)
 
     def asked(self, question: Question) -> Estimate | None:
-        """The estimate for another question about the same batch; None if a batch has to be run for it."""
+        """Returns the estimate for another question; None if this needs another dry run."""
         if any(getattr(question, name) != getattr(self.question, name) for name in _DRY_RUN):
             return None
         step = self.step
@@ -110,14 +111,16 @@ class Estimate:
 
     @cached_property
     def checkpointed_bytes(self) -> int:
-        """Device memory of plain Lightning if torch's checkpoints have each layer compute its activations again."""
+        """Device memory of plain Lightning if each layer runs in ``torch.utils.checkpoint``."""
         return self._plain_bytes("keep" if self.question.predict else "recompute")
 
     def _plain_bytes(self, mode: Mode) -> int:
-        """Device memory of plain Lightning.
+        """Returns the device memory of plain Lightning.
 
-        That is weights and, in training, gradients and optimizer state, and the more of two: casts and activations, or a third
-        tensor per trained parameter in the step of torch's optimizers, unless they are fused. ``ddp`` has gradients twice.
+        It has weights and, in training, gradients (with ``ddp`` twice) and optimizer state. The larger of two is added:
+
+        - casts and activations, in forward and backward;
+        - a temporary tensor per trained parameter, in the step of torch's optimizers that are not fused.
         """
         plan, ledger = self.plan(1, 1), self.host.ledger
         weights, gradients = plan.plain
@@ -128,15 +131,18 @@ class Estimate:
         return weights + copies * gradients + (ledger.state or 0) + max(nbytes, gradients)
 
     def plan(self, k: int, k_prime: int) -> Plan:
-        """The plan for a window."""
+        """Returns the plan for a window."""
         return _plan(self.question, self.found, k, k_prime)
 
     def staying(self, k: int, k_prime: int) -> Estimate:
-        """The estimate for a window, with a number of layers that stay in place of ``--gpu-layers auto``.
+        """Returns the estimate for a window, with ``--gpu-layers auto`` replaced by a number of layers.
 
-        As many stay as fit beside the window and activations; fewer only if a batch is faster so. If no window fits, none stays.
+        All layers that fit beside the window and activations stay on the GPU; fewer only if this is faster. If the window does
+        not fit, no layer stays.
         """
-        question, limit, count = self.question, self.question.gpu_memory, len(self.found.layers)
+        question = self.question
+        limit = question.gpu_memory
+        count = len(self.found.layers)
         if question.gpu_layers != "auto" or limit is None:
             return self
         counted = [replace(self, question=question.but(gpu_layers=number)) for number in range(count + 1)]
@@ -144,7 +150,8 @@ class Estimate:
         fitting = bisect_right(counted, limit - needed, key=lambda each: each.weight_bytes(each.plan(k, k_prime)))
         if not fitting:
             return counted[0]
-        most, seconds = fitting - 1, dict[int, float]()
+        most = fitting - 1
+        seconds: dict[int, float] = {}
         for number in {round(share * most) for share in _SHARES}:
             plan = counted[number].plan(k, k_prime)
             seconds[number] = counted[number].predict(plan, counted[number].modes(plan)).seconds
@@ -152,12 +159,12 @@ class Estimate:
         return counted[max(number for number, each in seconds.items() if each <= enough)]
 
     def weight_bytes(self, plan: Plan) -> int:
-        """Device memory of weights, and in training of their gradients."""
+        """Returns the device memory of weights and, in training, of their gradients."""
         return plan.taken(training=not self.question.predict)[0]
 
     @cached_property
     def activations(self) -> Mode | Literal["auto"]:
-        """What the question says of activations; ``"keep"`` for ``"auto"``, if all fit with the smallest window, as in a run."""
+        """The asked activation mode. As in a run, ``"auto"`` becomes ``"keep"`` if everything fits with the smallest window."""
         asked = self.question
         if asked.activations != "auto":
             return asked.activations
@@ -168,25 +175,27 @@ class Estimate:
 
     @property
     def activation_bytes(self) -> int:
-        """Device memory beside weights and their gradients; the least with ``auto``."""
+        """Device memory except weights and their gradients; with ``auto``, the least possible."""
         choice = self.activations
         return min(map(self.work.alive, FREEING)) if choice == "auto" else self.work.alive(choice)
 
     @cached_property
     def host(self) -> HostMemory:
-        """The host's memory. With ``auto``, all units are offloaded once, as far as there is room."""
-        asked, plan, choice = self.question, self.plan(1, 1), self.activations
+        """The host memory. With ``auto``, it has the activations of all units, as far as they fit."""
+        asked = self.question
+        plan = self.plan(1, 1)
+        choice = self.activations
         offloaded = self.work.offloaded if choice in ("offload", "auto") else 0
         found = host_memory(asked, plan, self.step, offloaded)
         if choice == "auto" and asked.disk is None and found.limit is not None and not found.fits:
-            # A run offloads as far as there is room, and computes other layers' activations again.
+            # A run offloads until host memory is full, and recomputes the activations of other layers.
             room = all_but_an_eighth(found.limit - found.nbytes + found.parts["activations"])
             found = host_memory(asked, plan, self.step, room // asked.devices)
         return found
 
     @property
     def _traffic(self) -> tuple[int, int]:
-        """Bytes that a fused optimizer's step, and each of its batches on average, reads and writes on the host."""
+        """Bytes of host memory that a fused optimizer's step reads and writes, and those of each batch, on average."""
         ledger, batches = self.host.ledger, self.question.accumulate_grad_batches
         if ledger is None:
             return 0, 0
@@ -195,13 +204,13 @@ class Estimate:
 
     @cached_property
     def rates(self) -> Rates:
-        """What the machine does in a second, as the question says."""
+        """The speed of the machine, from the question."""
         asked, step, ledger, updates = self.question, self.step, self.host.ledger, _NO_UPDATES
         if step is not None and ledger is not None:
             updates = update_rates(asked, step, self.plan(1, 1), ledger, self._traffic[0])
         visit, weight = asked.measured.python or host_seconds(training=not asked.predict, measured=asked.measure_host)
         devices, nodes = asked.devices - 1, asked.nodes - 1  # the others
-        # Sums of 16 bits travel in float32.
+        # Sums of 16-bit gradients are transferred in float32.
         wide = 2 if asked.stores_16_bits else 1
         return Rates(
             upload=asked.pcie,
@@ -210,9 +219,10 @@ class Estimate:
             host_memory=asked.host_bandwidth,
             visit_seconds=visit,
             weight_seconds=weight,
-            # Each device keeps its own part of a gradient, and sends the others theirs.
+            # Each device keeps its own part of a gradient, and sends the other parts to the other devices.
             links=asked.links * asked.devices / devices if devices else math.inf,
-            # Each node sends the others their parts of its sum, and the whole of its own part; its devices share the network.
+            # A node sends each other node that node's part of its own sum, and later the total of its own part. Its devices
+            # share the network.
             network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
             disk=asked.disk or math.inf,
             sliced=asked.transfer == "sharded" and devices > 0,
@@ -220,14 +230,16 @@ class Estimate:
         ).slowed(asked.measured.slower)
 
     def _balance(self, plan: Plan, rates: Rates) -> Balance:
-        """What a batch does if all activations are kept, and which choices of their modes there are."""
-        asked, pace = self.question, 1 / self.question.measured.slower
+        asked = self.question
+        pace = 1 / asked.measured.slower
         visits = self.work.visits(flops=pace * asked.tflops * 1e12, memory=pace * asked.device_bandwidth)
         return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
 
     def modes(self, plan: Plan) -> Modes:
-        """The mode of each unit with a window. ``auto`` is, as in a run, the fastest choice within the memory that it leaves."""
-        work, choice, limit = self.work, self.activations, self.question.gpu_memory
+        """Returns the activation mode of each unit. As in a run, ``auto`` becomes the fastest choice that fits."""
+        work = self.work
+        choice = self.activations
+        limit = self.question.gpu_memory
         if choice != "auto":
             return dict.fromkeys((call.unit for call in work.calls), choice)
         assert limit is not None
@@ -236,28 +248,29 @@ class Estimate:
         return min(choices, key=lambda modes: self.predict(plan, modes).seconds)
 
     def flops(self, plan: Plan, modes: Modes) -> int:
-        """The floating-point operations of a batch, second forwards included."""
+        """Returns the floating-point operations of a batch, recomputation included."""
         visits = self.work.visits(flops=1.0, memory=math.inf)  # each operation takes one second
         balance = replace(self._balance(plan, Rates(1, 1, 1, 1)), visits=visits)
         return round(sum(visit.seconds for visit in balance.visited(modes)))
 
     def predict(self, plan: Plan, modes: Modes, rates: Rates | None = None, *, updates: bool = True) -> Prediction:
-        """The time of a batch with a window and modes, of accumulated ones the average.
+        """Returns the time of a batch; with accumulation, the average over the batches of a step.
 
         Args:
             plan: the window.
-            modes: what happens to activations.
-            rates: those of the machine; by default the one that the question describes.
-            updates: whether they take time and the host memory's bandwidth.
+            modes: the activation mode of each unit.
+            rates: the speed of the machine; by default that of the question.
+            updates: False if updates take no time and no bandwidth of host memory.
         """
-        rates, batches = rates or self.rates, self.question.accumulate_grad_batches
+        rates = rates or self.rates
+        batches = self.question.accumulate_grad_batches
         last = self._batch(plan, modes, rates, updates=updates, moves=True)
         if batches == 1:
             return last
         return last.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
 
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
-        """One batch, with an update or without, and with what that reads and writes on the disk or without."""
+        """Predicts one batch. ``updates`` and ``moves`` include optimizer steps and disk traffic."""
         update, each = self._traffic
         overlap = self.question.mode if self.step is None else self.step.overlap
         on_disk = self.host.moved(plan, self.question.accumulate_grad_batches) if moves else {}
@@ -269,19 +282,21 @@ class Estimate:
 
 def _plan(question: Question, found: Found, k: int, k_prime: int) -> Plan:
     training = not question.predict
-    share, count = question.gpu_layers, len(found.layers)
-    stay = 0 if share == "auto" else share if isinstance(share, int) else round(share * count)
+    share = question.gpu_layers
+    stay = 0
+    if share != "auto":
+        stay = share if isinstance(share, int) else round(share * len(found.layers))
     options: dict[str, Any] = {"ranks": question.devices, "nodes": question.nodes, "training": training, "stay": stay}
     plan = make_plan(found, k=k, k_prime=k_prime, **options)
     return replace(plan, steps_on_device=training and question.optimizer_on == "gpu")
 
 
 def estimate_model(question: Question) -> Estimate:
-    """Builds the model and runs a batch of it, both without memory.
+    """Builds the model and runs a batch, both without memory.
 
     Raises:
-        ValueError: the question contradicts itself, or the model is not known, cannot take what it is asked to take, or has
-            nothing to stream or train.
+        ValueError: the question contradicts itself; the model is unknown or does not take the batch; or the model has no
+            parameters to stream or train.
         ImportError: a library is missing.
     """
     for reason in contradictions(question):
@@ -297,7 +312,7 @@ def estimate_model(question: Question) -> Estimate:
             notes += _load_base(source, autocast)
             notes += add_adapters(module, question.lora)
         if autocast is None and dtype is not torch.float32:
-            module.to(dtype)  # Lightning leaves weights as they are otherwise
+            module.to(dtype)  # Lightning converts weights only for these precisions
         if question.gradient_checkpointing:
             _enable_checkpoints(module)
         if question.loss_tokens is not None:
@@ -320,7 +335,7 @@ def estimate_model(question: Question) -> Estimate:
 
 
 def _enable_checkpoints(module: nn.Module) -> None:
-    """Turns on the model's own gradient checkpointing, which transformers and diffusers name differently."""
+    """Enables the model's own gradient checkpointing, which has different names in transformers and diffusers."""
     names = ("gradient_checkpointing_enable", "enable_gradient_checkpointing")
     enable: Any = next((method for name in names if (method := getattr(module, name, None)) is not None), None)
     if enable is None:
@@ -332,7 +347,7 @@ def _enable_checkpoints(module: nn.Module) -> None:
 
 
 def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
-    """Converts a base that will be frozen to its config's dtype, if that is a 16-bit one, and returns a note on it."""
+    """Converts a frozen base to the dtype of its config if this has 16 bits, and returns a note on this."""
     stored = source.stored
     if autocast is None or stored is None or not stored.is_floating_point or stored.itemsize >= 4:
         return []
@@ -343,7 +358,10 @@ def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
 
 
 def _with_whole_tables(made: Estimate) -> Estimate:
-    """Another estimate if the model reads the whole weight of an embedding, as for a head tied by code: that is a layer then."""
+    """Estimates the model again with the tables that it reads as a whole as layers.
+
+    For example, code of the model may use the weight of an embedding for its head.
+    """
     if not made.work.whole:
         return made
     whole = sorted(made.work.whole)
@@ -356,10 +374,14 @@ def _with_whole_tables(made: Estimate) -> Estimate:
 
 
 def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[str, Work | None, str]:
-    """What was run, in words, what it computes, and what of that is not counted; or None, and the reason why it is not known.
+    """Runs the first batch that the model takes.
+
+    Returns:
+        The contents of the batch in words, its work, and sentences on parts that are not counted. If no batch could be run, the
+        work is None, and the third value is the reason.
 
     Raises:
-        ValueError: the model cannot take the size that was asked for.
+        ValueError: the model does not take the asked size.
     """
     module, items = source.module, next(iter(source.batches), "no batch known")
     if not has_forward(module):
@@ -369,7 +391,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         )
         return items, None, why
     if not source.batches:
-        why = "it is not known what the model takes: say --input SIZE …, or set its example_input_array"
+        why = "the inputs of the model are not known: add --input SIZE …, or set its example_input_array"
         return items, None, f"ValueError: {why}"
     autocast, failed = dtypes(question.precision)[1], dict[str, Exception]()
     for batch, arguments in source.batches.items():
@@ -377,13 +399,13 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
             told: list[str] = []
             run = partial(_forward, source, arguments, autocast, told)
             work = answered(partial(estimate, found, run), at_once=source.images)
-        except Exception as error:  # a module that reads values may raise anything; the report says what
+        except Exception as error:  # a module that reads values may raise any error; the report has it
             failed[batch] = error
             continue
         if failed and question.image is not None:
             raise ValueError(
-                f"--image {in_pixels(question.image)}: {question.model!r} cannot take that ({_in_one_line(failed[items])}). "
-                f"Leave --image out: it is run with {batch} then."
+                f"--image {in_pixels(question.image)}: {question.model!r} cannot take it ({_in_one_line(failed[items])}). "
+                f"Leave --image out to run the model with {batch}."
             )
         if _NO_LOSS in told and "token" in batch:
             told.append(_LOSS_OF_TOKENS)
@@ -419,7 +441,10 @@ def _in_one_line(error: Exception) -> str:
 def _forward(
     source: ModelSource, arguments: Callable[[], Arguments], autocast: torch.dtype | None, told: list[str]
 ) -> Tensor | None:
-    """Runs one forward. Returns the loss in training: the model's own, the known one, or the mean of the first output, noted."""
+    """Runs one forward. In training it returns a loss.
+
+    This is the model's own loss, the known loss of the source, or the mean of the first output, with a note in ``told``.
+    """
     args, kwargs = arguments()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         output: Any = source.module(*args, **kwargs)
@@ -428,19 +453,20 @@ def _forward(
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if isinstance(loss, Tensor):
             return loss
-        # A subclass of dict is a leaf to torch, unless its library has registered it.
+        # torch treats a subclass of dict as a leaf if its library has not registered it.
         leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             raise ValueError("nothing that the model returns has a gradient")
         if source.loss is not None:
             return source.loss(outputs)
-        told += [_NO_LOSS] * (len(leaves) > 1 or outputs[0].ndim > 0)  # else it returns its loss
+        if len(leaves) > 1 or outputs[0].ndim > 0:  # a single scalar is the loss
+            told.append(_NO_LOSS)
         return outputs[0].float().mean()
 
 
 def _guess(question: Question, found: Found, uses: int) -> Work:
-    """What a batch may compute that cannot be run, if each weight is used so many times in a forward."""
+    """Returns a guess of the work of a batch that could not be run. A forward uses each weight ``uses`` times."""
     plan = _plan(question, found, 1, 1)
     counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
     costs = [Cost((layer,), backward=False, flops=2 * uses * counts[layer]) for layer in plan.order]
@@ -454,10 +480,10 @@ def _guess(question: Question, found: Found, uses: int) -> Work:
 
 
 def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Work, Work]:
-    """What the prompts compute, and what the last token does, which has the memory of both.
+    """Returns the work of the prompts and of the last token. The memory of the latter includes both.
 
     Raises:
-        ValueError: the model generates no text, or cannot be run without values.
+        ValueError: the model does not generate text, or cannot be run without values.
     """
     if source.generation is None or question.generate is None:
         raise ValueError(
@@ -470,7 +496,7 @@ def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Wo
             prompts, token = answered(lambda: [estimate(found, run) for run in make()], at_once=source.images)
     except Exception as error:
         raise ValueError(
-            f"--generate: what {question.model!r} does for a token is not known: it could not be run without values "
+            f"--generate: the work of {question.model!r} for a token is not known: it could not be run without values "
             f"({_in_one_line(error)})."
         ) from error
     return prompts, replace(token, activation_bytes=max(prompts.activation_bytes, token.activation_bytes))

@@ -1,4 +1,7 @@
-"""What :mod:`~sp_lightning.torch_compat.private` is, for tensors without memory and the code of torch that runs on them."""
+"""Private names of torch for fake tensors, and patches of torch's code that runs on them.
+
+As :mod:`~sp_lightning.torch_compat.private`, for the planner.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,26 @@ VALUES_NEEDED = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
 )
-"""What a computation on such tensors raises where it reads their values."""
+"""The errors of operators that read the values of fake tensors."""
 
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _DESCRIBE_THEMSELVES = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class FakeResults(fake_tensor.FakeTensorMode):
-    """A mode that remembers what an operator makes of such arguments.
+    """A mode that caches the results of operators.
 
-    Equal layers ask the same of each operator. torch remembers it, too, by twenty properties of each tensor; to ask it takes
-    three times as long.
+    Equal layers call the same operators with equal arguments. torch has such a cache as well, but its keys have twenty
+    properties of each tensor, and a lookup takes three times as long.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        # Results, as _make takes them, by operator and arguments. Empty where torch has to be asked each time.
+        # The arguments of _make for each result, by operator and arguments. Empty if torch must compute the result each time.
         self._made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __deepcopy__(self, memo: Any) -> FakeResults:
-        return self  # copy.deepcopy of a fake tensor copies its mode as well; its views would belong to this one
+        return self  # copy.deepcopy of a fake tensor copies its mode as well, but its views would belong to this mode
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,7 +58,7 @@ class FakeResults(fake_tensor.FakeTensorMode):
         return result
 
     def _describe(self, arguments: Any, described: list[Any]) -> bool:
-        """Lists all of some arguments that the shape of a result depends on. Returns False if that is not known."""
+        """Appends the properties of arguments on which a result can depend. Returns False if these are unknown."""
         for each in arguments:
             if isinstance(each, FakeTensor):
                 if each.fake_mode is not self or not _is_plain(each):
@@ -72,7 +75,7 @@ class FakeResults(fake_tensor.FakeTensorMode):
         return True
 
     def _look_at(self, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, ...]:
-        """What is remembered of a result: each tensor that it consists of. Nothing if those made from that would not be alike."""
+        """Returns the arguments of _make for each tensor of a result; no arguments if _make would give a different result."""
         results = result if isinstance(result, tuple) else (result,)
         if func._schema.is_mutable or _DEPENDS_ON_VALUES & {*func.tags} or not all(map(_is_plain, results)):
             return ()
@@ -84,14 +87,15 @@ class FakeResults(fake_tensor.FakeTensorMode):
             one = (view, each.shape, each.stride(), each.storage_offset(), each.dtype, each.fake_device)
             if view and not (args and given[0] is args[0] is not each):
                 return ()
-            here, again = (tensor.untyped_storage() for tensor in (each, self._make(args, *one)))
-            if here.nbytes() != again.nbytes() or (view and storage_id(here) != storage_id(again)):
+            storage = each.untyped_storage()
+            again = self._make(args, *one).untyped_storage()
+            if storage.nbytes() != again.nbytes() or (view and storage_id(storage) != storage_id(again)):
                 return ()
             made.append(one)
         return tuple(made)
 
     def _make(self, args: Any, view: bool, shape: Any, stride: Any, offset: int, dtype: Any, device: Any) -> Tensor:
-        """A tensor in new memory, or a view of the memory of the first argument."""
+        """Returns a tensor in new memory, or a view of the first argument's memory."""
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if view:
             storage = args[0].untyped_storage()
@@ -101,46 +105,53 @@ class FakeResults(fake_tensor.FakeTensorMode):
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether all that a fake tensor is besides its mode is its place in a storage, its dtype and its device."""
+    """Returns True if a value is a fake tensor that strides, dtype and device describe completely."""
     if not isinstance(value, FakeTensor) or value.constant is not None or value.layout is not torch.strided:
         return False
     return not (value.dtype.is_complex or value.is_neg())
 
 
 def truncated_normal_without_values() -> AbstractContextManager[Any]:
-    """``nn.init.trunc_normal_`` leaves tensors as they are. torch's looks at values, which fake tensors do not have."""
+    """Replaces ``nn.init.trunc_normal_`` by a function without effect, because torch's reads values."""
     return mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor)
 
 
 @contextmanager
 def grouped_products_without_values() -> Iterator[None]:
-    """``grouped_mm`` takes fake tensors of each dtype, as it takes real ones. torch's own are bfloat16 alone before 2.15."""
+    """Lets ``grouped_mm`` take fake tensors of each dtype, as real ones. Before torch 2.15 it takes only bfloat16."""
 
     def shape_only(
         mode: Any, func: Any, a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
-        groups = [len(offs)] if a.dim() == b.dim() == 2 else [len(a)] if a.dim() == b.dim() == 3 else []
+        groups: list[int] = []
+        if a.dim() == b.dim() == 2:
+            groups = [len(offs)]
+        elif a.dim() == b.dim() == 3:
+            groups = [len(a)]
         with mode:
             return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
-    implementations: Any = fake_impls.op_implementations_dict  # others may be added meanwhile, which stay
-    theirs = implementations.get(grouped_mm_operator.default)
+    implementations: Any = fake_impls.op_implementations_dict  # not copied: entries that are added in this context stay
+    original = implementations.get(grouped_mm_operator.default)
     implementations[grouped_mm_operator.default] = shape_only
     try:
         yield
     finally:
         del implementations[grouped_mm_operator.default]
-        if theirs is not None:
-            implementations[grouped_mm_operator.default] = theirs
+        if original is not None:
+            implementations[grouped_mm_operator.default] = original
 
 
 def modules_converted_without_swaps() -> AbstractContextManager[Any]:
-    """``module.to(…)`` makes new parameters. torch's swaps fake ones, which fails while there is a weak reference to one.
+    """Lets ``module.to(…)`` make new parameters.
 
-    A module that casts its weights for each forward and back behind it has the first ones again, and keeps no casts alive.
+    torch swaps the contents of fake parameters, which fails if a weak reference to one exists. A module that casts its weights
+    for each forward, and back after it, gets the first parameters again, and does not keep casts alive.
     """
-    made: Any = WeakTensorKeyDictionary()  # a weak reference to what each was converted to: tied parameters stay tied
-    before: Any = WeakTensorKeyDictionary()  # what each was made of
+    made: Any = (
+        WeakTensorKeyDictionary()
+    )  # weak references to the converted parameters, so that tied parameters stay tied
+    before: Any = WeakTensorKeyDictionary()  # the originals of converted parameters
 
     def convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> nn.Parameter:
         with torch.no_grad():
@@ -171,7 +182,7 @@ def modules_converted_without_swaps() -> AbstractContextManager[Any]:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Modules that are made in this context have parameters without memory, and compute shapes only."""
+    """In this context, new modules have parameters without memory, and compute only shapes."""
     with (
         truncated_normal_without_values(),
         modules_converted_without_swaps(),

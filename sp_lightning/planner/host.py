@@ -1,4 +1,4 @@
-"""The host's side of ``plan``: the optimizer's step, and what is in host memory and on a disk below it."""
+"""The host in ``plan``: the optimizer's step, host memory, and the disk."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sp_lightning.updates.step_context import compiles
 if TYPE_CHECKING:
     from sp_lightning.disk.state_placement import OnDisk, StatePlacement
 
-_PASSING = "memory for what passes to the disk"
-_MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
+_PASSING = "buffers for the disk"
+_MOST_OBLONG = 8  # Muon is for the matrices of layers; embeddings and heads have a larger ratio of height and width
 
 
 # ---------------------------------------------------------------------- the step
@@ -31,17 +31,17 @@ _MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (e
 
 @dataclass(frozen=True)
 class HostStep:
-    """How an optimizer's step runs.
+    """An optimizer's step.
 
     Attributes:
-        name: what it is called in the answer.
-        optimizers: optimizers with the same state, so that host memory can be counted.
-        overlap: when updates run, if they can run in the background.
-        seconds: what a step takes, if that is not a pass of a fused optimizer over memory; None if it is.
-        why: how many seconds, in words; empty for a fused optimizer.
-        source: what names the optimizer.
-        on_device: whether the device steps.
-        flops: what it multiplies, if that and not memory decides how long it takes.
+        name: the name in the answer.
+        optimizers: optimizers with the same state, from which host memory is computed.
+        overlap: when updates run; ``off`` if they cannot run in the background.
+        seconds: the time of a step; None for a fused optimizer, whose time is that of a pass over memory.
+        why: the reason for these seconds, in words; empty for a fused optimizer.
+        source: the option or method that chose the optimizer.
+        on_device: True if the step runs on the device.
+        flops: floating-point operations of a step, if they determine its time; 0 if memory does.
     """
 
     name: str
@@ -55,105 +55,112 @@ class HostStep:
 
 
 def host_step(question: Question, module: nn.Module) -> HostStep:
-    """The step of the optimizer that the question names; else of the module's own, if that is known; else of AdamW.
+    """Returns the step of the asked optimizer, else of the module's own optimizer if its state is known, else of AdamW.
 
     Raises:
-        ValueError: nothing in the module is trained, or torchao is missing.
+        ValueError: no parameter of the module is trained, or torchao is missing.
     """
     step = _step_of(question, module)
     return step if question.optimizer_on == "cpu" else on_device(step, question)
 
 
 def on_device(step: HostStep, question: Question) -> HostStep:
-    """The same step on the device: what it multiplies decides how long it takes there, or what it reads and writes."""
-    seconds, why = question.step_seconds, step.why if question.step_seconds else ""
+    """Returns the same step on the device. Its time is that of its FLOPs, if it has them, or of the device's memory."""
+    seconds = question.step_seconds
+    why = step.why if seconds else ""
     if seconds is None and step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
-    # In the background what an optimizer makes would get the model's dtype.
+    # In the background, new tensors of the optimizer would get the model's default dtype.
     overlap = "off" if question.stores_16_bits else beside(step.optimizers, question.mode)
     return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
 
 
 def beside(optimizers: Iterable[torch.optim.Optimizer], overlap: Overlap) -> Overlap:
-    """When updates run for which an overlap was asked: those that compile their step never run beside a forward."""
+    """Returns when updates run for an asked overlap. Optimizers that compile their step never run during a forward."""
     return "off" if overlap == "forward" and any(map(compiles, optimizers)) else overlap
 
 
 def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger, traffic: int) -> dict[str, Any]:
-    """The :class:`~sp_lightning.tuning.visits.Rates` of updates, by their names.
+    """Returns the :class:`~sp_lightning.tuning.visits.Rates` of updates, by their names.
 
     Args:
-        question: says how fast memory is.
-        step, plan, ledger: the optimizer's step, the layers, and what training has on the host.
-        traffic: bytes that a fused optimizer's step reads and writes on the host.
+        question: has the speed of memory.
+        step, plan, ledger: the optimizer's step, the layers, and the host memory of training.
+        traffic: bytes of host memory that a fused optimizer's step reads and writes.
     """
     everything, gradients = (
         max(1, sum(layer.gradient_bytes for layer in layers)) for layers in (plan.trained, plan.offloaded)
     )
     share, state = gradients / everything, (ledger.state or 0) / everything
-    there = {"step": _stepped_there(question, step, everything, state)} if plan.stay else {}
+    rates = {"step": _stay_rate(question, step, everything, state)} if plan.stay else {}
     if not step.on_device:
         seconds = share * step.seconds if step.seconds else max(traffic, 1) / question.host_bandwidth
-        return {"update": gradients / seconds, **there}
+        return {"update": gradients / seconds, **rates}
     read, written = (sum(getattr(e, way) for e in ledger.passes if e.what == ON_DEVICE) for way in ("read", "written"))
     update = everything / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
-    return {"update": update, "update_upload": read / gradients, "update_download": written / gradients, **there}
+    return {"update": update, "update_upload": read / gradients, "update_download": written / gradients, **rates}
 
 
-def _stepped_there(question: Question, step: HostStep, gradients: int, state: float) -> float:
-    """Bytes of gradients per second that steps of layers consume that stay on the device.
+def _stay_rate(question: Question, step: HostStep, gradients: int, state: float) -> float:
+    """Returns the bytes of gradients per second that the optimizer steps of staying layers consume.
 
-    A step reads weights, gradients and ``state`` times as many bytes of state, and writes all but gradients. Of masters it
-    widens gradients before, and casts weights behind that. Clipping reads gradients once for a norm, and multiplies a copy.
+    A step reads weights, gradients and state, and writes weights and state. With master weights, gradients are widened before
+    the step, and weights are cast after it. Clipping by norm reads the gradients once; all clipping multiplies a copy of them.
 
     Args:
-        question: says how fast the device is, and what is done with gradients.
-        step: the optimizer's.
+        question: has the device's speed and gradient clipping.
+        step: the optimizer's step.
         gradients: bytes of all gradients.
         state: bytes of state for each byte of gradients.
     """
     if step.flops:
         return gradients / (step.flops / (question.tflops * 1e12))
-    narrow, clip = PRECISIONS[question.precision][1] is not None, question.gradient_clip
-    passes = 3 + 2 * state + 3 * narrow
-    passes += (clip == "norm") * (0.5 if narrow else 1) + (clip is not None) * (2 if narrow else 4)
+    narrow = PRECISIONS[question.precision][1] is not None
+    passes = 3 + 2 * state
+    if narrow:
+        passes += 3
+    if question.gradient_clip == "norm":
+        passes += 0.5 if narrow else 1
+    if question.gradient_clip is not None:
+        passes += 2 if narrow else 4
     return question.device_bandwidth / passes
 
 
-def _multiplied(flops: int, there: str, tflops: float, option: str) -> tuple[float, str]:
-    """The seconds that so many multiplications and additions take, and how many in words."""
+def _multiplied(flops: int, place: str, tflops: float, option: str) -> tuple[float, str]:
+    """Returns the seconds of floating-point operations, as a number and in words."""
     seconds = flops / (tflops * 1e12)
-    return seconds, f"{flops / 1e12:.3g} TFLOP on the {there}, {seconds:.3g} s with {tflops:g} TFLOP/s ({option})"
+    return seconds, f"{flops / 1e12:.3g} TFLOP on the {place}, {seconds:.3g} s with {tflops:g} TFLOP/s ({option})"
 
 
 def _on_host(question: Question, flops: int) -> tuple[float | None, str]:
-    """The seconds that what Muon multiplies takes on the host, and how many in words; None if it is nothing."""
+    """Returns the seconds of Muon's operations on the host, as a number and in words; None if there are no operations."""
     return _multiplied(flops, "host", question.host_tflops, "--host-tflops") if flops else (None, "")
 
 
 def _step_of(question: Question, module: nn.Module) -> HostStep:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
-        raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
-    seconds, why = question.step_seconds, f"{question.step_seconds or 0:g} s (--step-seconds)"
-    own, source = _configured(module) if question.optimizer is None and seconds is None else (), "--optimizer"
+        raise ValueError(f"No parameter of {question.model!r} requires a gradient. Add --predict.")
+    seconds = question.step_seconds
+    why = f"{seconds or 0:g} s (--step-seconds)"
+    own = _configured(module) if question.optimizer is None and seconds is None else ()
     name = " and ".join(sorted({type(each).__name__ for each in own}))
     if own and all(map(has_known_state, own)):
         overlap = question.mode if all(map(has_fused_step, own)) else "off"
         flops = sum(muon_flops(g["params"]) for o in own if type(o) is torch.optim.Muon for g in o.param_groups)
         seconds, why = _on_host(question, flops)
         return HostStep(name, own, overlap, seconds, why, source="configure_optimizers", flops=flops)
-    source = f"in place of {name}, whose state is not known" if own else source
+    source = f"in place of {name}, whose state is not known" if own else "--optimizer"
     if question.optimizer == "muon":
         matrices = [weight for weight in trained if _is_for_muon(weight)]
-        # SGD with momentum has one tensor of state for each matrix, as Muon has. The others are AdamW's, by convention.
+        # As Muon, SGD with momentum has one tensor of state per matrix. By convention, AdamW updates other weights.
         others = [weight for weight in trained if not _is_for_muon(weight)]
         momentum = [torch.optim.SGD(matrices, momentum=0.95)] if matrices else []
         optimizers = (*momentum, *([torch.optim.AdamW(others)] if others else []))
         flops = muon_flops(matrices)
         if seconds is None:
             seconds, why = _on_host(question, flops)
-        name = "Muon" + ", and AdamW for embeddings, heads and vectors" * bool(others)
+        name = "Muon, and AdamW for embeddings, heads and vectors" if others else "Muon"
         return HostStep(name, optimizers, "off", seconds, why, flops=flops)
     if question.optimizer == "adamw8bit":
         try:
@@ -161,7 +168,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
         except ImportError as error:
             raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
         if seconds is None and question.optimizer_on == "cpu":
-            # Its state is converted in each step: only a measurement tells how long that takes.
+            # Each step converts its state, whose time must be measured.
             seconds = EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
             why = f"{seconds:.3g} s, {1e9 * EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
         few_bits = (AdamW8bit(trained),)
@@ -175,11 +182,11 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
 
 
 def _configured(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of a LightningModule; none if they need what only a run has."""
+    """Returns the optimizers of a LightningModule; no optimizers if ``configure_optimizers`` fails outside of a run."""
     try:
         configured: Any = module.configure_optimizers
         leaves = tree_leaves(configured())
-    except Exception:  # code of a user may raise anything
+    except Exception:  # user code may raise any error
         return ()
     return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)))
 
@@ -193,16 +200,16 @@ def _is_for_muon(weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What is in the host memory of a node, and on its disk. All sizes are in bytes.
+    """The contents of a node's host memory and disk. All sizes are in bytes.
 
     Attributes:
-        parts: what is in memory, by what it is; the least that can be, if there is not as much.
-        limit: what processes leave of the memory that there is. None for no limit.
-        kept: what they take for themselves.
-        ledger: what training has, all of it in memory; None for inference.
-        placement: which layers' optimizer state, or weights in inference, is on the disk. None without a disk, or if memory
-            does not suffice even with one.
-        trained: what else is on the disk; None without a disk.
+        parts: the sizes of the contents of host memory. If they do not fit, the least sizes.
+        limit: the given host memory without the part that processes use; None for no limit.
+        kept: the part that processes use for themselves.
+        ledger: the host memory of training without a disk; None for inference.
+        placement: the layers whose optimizer state (in inference: weights) is on the disk. None without a disk, or if host
+            memory is too small even with a disk.
+        trained: the other contents of the disk; None without a disk.
     """
 
     parts: Mapping[str, int]
@@ -214,24 +221,24 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """What is in memory."""
+        """The size of the contents of host memory."""
         return sum(self.parts.values())
 
     @property
     def stepping_bytes(self) -> int:
-        """The same while batches are trained: without the layers that stay on the device, which a checkpoint brings."""
+        """The size while batches are trained. It lacks the layers that stay on the device, which a checkpoint downloads."""
         return self.nbytes - (0 if self.ledger is None else self.ledger.staying)
 
     @property
     def fits(self) -> bool:
-        """Whether there is as much memory."""
+        """True if the contents fit into host memory."""
         return self.limit is None or self.nbytes <= self.limit
 
     def moved(self, plan: Plan, batches: int) -> Mapping[int, int]:
-        """Bytes that a layer's update reads, and as many that it writes, by the layer's index; or that a fetch reads.
+        """Returns the disk traffic by layer index: bytes that an update reads and writes; in inference, that an upload reads.
 
-        Gradients are written when they come, and read once, in each batch of a step. Trained weights are written once and read up
-        to three times, twice by fetches. All of that counts as the update's.
+        Gradients are written and read once in each batch of a step. Trained weights are written once and read up to three times,
+        twice by uploads. All of this is counted as traffic of the update.
         """
         if self.placement is None or self.trained is None:
             return {}
@@ -246,16 +253,18 @@ class HostMemory:
 
 
 def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded: int) -> HostMemory:
-    """Counts host memory, and places on the disk, if there is one, what memory does not hold.
+    """Computes host memory, and moves data that does not fit to the disk, if there is one.
 
     Args:
-        question: says how much memory there is, and whether there is a disk.
+        question: has the sizes of host memory and the disk.
         plan: the layers.
-        step: the optimizer's; None for inference.
-        offloaded: bytes of activations that each device has there.
+        step: the optimizer's step; None for inference.
+        offloaded: bytes of offloaded activations of each device.
     """
-    memory, disk = question.host_memory, question.disk is not None
-    kept, limit = 0, None
+    memory = question.host_memory
+    disk = question.disk is not None
+    kept = 0
+    limit = None
     if memory is not None:
         with needed_for("--host-memory"):
             from sp_lightning.disk.host_budget import kept_for_processes
@@ -263,7 +272,7 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         limit = memory - kept
     if step is None:
         ledger, parts = None, Counter(weights=plan.taken(training=False)[1])
-        # Weights that travel as casts, tables and residents stay in memory.
+        # Weights that are uploaded as casts, tables and resident weights stay in memory.
         movable, sizes = "weights", {layer.name: layer.nbytes for layer in plan.layers if not layer.casts}
     else:
         ledger, movable = _ledger(question, plan, step), "optimizer state"
@@ -280,7 +289,7 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
     chosen = OnDisk()
     placement = _place(sizes, parts.total(), limit)
     if placement is None and limit is not None and ledger is not None and step is not None and plan.alone:
-        # With several devices nothing but state goes to the disk, where gradients are as wide as parameters.
+        # With several devices, only optimizer state can be on the disk. Gradients on the disk have the parameters' dtype.
         wide = _ledger(question, plan, step, narrow=False).gradients - ledger.gradients
         missing = parts.total() + wide + 2 * max(sizes.values(), default=0) - limit
         chosen = choose_on_disk(plan, missing, gradients=not _early(question, step))
@@ -305,7 +314,7 @@ def _place(sizes: Mapping[str, int], others: int, limit: int | None) -> StatePla
 
 
 def _early(question: Question, step: HostStep) -> bool:
-    """Whether each layer is updated in backward, after which its gradients are freed."""
+    """Returns True if each layer is updated in backward and its gradients are freed after that."""
     return question.accumulate_grad_batches == 1 and step.overlap == "backward" and question.frees
 
 

@@ -1,4 +1,4 @@
-"""What a model of transformers takes for images, from what prepares them for it in a run, its image processor."""
+"""The image arguments of a transformers model, made by its image processor as in a run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from sp_lightning.torch_compat.private import disable_dispatch_modes, tree_leaves
 
 USUAL_IMAGE = 448
-"""Pixels on each side of an image of a model that takes images of any size."""
-# How the forwards of transformers call an image.
+"""The default pixels on each side of an image, for models that take images of any size."""
+# The names of image arguments in the forwards of transformers.
 _IMAGES = ("pixel_values", "pixel_values_images", "flattened_patches", "image_patches")
-# How many channels an image has, in the dimension before its height and its width.
+# The channels of an image, in the dimension before height and width.
 _CHANNELS = 3
 
 
 def takes_images(config: Any, taken: Collection[str]) -> bool:
-    """Whether a model takes images: its forward has arguments of these names, and its config does not leave the tower out."""
+    """Returns True if the forward has an image argument, and the config has a vision tower."""
     return any(name in taken for name in _IMAGES) and getattr(config, "vision_config", config) is not None
 
 
 def usual_size(config: Any) -> int | None:
-    """Pixels on each side of the images, or of their tiles, that a model is made for. None if these may have any size."""
+    """Returns the pixels on each side of a model's images or tiles; None if images may have any size."""
     vision = getattr(config, "vision_config", None) or config
     size = getattr(vision, "image_size", None)
     if isinstance(size, (list, tuple)) and len({*size}) == 1:
@@ -33,18 +33,19 @@ def usual_size(config: Any) -> int | None:
 
 
 def image_arguments(config: Any, taken: Collection[str], batch: int, size: int) -> dict[str, Tensor]:
-    """The arguments of a forward for images: numbers with a fraction without memory, whole numbers with their values.
+    """Returns the image arguments of a forward. Floating-point tensors have no memory; integers have their values.
 
     Args:
-        config: the model's.
-        taken: the names of the arguments that its forward takes.
-        batch: how many images.
-        size: pixels on each side of them.
+        config: the model's config.
+        taken: the names of the forward's arguments.
+        batch: the number of images.
+        size: pixels on each side of an image.
 
     Raises:
-        ValueError: transformers has no image processor for the model, or it takes no such image.
+        ValueError: transformers has no image processor for the model, or it does not take such an image.
     """
-    usual, arguments = usual_size(config), dict[str, Tensor]()
+    usual = usual_size(config)
+    arguments: dict[str, Tensor] = {}
     if usual is not None and not _processors(config):
         return {"pixel_values": torch.zeros(batch, _CHANNELS, size, size)}
     for name, value in _processed(config, size).items():
@@ -55,37 +56,37 @@ def image_arguments(config: Any, taken: Collection[str], batch: int, size: int) 
             shape[-2:] = 2 * [size if value.dim() == _CHANNELS + 1 else usual]
         elif usual is not None and value.dim() >= _CHANNELS and "mask" in name:
             shape[-2:] = 2 * [usual]
-        # A mask of pixels has another size than the processor's then, and says that all of them are there.
-        arguments[name] = (
-            torch.zeros(shape)
-            if value.is_floating_point()
-            else torch.tensor(batch * value.tolist(), dtype=value.dtype)
-            if shape[1:] == [*value.shape[1:]]
-            else torch.ones(shape, dtype=value.dtype)
-        )
+        if value.is_floating_point():
+            arguments[name] = torch.zeros(shape)
+        elif shape[1:] == [*value.shape[1:]]:
+            arguments[name] = torch.tensor(batch * value.tolist(), dtype=value.dtype)
+        else:  # a mask of pixels with another size than the processor's: every pixel is valid
+            arguments[name] = torch.ones(shape, dtype=value.dtype)
     if not takes_images(config, arguments):
         raise ValueError(f"it is not known which images a model of type {config.model_type!r} takes")
     return arguments
 
 
 def count_features(module: nn.Module, arguments: dict[str, Tensor]) -> int:
-    """How many tokens of the text the images take: as many as the vision tower makes of them. 0 if the model does not tell."""
+    """Returns the number of text tokens that the images take, which is the number of outputs of the vision tower.
+
+    Returns 0 if the model cannot compute them.
+    """
     make: Any = getattr(module, "get_image_features", None)
     if make is None:
         return 0
     try:
         with torch.no_grad():
             made = make(**arguments, return_dict=True)
-    except (
-        Exception
-    ):  # a tower that cannot be run without values, of which the batch itself tells, or one that wants more
+    # The tower may need other arguments. It may also need values; running the batch then raises the same error.
+    except Exception:
         return 0
     features = getattr(made, "pooler_output", made)
     return sum(leaf.numel() // leaf.shape[-1] for leaf in tree_leaves(features) if isinstance(leaf, Tensor))
 
 
 def _processors(config: Any) -> list[str]:
-    """The names of the image processors for a model, one for each library."""
+    """Returns the names of the image processors for a model, one for each library."""
     from transformers.models.auto import image_processing_auto
 
     names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, ())
@@ -93,7 +94,7 @@ def _processors(config: Any) -> list[str]:
 
 
 def _processed(config: Any, size: int) -> dict[str, Tensor]:
-    """What the image processor makes of one image."""
+    """Returns the output of the image processor for one image."""
     import transformers
 
     vision = getattr(config, "vision_config", None) or config
@@ -103,7 +104,7 @@ def _processed(config: Any, size: int) -> dict[str, Tensor]:
         "merge_size": getattr(vision, "spatial_merge_size", None),
     }
     failed = "transformers has no image processor for it"
-    # With values, which an image has to have, and as in a run: in float32.
+    # The processor needs values. It runs in float32, as in a run.
     with disable_dispatch_modes():
         for name in _processors(config):
             try:
@@ -111,9 +112,8 @@ def _processed(config: Any, size: int) -> dict[str, Tensor]:
                 known = {key: value for key, value in sizes.items() if value and hasattr(kind, key)}
                 processed = kind(**known)([torch.zeros(_CHANNELS, size, size, dtype=torch.uint8)], return_tensors="pt")
                 return {key: torch.as_tensor(value) for key, value in processed.items()}
-            except (
-                Exception
-            ) as error:  # one of a library that is not installed, or one that takes no image of this size
+            # Its library may be missing, or the processor may not take this size.
+            except Exception as error:
                 failed = f"{name}: {type(error).__name__}: {error}"
     raise ValueError(
         f"no image of {size} × {size} could be prepared for a model of type {config.model_type!r} ({failed})"

@@ -1,7 +1,7 @@
-"""Values of small tensors in a dry run: sizes of images, ids of tokens, positions, and masks that are made from them.
+"""Values of small tensors in a dry run: image sizes, token ids, positions, and masks that are computed from them.
 
-A model of vision and language reads them to tell how its images are cut into patches and where these stand in the text. They
-are small, so that they can have memory where nothing else has any.
+A vision-language model reads them to find the patches of its images and their positions in the text. Because they are small,
+they can have memory in a dry run, unlike all other tensors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from sp_lightning.torch_compat.private import (
     writes_arguments,
 )
 
-# Whole numbers and truth values, and numbers with a fraction, such as places between pixels. What is larger is a mask of
-# attention between all tokens, an image, or an activation, and nothing asks for its values.
-_MOST_NUMBERS, _MOST_FRACTIONS = 2**24, 2**16
-# What these return depends on values: a number, or a tensor of which only values tell the shape.
+# The largest number of elements of integer and bool tensors, and of floating-point tensors (for example positions between
+# pixels). Larger tensors are attention masks, images and activations, whose values models do not read.
+_MOST_INTEGERS = 2**24
+_MOST_FLOATS = 2**16
+# Operators that return a number, or a tensor whose shape depends on values.
 _READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -36,11 +37,12 @@ Result = TypeVar("Result")
 
 
 def answered(run: Callable[[], Result], *, at_once: bool = False) -> Result:
-    """Runs without values, and if something asks for values, again with those of small tensors.
+    """Calls a function without values. If the function reads values, calls it again with the values of small tensors.
 
     Args:
-        run: what is run, inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
-        at_once: small tensors have values from the start, because what asks for them fails in ways of its own.
+        run: the function. Call this inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
+        at_once: True to have the values of small tensors from the start. Use this if code that reads values raises other errors
+            than :data:`~sp_lightning.planner.fake.VALUES_NEEDED`.
     """
     if not at_once:
         with suppress(*VALUES_NEEDED):
@@ -51,16 +53,17 @@ def answered(run: Callable[[], Result], *, at_once: bool = False) -> Result:
 
 @contextmanager
 def known_values() -> Iterator[None]:
-    """In this context small tensors have values, too, where all that they come from is known: made here, or no weight.
+    """In this context, a small tensor has values if all tensors from which it was computed have values.
 
-    To be entered inside of :func:`~sp_lightning.planner.fake.fake_tensors`. What asks for such a value is answered.
+    Tensors that are created in this context have values; weights do not. Operators that read values work if the values are
+    known. Enter this inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
     """
     with _Numbers(), _KnownValues():
         yield
 
 
 class _Numbers(TorchFunctionMode):
-    """Lets ``torch.tensor`` ask for the values of numbers in a list. It would read their memory."""
+    """Replaces tensors in the list that ``torch.tensor`` takes by their values, because it would read their memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
@@ -91,7 +94,7 @@ class _KnownValues(TorchDispatchMode):
         return result
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """A tensor with the same values and with memory, if they are known."""
+        """Returns a tensor with the same values and with memory, if the values are known."""
         if isinstance(tensor, FakeTensor):
             return self._values.get(tensor)
         return tensor if _may_be_known(tensor) else None
@@ -102,13 +105,13 @@ class _KnownValues(TorchDispatchMode):
             return func(*real[0], **real[1])
 
     def _without_memory(self, value: Tensor) -> Tensor:
-        """A tensor of the dry run that has a value."""
+        """Returns a tensor of the dry run with these values."""
         tensor = torch.empty(value.shape, dtype=value.dtype)
         self._values[tensor] = value
         return tensor
 
     def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices in which each mask whose values are known is replaced by the places where it is true."""
+        """Returns indices in which each mask with known values is replaced by the positions of its true elements."""
         replaced: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool or (mask := self._value(index)) is None:
@@ -120,7 +123,7 @@ class _KnownValues(TorchDispatchMode):
         return replaced
 
     def _forget(self, written: Sequence[Tensor]) -> None:
-        """Forgets the values of tensors, and of all others with the same memory, because something unknown was written there."""
+        """Removes the values of tensors, and of all tensors with the same memory, after unknown values were written to them."""
         values = [value for tensor in written if (value := self._values.get(tensor)) is not None]
         memory = {value.untyped_storage().data_ptr() for value in values}
         for tensor, value in [*self._values.items()] if memory else ():
@@ -129,5 +132,5 @@ class _KnownValues(TorchDispatchMode):
 
 
 def _may_be_known(tensor: Tensor) -> bool:
-    fractions = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return tensor.numel() <= (_MOST_FRACTIONS if fractions else _MOST_NUMBERS)
+    floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor.numel() <= (_MOST_FLOATS if floating else _MOST_INTEGERS)

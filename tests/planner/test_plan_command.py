@@ -376,8 +376,8 @@ def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     [
         pytest.param(
             ["vit_b_16", "--image", "100"],
-            "cannot take that (AssertionError: Wrong image height! Expected 224 but got 100!). "
-            "Leave --image out: it is run with 1 image of 224 × 224 then.",
+            "cannot take it (AssertionError: Wrong image height! Expected 224 but got 100!). "
+            "Leave --image out to run the model with 1 image of 224 × 224.",
             marks=pytest.mark.rest("a model of real size is run on paper"),
         ),
         ([str(SHAPES / "llama-3-8b.json"), "--image", "100"], "takes no images. Leave --image out."),
@@ -506,7 +506,7 @@ def fails() -> None:
     ("model", "message"),
     [
         ("torch.nn:Identity", "'torch.nn:Identity' has no parameters"),
-        ("tests.planner.test_plan_command:frozen", "requires a gradient. Say --predict."),
+        ("tests.planner.test_plan_command:frozen", "requires a gradient. Add --predict."),
         ("torch.nn:Linear", "'() failed: TypeError"),
         ("tests.planner.test_plan_command:fails", "() failed: KeyError"),
     ],

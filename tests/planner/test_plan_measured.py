@@ -82,7 +82,7 @@ def test_too_few_steps_are_said() -> None:
     assert "--least-steps)" not in enough
 
 
-@pytest.mark.parametrize(("epochs", "said"), [(None, ""), (4, ", 4 epochs"), (5, ", 5 epochs; data that comes more")])
+@pytest.mark.parametrize(("epochs", "said"), [(None, ""), (4, ", 4 epochs"), (5, ", 5 epochs; data repeated more")])
 def test_how_often_the_data_comes(epochs: float | None, said: str) -> None:
     words = _epochs(SimpleNamespace(epochs=epochs))  # type: ignore[arg-type]
     assert words.startswith(said)
