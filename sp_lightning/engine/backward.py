@@ -164,7 +164,7 @@ class Backward(Part):
             # param.data = other: the host's parameter takes the other dtype before the gradient
             self.writes.take_back(layer)
         if of_cast:
-            gradient = gradient.came
+            gradient = gradient.inner_tensor
         with self._arrivals:
             if current_graph_task() not in self.tasks:
                 self.join()

@@ -1,10 +1,10 @@
-"""Code of ours around calls of modules, which nothing in the modules shows: no hook, no attribute, no other class.
+"""Runs the package's code around calls of modules without any trace in the modules: no hook, no attribute, no other class.
 
-Libraries choose their algorithms by a module's hooks and by its ``__dict__`` (``nn.MultiheadAttention``, RF-DETR), and a pickle
-of a module has what is in there. So a module is found by its identity, in ``nn.Module.__call__``, while a run is active.
+Libraries choose their algorithms by a module's hooks and its ``__dict__`` (``nn.MultiheadAttention``, RF-DETR), and a pickle of
+a module contains its ``__dict__``. So during a run, a patch of ``nn.Module.__call__`` looks modules up by their identity.
 
-A call that does not pass ``nn.Module.__call__`` (``module.forward(x)``, or that function as other code has taken it before)
-meets no code of ours, as it meets no hooks.
+A call that bypasses ``nn.Module.__call__`` bypasses this code, as it bypasses hooks: ``module.forward(x)``, or a reference to
+``nn.Module.__call__`` that was taken before the patch.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from sp_lightning.torch_compat.private import (
 )
 
 Around = Callable[..., Any]
-"""Is called with what ``nn.Module.__call__`` was before, the module, and the arguments of the call."""
+"""Its arguments: the ``nn.Module.__call__`` that the patch replaced, the module, and the arguments of the call."""
 
 _References = tuple[Callable[[], Around | None], ...]
 
 _around: dict[int, _References] = {}
-"""By the identity of a module what is around its calls, the outermost last. Who has surrounded a module keeps both alive."""
-_lock = threading.RLock()  # garbage collection may forget one while another is added
+"""The functions around a module's calls, by the module's ``id``; the outermost is last. The caller of :func:`surround` keeps
+the module and the function alive."""
+_lock = threading.RLock()  # reentrant: garbage collection may remove an entry while another one is added
 
 
 class _ModuleCall(Patch):
-    """Code of ours around ``nn.Module.__call__``, which each call of each module in the process passes."""
+    """Patches ``nn.Module.__call__``, through which every call of every module in the process goes."""
 
     def wrap(self, function: Any) -> Any:
-        """Makes the wrapper. Dynamo follows it into calls of other modules; a graph that comes to one of ours ends there."""
+        """Returns the wrapper. Dynamo traces through it for other modules, and breaks the graph at a surrounded module."""
         around, ours = self.around, _around
 
         @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:  # the module among them: it takes time to take it out
+        def call(*args: Any, **kwargs: Any) -> Any:  # args[0] is the module: a parameter of its own would cost time
             if is_dynamo_compiling():
                 comptime(_end_graph)
             elif id(args[0]) in ours:
@@ -64,7 +65,7 @@ class _ModuleCall(Patch):
 
 
 def _end_graph(context: Any) -> None:
-    """Runs while Dynamo follows a call. Whether a module is ours is no guard: the types of weights tell such graphs apart."""
+    """Runs while Dynamo traces a call. No guard checks for a surrounded module: the types of its weights guard the graph."""
     if id(first_traced(context, "args")) in _around:
         context.graph_break(NOT_IN_GRAPHS)
 
@@ -81,7 +82,7 @@ def _run(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any)
 
 @trace_only_inlined
 def _with_hook(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A graph that has ended at one of torch's own modules goes on inside of it if the module has a hook."""
+    """Calls a module with a hook. With a hook, Dynamo resumes the graph inside a torch module after a break at its call."""
     handle = module.register_forward_hook(_no_hook)
     try:
         return call(module, *args, **kwargs)
@@ -107,7 +108,7 @@ _patches = (_ModuleCall(nn.Module, "__call__", _run), Patch(*SCRIPTING, _refuse_
 
 
 def surround(module: nn.Module, around: Around) -> None:
-    """Has ``around`` run a module's calls, until :func:`release`, or until nothing else refers to ``around``."""
+    """Runs a module's calls through ``around``, until :func:`release`, or until ``around`` has no other references."""
     with _lock:
         key = id(module)
         _around[key] = (*_around.get(key, ()), weakref.ref(around, partial(_forget, key)))

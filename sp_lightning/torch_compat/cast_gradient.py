@@ -1,4 +1,4 @@
-"""A weight's float32 gradient, in the memory of its cast's: in half as many bytes, as long as nothing computes with it."""
+"""A float32 gradient in the memory of the 16-bit gradient of the cast: half the bytes until something computes with it."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from sp_lightning.torch_compat.metadata import METADATA
 from sp_lightning.torch_compat.private import make_wrapper, tree_map_only
 
 _AS_ITS_OWN = torch.ops.aten.detach.default
-"""The operator by which autograd makes a gradient a weight's. ``gradient.detach()`` in user code is another function."""
+"""The operator with which autograd stores a gradient in ``param.grad``. User code's ``gradient.detach()`` is another function."""
 
 
 class CastGradient(Tensor):
-    """What a cast's node hands on to its weight's: a gradient that plain autograd would have converted to float32.
+    """The gradient that a cast passes to the master weight. Plain autograd would have converted it to float32.
 
-    autograd makes it the weight's gradient as it is if nothing else is to be added. Whatever computes with it, autograd's sums
-    and hooks of the graph's nodes included, gets one plain float32 tensor, which the gradient consists of from then on.
+    If nothing is added to it, autograd stores it in ``param.grad`` unconverted. The first computation with it (a sum of
+    autograd's and a hook on a node of the graph included) converts it: it then holds a plain float32 tensor.
 
     Args:
-        came: the gradient in the cast's dtype, strided. No other code has this memory.
+        inner_tensor: the gradient in the cast's dtype, strided. No other code uses its memory.
 
     Attributes:
-        came: the same; in float32 once something has computed with it.
+        inner_tensor: the gradient: in the cast's dtype, or in float32 after the first computation.
     """
 
-    came: Tensor
+    inner_tensor: Tensor
 
     @staticmethod
-    def __new__(cls, came: Tensor) -> CastGradient:
-        made = make_wrapper(cls, came.shape, strides=came.stride(), dtype=torch.float32, device=came.device)
-        made.came = came
+    def __new__(cls, inner_tensor: Tensor) -> CastGradient:
+        strides, device = inner_tensor.stride(), inner_tensor.device
+        made = make_wrapper(cls, inner_tensor.shape, strides=strides, dtype=torch.float32, device=device)
+        made.inner_tensor = inner_tensor
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # User code may ask for memory, too, which operators do not. A dispatch mode calls autograd's operator again.
+        # Widened here and not in __torch_dispatch__ alone: user code may ask for memory (data_ptr), which is not an operator.
+        # A dispatch mode calls autograd's operator again, through this function.
         if func not in METADATA and func is not _AS_ITS_OWN:
             args, kwargs = tree_map_only(cls, cls.wide, (args, kwargs or {}))
         with torch.DisableTorchFunctionSubclass():
@@ -46,17 +48,17 @@ class CastGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is _AS_ITS_OWN:
-            return cls(args[0].came)
+            return cls(args[0].inner_tensor)
         args, kwargs = tree_map_only(cls, cls.wide, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def wide(self) -> Tensor:
-        """The gradient as a plain float32 tensor."""
+        """Returns the gradient as a plain float32 tensor, and keeps that."""
         with torch.DisableTorchFunctionSubclass():
-            self.came = self.came.to(torch.float32)
-        return self.came
+            self.inner_tensor = self.inner_tensor.to(torch.float32)
+        return self.inner_tensor
 
 
 def plain(gradients: Any) -> Any:
-    """What a call of autograd's engine has returned, with plain tensors."""
+    """Returns the result of a call of autograd's engine with plain tensors."""
     return gradients and tuple(each.wide() if type(each) is CastGradient else each for each in gradients)

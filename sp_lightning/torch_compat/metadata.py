@@ -1,6 +1,6 @@
 """The functions of a tensor that read its metadata (shape, dtype, device, hooks) and never its values.
 
-A tensor whose memory is absent answers these; every other function brings the memory first.
+They work on a weight that is not on the GPU; every other function uploads the weight first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-"""The functions, as ``__torch_function__`` receives them, that read a tensor's metadata and never its memory."""
+"""The functions that read a tensor's metadata and never its memory, as ``__torch_function__`` receives them."""
 
 UNCHANGED_BY_UPDATES = METADATA - {Tensor._version.__get__} | {Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
-"""Those of them that an optimizer's step does not change."""
+"""The functions of a tensor whose results an optimizer step does not change."""

@@ -1,4 +1,4 @@
-"""Contexts in which the engine runs operators of its own, outside of the modes that the user's code is in."""
+"""Contexts in which the engine runs its own operators, outside the modes of the user's code."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from sp_lightning.torch_compat.private import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_NOTHING: AbstractContextManager[None] = nullcontext()  # it may be entered again and again
+_NOTHING: AbstractContextManager[None] = nullcontext()  # reentrant
 NOT_IN_GRAPHS = (
-    "here Superpipeline moves weights, which no graph contains. Compile without fullgraph=True. To a compiled function, or "
-    "torch.cond, pass weight.clone() in place of a weight. Export (strict=True) copy.deepcopy(module), or after the run"
+    "Superpipeline copies weights at this call, and a graph cannot contain that. Compile without fullgraph=True. Pass "
+    "weight.clone() in place of a weight to a compiled function or torch.cond. Export (strict=True) copy.deepcopy(module), or "
+    "the module after the run"
 )
 
 
 def no_inference_mode() -> AbstractContextManager[None]:
-    """Leaves inference mode, whose tensors cannot be saved for a backward. Outside of inference mode it does nothing."""
+    """Leaves inference mode, because its tensors cannot be saved for a backward. No-op outside inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors are made in that dtype."""
+    """Sets the default dtype of new tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -47,19 +48,19 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
-    """Hides operators from dispatch modes (selective checkpoints, counters of FLOPs), which are to see the model's alone."""
+    """Hides operators from dispatch modes (selective checkpoints, FLOP counters), which must see the model's operators only."""
     return disable_dispatch_modes() if count_dispatch_modes() else _NOTHING
 
 
 @contextmanager
 def no_transforms() -> Iterator[None]:
-    """Leaves ``torch.func`` transforms, and ``autograd.grad(is_grads_batched=True)``. Outside of them it does nothing."""
+    """Leaves ``torch.func`` transforms and ``autograd.grad(is_grads_batched=True)``. No-op outside them."""
     with clear_transforms() if transforms_active() else _NOTHING, no_vmap_mode():
         yield
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Hides operators from dispatch modes, from function modes, from tensor subclasses, and from transforms."""
+    """Hides operators from dispatch modes, function modes, tensor subclasses and transforms."""
     if count_dispatch_modes() or transforms_active():
         return _unseen()
     return no_torch_functions()
@@ -72,7 +73,10 @@ def _unseen() -> Iterator[None]:
 
 
 def held(lock: AbstractContextManager[Any], *, leaves_inference_mode: bool = False) -> AbstractContextManager[Any]:
-    """Holds a lock outside of these modes. Nearly always there are none, and a second context would take the host time, too."""
+    """Holds a lock outside dispatch modes and transforms, and outside inference mode if ``leaves_inference_mode``.
+
+    Without such a mode, which is nearly always, it returns the lock itself: a second context would cost host time.
+    """
     if count_dispatch_modes() or transforms_active() or (leaves_inference_mode and torch.is_inference_mode_enabled()):
         return _held(lock, no_inference_mode() if leaves_inference_mode else _NOTHING)
     return lock
@@ -85,13 +89,13 @@ def _held(lock: AbstractContextManager[Any], outside: AbstractContextManager[Non
 
 
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compiler.disable``, which takes the host half the time where nothing is being compiled."""
+    """As ``torch.compiler.disable``, in half the host time while nothing is being compiled."""
     disabled = torch.compiler.disable(function)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return (function if frame_compiler() is None else disabled)(*args, **kwargs)
 
-    # This frame itself is left out. What it calls is left out by ``disabled``.
+    # leave_frame_out excludes this frame only; ``disabled`` excludes the frames that it calls.
     vars(call)[WHY_LEFT_OUT] = NOT_IN_GRAPHS
     return leave_frame_out(call)

@@ -1,4 +1,4 @@
-"""Methods in place of a class's own: those that users have put on an optimizer, and those that this package puts on others."""
+"""Patched methods: detects those that users set on an optimizer, and patches functions and methods of others for a while."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sp_lightning.torch_compat.private import ENGINE_CALL, leave_frame_out
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """An optimizer's step without the hooks around it, and without what schedulers put around it to count its calls."""
+    """Returns an optimizer's step without its hooks, and without the wrapper in which schedulers count its calls."""
     step: Any = vars(optimizer).get("step")
     if not is_patched(optimizer, step):
         step = type(optimizer).step
@@ -32,18 +32,18 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def state_of(optimizer: Any) -> Any:
-    """An optimizer's state by parameter, as it is now: no update that is under way is waited for.
+    """Returns an optimizer's state by parameter, without waiting for updates in the background.
 
-    One that wraps another (Opacus' ``DPOptimizer``, accelerate's) has none of its own, and gives that one's by a property.
+    A wrapper of another optimizer (Opacus' ``DPOptimizer``, accelerate's) has no state itself: a property returns the other's.
     """
-    own = vars(optimizer).get("state")  # a property may wait
+    own = vars(optimizer).get("state")  # not optimizer.state: a property may wait for updates
     return optimizer.state if own is None else own
 
 
 def is_patched(optimizer: Any, step: Any) -> bool:
-    """Whether a step that an optimizer has on the object is other code than its class's, beside what torch puts around that.
+    """Returns True if ``step``, set on the optimizer itself, is other code than its class's step and torch's wrappers of it.
 
-    ``functools.wraps`` copies names and attributes, so that the code alone tells.
+    It compares code objects, because ``functools.wraps`` copies names and attributes.
     """
     function = getattr(step, "__func__", step)
     while function is not None and function is not type(optimizer).step:
@@ -58,9 +58,9 @@ def is_patched(optimizer: Any, step: Any) -> bool:
 
 @contextmanager
 def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """While this is active an object has these in place of its class's methods. What it had of its own before comes back.
+    """Sets methods on an object, and restores on exit the ones that the object had itself.
 
-    A wrapper that user code has put around one of them meanwhile stays, around what was there before.
+    If user code wraps one of them in the meantime, its wrapper stays, and calls the method of before from then on.
     """
     own = vars(owner)
     before = {name: own[name] for name in methods if name in own}
@@ -77,7 +77,7 @@ def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _until(is_over: list[bool], method: Any, before: Any) -> Any:
-    """A method that runs another one once something is over."""
+    """Returns a method that calls ``method`` until ``is_over`` has an entry, and ``before`` after that."""
     bound = getattr(method, "__self__", None)
     function = method if bound is None else method.__func__
 
@@ -94,79 +94,82 @@ _OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents
 
 
 # ---------------------------------------------------------------------- calls of autograd's engine that fail
-# autograd itself tells of the end of a backward that succeeds alone. What was queued in one that fails it drops, and on an
-# accelerator a thread of autograd's own does so, while user code that has caught the error may be in the next forward already.
+# autograd runs queued callbacks only if a backward succeeds. If it fails, autograd drops them. On an accelerator, one of
+# autograd's own threads drops them, possibly after user code has caught the error and begun the next forward.
 
 
 @dataclass(frozen=True, eq=False)
 class _Watcher:
-    """Who is told of calls that fail, in which scope it has begun to watch, and in which thread."""
+    """An object to notify of calls that fail, with the scope and the thread in which :func:`watch` was called."""
 
-    told: weakref.ref[Any]
+    watcher: weakref.ref[Any]
     scope: Any
     thread: int
 
 
-_watchers: tuple[_Watcher, ...] = ()  # exchanged as a whole, because other threads may walk along it
+_watchers: tuple[_Watcher, ...] = ()  # immutable, because other threads may iterate over it
 _lock = threading.Lock()
 _calling: set[int] = set()
 """The threads in which a call of autograd's engine runs."""
 scope: ContextVar[Any] = ContextVar("scope", default=None)
-"""Of several runs at once, in threads: whose calls these are. What is hooked is the process's, and is called in all of them."""
+"""The run that the current code belongs to, if several runs are active in threads. Patches and hooks of the process are called
+in all of them."""
 
 
-def elsewhere(its: Any) -> bool:
-    """Whether a call is known to be of another run than one that has begun in this scope. None tells nothing."""
-    here = scope.get()
-    return here is not None and its is not None and here is not its
+def elsewhere(other: Any) -> bool:
+    """Returns True if the current code certainly belongs to another run than the scope ``other``. A scope of None is unknown."""
+    current = scope.get()
+    return current is not None and other is not None and current is not other
 
 
 class Patch:
-    """Code of ours around a function that a module or a class holds under a name, while it is installed.
+    """Wraps a function of a module or a class while it is installed.
 
-    Other code may put a wrapper of its own around ours and leave it there for good, or put the function of before back.
-    Therefore each installation makes a new wrapper around the present function. One that cannot be taken out, because another
-    one is around it, only passes calls on from then on.
+    Other code may wrap this wrapper for good, or restore the original function. Therefore each :meth:`install` makes a new
+    wrapper around the current function. If other code has wrapped it, :meth:`remove` cannot take it out; the wrapper then only
+    forwards calls.
 
     Args:
-        owner: holds the function.
-        name: its name there.
-        around: is called in its place, with the function that it is around and that function's arguments.
+        owner: the module or class.
+        name: the attribute that is the function.
+        around: called in place of the function, with the wrapped function and the arguments of the call.
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        self._owner, self._name, self.around = owner, name, around
+        self._owner = owner
+        self._name = name
+        self.around = around
         self._wrapper: Any = None
 
     @property
     def installed(self) -> bool:
-        """Whether a call of the function runs our code, as far as the outermost function shows."""
+        """True if the outermost function is this wrapper. Inside another wrapper it may still run."""
         return self._wrapper is not None and getattr(self._owner, self._name) is self._wrapper
 
     def install(self) -> None:
-        """Puts our code around the present function, unless it is the outermost already."""
+        """Wraps the current function. Does nothing if this wrapper is the outermost already."""
         if not self.installed:
             self.remove()
             self._wrapper = self.wrap(getattr(self._owner, self._name))
             setattr(self._owner, self._name, self._wrapper)
 
     def remove(self) -> None:
-        """Takes our code out. Does nothing if it is not there."""
+        """Removes the wrapper. Does nothing if it is not installed."""
         wrapper = self._wrapper
         if wrapper is not None:
             wrapper.stop()
             if getattr(self._owner, self._name) is wrapper:
                 setattr(self._owner, self._name, wrapper.__wrapped__)
-            self._wrapper = None  # last, so that a call that was interrupted can be repeated
+            self._wrapper = None  # last: after an interrupt, remove() can be called again
 
     def wrap(self, function: Any) -> Any:
-        """Makes a wrapper around a function. After its ``stop()`` it only passes calls on."""
+        """Returns a wrapper of a function. After its ``stop()`` the wrapper only forwards calls."""
         around: Callable[..., Any] | None = self.around
 
         @leave_frame_out
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            ours = around  # another thread may stop it at any time
+            ours = around  # read once: another thread may call stop() at any time
             return function(*args, **options) if ours is None else ours(function, *args, **options)
 
         def stop() -> None:
@@ -179,10 +182,12 @@ class Patch:
 
 
 def watch(watcher: Any) -> None:
-    """Tells a :class:`~sp_lightning.engine.backward.Backward` of each call that fails: by ``backward``, ``autograd.grad``, a
-    checkpoint, other threads. It is told in the thread of the call, with the graph tasks that were under way when that began.
+    """Notifies a :class:`~sp_lightning.engine.backward.Backward` of each failed call of autograd's engine.
 
-    A call of another thread is not told if the watcher's own thread is in a call: graph tasks that have begun are that call's."""
+    Calls come from ``backward``, ``autograd.grad`` and checkpoints, in any thread. The watcher's ``failed`` is called in the
+    thread of the call, with the graph tasks that were running when the call began. While the watcher's own thread is in a
+    call, failures in other threads are not reported: the running graph tasks belong to the watcher's call.
+    """
     global _watchers
     with _lock:
         _engine_call.install()
@@ -199,14 +204,14 @@ def unwatch(watcher: Any) -> None:
 
 
 def _others(watcher: Any) -> tuple[_Watcher, ...]:
-    return tuple(each for each in _watchers if each.told() not in (None, watcher))
+    return tuple(each for each in _watchers if each.watcher() not in (None, watcher))
 
 
-def _tell_of_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _report_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     before = [
-        (told, each.thread, list(told.tasks))
+        (watcher, each.thread, list(watcher.tasks))
         for each in _watchers
-        if (told := each.told()) is not None and not elsewhere(each.scope)
+        if (watcher := each.watcher()) is not None and not elsewhere(each.scope)
     ]
     here = threading.get_ident()
     outermost = here not in _calling
@@ -214,13 +219,13 @@ def _tell_of_failure(call: Callable[..., Any], *args: Any, **options: Any) -> An
     try:
         return plain(call(*args, **options))
     except BaseException:
-        for told, thread, tasks in before:
+        for watcher, thread, tasks in before:
             if thread == here or thread not in _calling:
-                told.failed(tasks)
+                watcher.failed(tasks)
         raise
     finally:
         if outermost:
             _calling.discard(here)
 
 
-_engine_call = Patch(*ENGINE_CALL, _tell_of_failure)
+_engine_call = Patch(*ENGINE_CALL, _report_failure)

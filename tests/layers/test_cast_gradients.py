@@ -21,16 +21,16 @@ from tests.support.overlapping import overlapping
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.tiers import first
 
-CAME = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+NARROW = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
 
 
 def test_it_is_a_float32_tensor_in_half_the_memory() -> None:
-    gradient = CastGradient(CAME)
+    gradient = CastGradient(NARROW)
     assert (gradient.dtype, gradient.shape, gradient.device.type) == (torch.float32, (3, 4), "cpu")
     with torch.DisableTorchFunctionSubclass():  # as autograd makes it a weight's
         again = gradient.detach()
     assert type(again) is CastGradient
-    assert again.came is gradient.came is CAME
+    assert again.inner_tensor is gradient.inner_tensor is NARROW
 
 
 def test_sums_are_plain_and_as_exact_as_float32() -> None:
@@ -41,13 +41,13 @@ def test_sums_are_plain_and_as_exact_as_float32() -> None:
 
 
 def test_whoever_holds_it_sees_what_is_written() -> None:
-    gradient = CastGradient(CAME.clone())
+    gradient = CastGradient(NARROW.clone())
     view = gradient.view(-1)
     gradient.mul_(0.5)
     view[0] = 7
-    assert torch.equal(gradient.came, torch.tensor([7, *(each / 2 for each in range(1, 12))]).view(3, 4))
-    assert torch.equal(gradient.detach(), gradient.came)
-    assert gradient.wide() is gradient.came
+    assert torch.equal(gradient.inner_tensor, torch.tensor([7, *(each / 2 for each in range(1, 12))]).view(3, 4))
+    assert torch.equal(gradient.detach(), gradient.inner_tensor)
+    assert gradient.wide() is gradient.inner_tensor
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4)])
@@ -56,7 +56,7 @@ def test_it_has_memory_of_its_own(shape: tuple[int, ...]) -> None:
     bias, x, kept = torch.zeros(shape, requires_grad=True), torch.ones(shape).bfloat16(), list[Tensor]()
     total = x + Cast.apply(bias, bias.detach().bfloat16())
     total.register_hook(kept.append)
-    bias.register_hook(lambda gradient: kept.append(gradient.came))
+    bias.register_hook(lambda gradient: kept.append(gradient.inner_tensor))
     (total * 2).sum().backward()
     theirs, ours = kept
     assert torch.equal(theirs, ours)
