@@ -1,8 +1,10 @@
-"""What a run reports: counters, sentences about them, and pictures.
+"""Reports of a run: counters, messages and pictures.
 
-``stats`` has the counters of a run and says what they mean, ``messages`` has what users read beside an error,
-and ``plot`` draws a timeline or a range of windows with matplotlib, if that is installed. In come numbers, intervals
-(``device.timeline``) and plans; out go text and files.
+- ``stats``: the counters of a run, its metrics, and the lines in the log that explain them.
+- ``messages``: notes that are added to errors, and errors that replace unclear ones of torch's.
+- ``reached``: the measured speed of a run, for ``plan --from``.
+- ``plot``: draws a timeline or a range of windows with matplotlib, if that is installed.
 
-This wing may import ``device``, ``model`` and ``plan``.
+The inputs are numbers, intervals (``device.timeline``) and plans; the outputs are text and files. This folder may import
+``device``, ``model`` and ``plan``.
 """

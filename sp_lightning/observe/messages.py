@@ -1,4 +1,4 @@
-"""What users read beside an error that is not this package's: what the package has to do with it, and a remedy."""
+"""Notes on errors that other code raises: how this package is involved, and a remedy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sp_lightning.plan.choices import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 
-# The lines that this process has logged.
 _SAID: set[str] = set()
+"""The lines that this process has logged with :func:`say_once`."""
 
 TRANSFORMS = (
     "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
@@ -18,30 +18,32 @@ TRANSFORMS = (
 )
 
 TRACES = (
-    "torch.func.linearize (or make_fx) was called inside a step: it traces a function, and no trace takes a weight of a module "
-    "that is streamed. Use torch.func.jvp in place of linearize; trace copy.deepcopy(module), or the module after the run."
+    "torch.func.linearize (or make_fx) was called inside a step: it traces a function, and a trace cannot contain a weight of a "
+    "streamed module. Use torch.func.jvp in place of linearize; trace copy.deepcopy(module), or the module after the run."
 )
 
 HIDDEN_READ = (
-    "The memory of the weight {name!r} was read while it is not on the device. A torch.func transform (vmap, jvp …), a "
-    "TorchScript function or a C++ extension that is given a weight does not ask for it. Pass weight.clone() instead, or keep "
-    "the weight on the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
+    "The memory of the weight {name!r} was read while the weight is not on the device. Superpipeline cannot detect reads in a "
+    "torch.func transform (vmap, jvp …), a TorchScript function or a C++ extension. Pass weight.clone() instead, or keep the "
+    "weight on the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
 )
 
 HIDDEN_ON_GPU = (
-    "The memory of the weight {name!r} was read while the weight stays on the GPU (gpu_layers). torch.tensor(weight), "
-    "x.set_(weight), a TorchScript function or a C++ extension does not ask for it. Pass weight.detach().clone() instead."
+    "The memory of the weight {name!r} was read while the weight stays on the GPU (gpu_layers). Superpipeline cannot detect "
+    "reads in torch.tensor(weight), x.set_(weight), a TorchScript function or a C++ extension. Pass weight.detach().clone() "
+    "instead."
 )
 
 BEING_UPDATED = (
-    "A checkpoint was saved in another thread than that of trainer.fit while a step changes weights: some would be those of the "
-    "next step. Save it in a callback, or try again."
+    "A checkpoint was saved in another thread than trainer.fit's while a step updates weights: some weights would be those of "
+    "the next step. Save it in a callback, or try again."
 )
 
 ON_THE_HOST = (
-    "Superpipeline keeps gradients on the host, and weights between two steps. Bring one of them to the other: "
+    "Superpipeline keeps gradients on the host, and weights between two steps. Copy one of the tensors to the other's device: "
     "param.grad.to(param.device) inside training_step, buffer.to(param.device) in a hook between two steps. In backward (a "
-    "checkpoint or your own autograd function) take weights from their modules: a list from before the step has the host's."
+    "checkpoint or your own autograd function), take weights from their modules: a list from before the step has the host "
+    "weights."
 )
 
 _SIGNS = {
@@ -51,27 +53,32 @@ _SIGNS = {
 
 
 def in_our_words(error: BaseException) -> str | None:
-    """What is to be raised in place of an error of torch's that says nothing of its reason, which is this package."""
-    said = str(error) if isinstance(error, (RuntimeError, TypeError)) else ""
-    return next((message for sign, message in _SIGNS.items() if sign in said), None)
+    """Returns the message that replaces an error of torch's which this package causes; None for other errors."""
+    text = str(error) if isinstance(error, (RuntimeError, TypeError)) else ""
+    return next((message for sign, message in _SIGNS.items() if sign in text), None)
 
 
 def note(error: BaseException, mixed: str | None, file: str | None) -> None:
-    """Adds to an error what its user should know, once.
+    """Adds notes to an error, each at most once.
 
     Args:
-        error: of torch's about two devices, say: the mix may be another one of the user's.
-        mixed: why only some layers have the weights of the last step, if that is so.
+        error: any error. One about tensors on two devices gets a note about :data:`ON_THE_HOST`, though the user's own code may
+            have mixed them.
+        mixed: why only some layers have the weights of the last step; None or empty if all layers have the same step's.
         file: the last checkpoint; None without one.
     """
-    devices = isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error)
-    for said in (ON_THE_HOST if devices else "", not_whole(mixed, file) if mixed else ""):
-        if said and said not in getattr(error, "__notes__", ()):
-            error.add_note(said)
+    notes = []
+    if isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error):
+        notes.append(ON_THE_HOST)
+    if mixed:
+        notes.append(not_whole(mixed, file))
+    for text in notes:
+        if text not in getattr(error, "__notes__", ()):
+            error.add_note(text)
 
 
 def not_whole(mixed: str, file: str | None) -> str:
-    """Why weights are of no use but as what they were before, as sentences with their remedy: the last checkpoint, if any."""
+    """Returns the message for weights of which only some were updated, with the remedy: the last checkpoint, if any."""
     remedy = (
         f"Go on from the last checkpoint: trainer.fit(model, ckpt_path={file!r})."
         if file
@@ -81,32 +88,36 @@ def not_whole(mixed: str, file: str | None) -> str:
 
 
 def less_host_memory(overlap: str = "backward") -> str:
-    """How a run takes less host memory, with ``optimizer_overlap`` as it is; by default gradients are none of it."""
+    """Returns the advice for too little host memory.
+
+    Args:
+        overlap: the option ``optimizer_overlap``; only with ``"backward"`` gradients take no host memory.
+    """
     advice = (
         'Use less: Trainer(precision="bf16-true"), an optimizer with less state, frozen layers, or adapters '
         "(superpipeline plan --lora 16 estimates them)."
     )
-    held = overlap != "backward"
-    return advice + ' SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients.' * held
+    if overlap == "backward":
+        return advice
+    return f'{advice} SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients.'
 
 
 def after_out_of_memory(plan: Plan, smaller: Plan, freed: Modes, *, balanced: bool) -> str:
-    """What a user can change after the device has run out of memory.
+    """Returns the advice after the device has run out of memory.
 
     Args:
-        plan: the plan that the step ran with.
-        smaller: the plan that the window has been shrunk to; ``plan`` itself if it could not be shrunk.
-        freed: the modes that activations have been given because they take less in them; empty if they have theirs still.
-        balanced: whether ``"auto"`` chooses the modes of activations already.
+        plan: the plan of the step.
+        smaller: the plan after the window was shrunk; ``plan`` itself if it could not be shrunk.
+        freed: the activation modes that were chosen to use less memory; empty if the modes did not change.
+        balanced: True if ``"auto"`` chooses the modes of activations already.
     """
     found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
     window = f"k={smaller.k}, k_prime={smaller.k_prime}"
     less = human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)
     if freed:
         freeing = "recompute" if "recompute" in freed.values() else "offload"
-        return f'{found}. With SuperpipelineStrategy({window}, activations="{freeing}") activations take less' + (
-            f", and there would be {less} more." if smaller is not plan else "."
-        )
+        more = f", and there would be {less} more" if smaller is not plan else ""
+        return f'{found}. With SuperpipelineStrategy({window}, activations="{freeing}") activations take less{more}.'
     if smaller is not plan:
         return f"{found}. With SuperpipelineStrategy({window}) there would be {less} more."
     if plan.k > 1 or plan.k_prime > 1:
@@ -118,12 +129,12 @@ def after_out_of_memory(plan: Plan, smaller: Plan, freed: Modes, *, balanced: bo
 
 
 def say_once(log: logging.Logger, line: str, said: set[str] | None = None) -> None:
-    """Logs a line, unless it is among those that were said.
+    """Logs a line if it was not logged before.
 
     Args:
-        log: where it goes.
+        log: the logger.
         line: the line.
-        said: what has been said; None for all that this process has, for any trainer.
+        said: the lines that were logged before; None for all lines of this process, of any trainer.
     """
     said = _SAID if said is None else said
     if line not in said and log.isEnabledFor(logging.INFO):

@@ -1,4 +1,4 @@
-"""Pictures: a batch over time, layer by layer; and what each k costs and gains. They need matplotlib."""
+"""Draws pictures with matplotlib: the timeline of a batch by layer, and time against memory for a range of windows."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ _LANE: dict[Kind, float] = {
     "network": 0.3, "drain": 0.3, "update": 0.3, "store": 0.3, "read": -0.3, "write": 0.3,
     "bring": -0.3, "take": 0.3,
 }  # fmt: skip
-# The batch is cut into so many parts, at least and at most, one of which is shown larger: the time of one or two layers.
 _PARTS = (12, 100)
-# A logarithmic axis has at least so many numbers, and at most about so many.
-_FEWEST_MARKS, _MOST_MARKS = 4, 12
-# At most about so many layers have their names beside the axis.
+"""The fewest and the most parts of a batch. One part is shown larger: the time of one or two layers."""
+_FEWEST_MARKS = 4
+_MOST_MARKS = 12
+"""The fewest numbers on a logarithmic axis, and about the most."""
 _MOST_NAMES = 40
+"""About the most layers whose names are shown beside the axis."""
 
 
 class Point(NamedTuple):
-    """What a choice of k and k' takes: bytes of device memory, and seconds for a batch."""
+    """Device memory (bytes) and time (seconds per batch) of one choice of k and k'."""
 
     k: int
     k_prime: int
@@ -50,12 +51,12 @@ class Point(NamedTuple):
 
     @property
     def gib(self) -> float:
-        """The device memory in GiB, as the axis has it."""
+        """The device memory in GiB, the unit of the axis."""
         return self.nbytes / 2**30
 
 
 def require_matplotlib() -> Any:
-    """``matplotlib.pyplot``, which draws to files.
+    """Returns ``matplotlib.pyplot``, set to draw to files.
 
     Raises:
         ImportError: it is not installed.
@@ -71,7 +72,7 @@ def require_matplotlib() -> Any:
 
 
 def supported_formats() -> set[str]:
-    """The endings, without the dot, of the files that can be drawn to.
+    """Returns the supported file name extensions, without the dot.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -87,8 +88,8 @@ def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Pat
 
     Args:
         intervals: the intervals of the batch.
-        names: the names of the layers; the residents follow them.
-        path: the PNG, PDF or SVG that is written.
+        names: the names of the layers; the resident parameters follow them.
+        path: the PNG, PDF or SVG to write.
         title: the line above the picture.
 
     Raises:
@@ -130,7 +131,7 @@ def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Pat
 
 
 def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """Begin and end, in seconds, of the part of a batch in which most is copied. Thin bars can be seen there."""
+    """Returns the begin and end, in seconds, of the part of a batch with the most copies: the zoom shows thin bars."""
     computed = ("forward", "backward", "between", "update", "read", "write")
     copies = [each for each in intervals if each.kind not in computed] or intervals
     first = min((each.begin for each in intervals), default=0.0)
@@ -150,8 +151,8 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
 
     Args:
         points: the choices; each k' is a line.
-        limit: bytes that the device has; None for no limit.
-        path: the PNG, PDF or SVG that is written.
+        limit: bytes of device memory; None for no limit.
+        path: the PNG, PDF or SVG to write.
         title: the line above the picture.
 
     Raises:
@@ -188,7 +189,7 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
 
 
 def _keep_readable(texts: Iterable[Any]) -> None:
-    """Of texts that overlap the first one stays."""
+    """Removes each text that overlaps an earlier one."""
     shown: list[Any] = []
     for text in list(texts):
         extent = text.get_window_extent()
@@ -199,7 +200,7 @@ def _keep_readable(texts: Iterable[Any]) -> None:
 
 
 def _mark_sizes(axes: Any) -> None:
-    """Makes the axis of memory logarithmic, if it then has enough numbers to be read."""
+    """Makes the memory axis logarithmic if it then has enough numbers to be read."""
     low, high = axes.get_xlim()
     marks = [each * 2.0**power for power in range(-30, 20) for each in (1, 1.5)]
     marks = [each for each in marks if max(low, 0) <= each <= high]

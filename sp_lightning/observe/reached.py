@@ -1,4 +1,4 @@
-"""What a run has reached, for ``plan --from``: how long its batches took, and with what."""
+"""Measures the speed of a run for ``plan --from``: the time of its batches, and the machine that it ran on."""
 
 from __future__ import annotations
 
@@ -19,52 +19,51 @@ from sp_lightning.device.device import Device
 from sp_lightning.torch_compat.private import tree_leaves
 
 _VERSIONS = ("sp_lightning", "torch", "lightning", "transformers")
-_WARM_UP = 2  # optimizer steps, in which kernels and caches are made
+_WARM_UP = 2  # optimizer steps, during which kernels are compiled and caches filled
 
 
 class Reached:
-    """The seconds of training batches, each from the end of the one before it, with its data, its step and its callbacks.
+    """The seconds of training batches, each from the end of the previous one: with data loading, step and callbacks.
 
-    Batches after validation, and those of the first two steps, do not count.
+    The first batch after validation, and the batches of the first two optimizer steps, do not count.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[float, int] | None = None  # when the last batch ended, and after how many optimizer steps
-        # Of batches with an optimizer step, and of others.
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+        self._last: tuple[float, int] | None = None  # the end of the last batch, and the number of optimizer steps then
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}  # by whether the batch had an optimizer step
         self._shape: list[int] = []
 
     def batch_ended(self, now: float, batch: Any, step: int) -> None:
-        """To be called at a batch's end, with the number of optimizer steps so far."""
+        """Records a batch. Called at its end, with the number of optimizer steps so far."""
         if self._last is not None and self._last[1] >= _WARM_UP:
             self._seconds[step > self._last[1]].append(now - self._last[0])
             self._shape = _shape_of(batch)
         self._last = now, step
 
     def interrupted(self) -> None:
-        """What follows, such as validation, belongs to no batch."""
+        """Leaves out the time until the end of the next batch, for example because validation runs."""
         self._last = None
 
     def as_dict(self, accumulate: int) -> dict[str, Any]:
-        """Seconds of a batch on average and in the middle, how many, and the shape of the last one's first tensor; or nothing.
+        """Returns the mean and median seconds of a batch, the number of batches, and the last batch's shape; or nothing.
 
         Args:
-            accumulate: one of so many batches has an optimizer step, however many of each kind were measured.
+            accumulate: batches per optimizer step. It weights batches with a step against the others.
         """
         stepped, others = self._seconds[True], self._seconds[False]
         if not stepped or (accumulate > 1 and not others):
             return {}
         seconds = [statistics.fmean(stepped), statistics.median(stepped)]
         if accumulate > 1:
-            ways = zip(seconds, (statistics.fmean(others), statistics.median(others)), strict=True)
-            seconds = [(step + (accumulate - 1) * other) / accumulate for step, other in ways]
+            pairs = zip(seconds, (statistics.fmean(others), statistics.median(others)), strict=True)
+            seconds = [(step + (accumulate - 1) * other) / accumulate for step, other in pairs]
         return {
             "seconds": seconds[0], "median_seconds": seconds[1], "batches": len(stepped) + len(others), "shape": self._shape,
         }  # fmt: skip
 
 
 def _shape_of(batch: Any) -> list[int]:
-    """The shape of a batch's tokens, or of its first tensor with several numbers for each sample."""
+    """Returns the shape of a batch's ``input_ids``, or of its first tensor with more than one dimension."""
     if isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), Tensor):
         return list(ids.shape)
     tensors = sorted((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), key=lambda leaf: leaf.ndim < 2)
@@ -72,7 +71,7 @@ def _shape_of(batch: Any) -> list[int]:
 
 
 def machine_of(device: Device) -> dict[str, Any]:
-    """What figures depend on: accelerator, processor, and versions."""
+    """Returns the properties of the machine that speed depends on: accelerator, processor and versions."""
     found = {}
     for name in _VERSIONS:
         try:
@@ -90,7 +89,7 @@ def machine_of(device: Device) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Returns the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -99,5 +98,5 @@ def processor() -> str:
 
 
 def today() -> str:
-    """The time, as ISO 8601 has it."""
+    """Returns the current time in ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

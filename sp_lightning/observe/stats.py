@@ -1,4 +1,4 @@
-"""The counters of a run, and what they say in sentences: what it has done, and what it waited for."""
+"""The counters of a run, its metrics, and the lines in the log that explain them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.registry import host_kernels
 
-# Waiting for a smaller share of the time, or for fewer seconds, is not worth a line.
-_LITTLE, _SHORT = 0.05, 1.0
+_SMALL_SHARE = 0.05
+_SHORT = 1.0
+""":func:`bottleneck` reports no wait below this share of the time, or below these seconds."""
 
 
 @dataclass(frozen=True)
@@ -17,32 +18,32 @@ class Stats:
     """Counters since set-up.
 
     Attributes:
-        fetched_layers: how many layers were copied to the device.
-        fetched_bytes: bytes of layers' weights copied to the device, rows of embeddings included. What stays there
-            and is trained comes once more after each step, which is not counted.
-        drained_bytes: bytes of gradients copied to the host.
-        transfers: how many groups of layers were fetched as one.
-        demand_fetches: how many layers were needed before the trace had asked for them. Compute stalls for each of them.
-        host_waits: how often the host waited for compute where it could have run ahead: for the indices of rows, and
-            for weights that were written on the device.
-        extra_slots: how many slots were made beyond the plan, because user code held views of weights.
-        peak_device_bytes: the most bytes that weights and gradients took on the device.
-        peak_allocated_bytes: the most bytes that torch had allocated on the device at once. ``torch.cuda.max_memory_allocated()``
-            says less, because choosing a window or modes of activations sets it back. 0 on the CPU.
-        stored_bytes, returned_bytes: bytes of activations copied to the host, and back.
-        stall_seconds: seconds that compute waited for fetches.
-        drain_stall_seconds: seconds that compute waited for gradients to leave.
+        fetched_layers: the number of layer uploads.
+        fetched_bytes: bytes of layers' weights uploaded to the device, rows of embeddings included. Trained weights that stay on
+            the device are uploaded again after each step, which does not count.
+        drained_bytes: bytes of gradients offloaded to the host.
+        transfers: the number of transfers; each uploads a group of layers.
+        demand_fetches: the number of layers that were used before the trace had requested them. Compute stalls on each.
+        host_waits: how often the host waited for compute and so could not run ahead: for the indices of rows, and for weights
+            that were written on the device.
+        extra_slots: the number of slots beyond the plan, made because user code held views of weights.
+        peak_device_bytes: the peak of bytes that weights and gradients took on the device.
+        peak_allocated_bytes: the peak of bytes that torch had allocated on the device. ``torch.cuda.max_memory_allocated()``
+            may be less, because the choice of a window or of activation modes resets it. 0 on the CPU.
+        stored_bytes, returned_bytes: bytes of activations offloaded to the host, and uploaded again.
+        stall_seconds: seconds that compute stalled on uploads.
+        drain_stall_seconds: seconds that compute stalled on gradient offloading.
         update_stall_seconds: seconds that the host waited for updates in the background.
-        activation_stall_seconds: seconds that compute waited for activations to leave and to come back.
-        step_seconds: seconds that optimizers' steps took on the host while the device waited; 0 where the model computes on
-            the host, too.
-        expert_hits, expert_misses: how many stacked experts that uses of their layers have asked for were on the device when
-            the use began, kept or come ahead of time, and how many had to come then. A hit may thus have travelled, too.
-        expert_bytes: bytes of stacked experts copied to the device, ahead of time or not; what was saved is seen here. They
-            are among ``fetched_bytes``.
-        gathered_bytes: bytes of weights that came from other devices of the node, with ``transfer="sharded"``. They are among
-            ``fetched_bytes``.
-        brought_bytes, taken_bytes: bytes of weights, gradients and state that came to the device for steps there, and left it.
+        activation_stall_seconds: seconds that compute stalled on activations that were offloaded or uploaded.
+        step_seconds: seconds of optimizer steps on the host during which the device waited; 0 if the model computes on the host.
+        expert_hits, expert_misses: the number of requested stacked experts that were on the device when the call of their layer
+            began, because they were cached or prefetched, and the number that had to be uploaded then. So a hit may have been
+            uploaded, too.
+        expert_bytes: bytes of stacked experts uploaded to the device, prefetched or not; the effect of the cache shows in this
+            number. ``fetched_bytes`` includes them.
+        gathered_bytes: bytes of weights received from other devices of the node, with ``transfer="sharded"``. ``fetched_bytes``
+            includes them.
+        brought_bytes, taken_bytes: bytes of weights, gradients and state uploaded for steps on the GPU, and offloaded after them.
     """
 
     fetched_layers: int
@@ -70,30 +71,35 @@ class Stats:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds of waiting of all kinds."""
+        """Seconds of all stalls and waits together."""
         return sum(_waits(self).values())
 
 
 DEFAULT_METRICS = ("waited", "window")
-"""What is logged unless other metrics are named."""
+"""The metrics that are logged by default."""
 
 METRICS = (*DEFAULT_METRICS, "tokens_per_second", "fetch_gbps", "device_bytes", *(each.name for each in fields(Stats)))
 """The names of all metrics."""
 
 
 def metrics_of(stats: Stats, before: Stats | None, seconds: float, tokens: int | None, plan: Plan) -> dict[str, float]:
-    """Metrics by their names.
+    """Returns metrics by name.
 
     Args:
         stats: the counters now.
-        before: the counters when the rates begin; None for those of set-up.
-        seconds: the time since then.
-        tokens: how many tokens were trained on since then; None if batches do not say it.
-        plan: of the run.
+        before: the counters at the begin of the interval for rates; None for an interval since set-up.
+        seconds: the length of the interval.
+        tokens: the number of tokens trained in the interval; None if it is unknown.
+        plan: the plan of the run.
 
     Returns:
-        The counters; ``waited``, the share of the time in which something was waited for; ``window``, which is k;
-        ``tokens_per_second``, if it is known; ``fetch_gbps``, 10⁹ bytes per second; ``device_bytes`` as planned.
+        The counters, and:
+
+        - ``waited``: the share of the time that was spent waiting,
+        - ``window``: k,
+        - ``tokens_per_second``, if the number of tokens is known,
+        - ``fetch_gbps``: uploads in 10⁹ bytes per second,
+        - ``device_bytes``: the planned peak of device memory.
     """
     seconds = max(seconds, 1e-9)
     waited = stats.waited_seconds - (before.waited_seconds if before else 0.0)
@@ -111,12 +117,12 @@ def metrics_of(stats: Stats, before: Stats | None, seconds: float, tokens: int |
 def state_line(
     step: int, metrics: dict[str, float], host: tuple[int, int] | None, device: tuple[int, int] | None
 ) -> str:
-    """One line about a run that goes on.
+    """Returns the status line of a running fit.
 
     Args:
         step: the number of steps.
-        metrics: as :func:`metrics_of` returns them.
-        host, device: bytes that are taken, and that there are; None if that is not known.
+        metrics: the result of :func:`metrics_of`.
+        host, device: bytes in use, and in total; None if they are unknown.
     """
     parts = [f"idle {metrics['waited']:.0%}"]
     if "tokens_per_second" in metrics:
@@ -128,23 +134,24 @@ def state_line(
 
 
 def counters_line(stats: Stats) -> str:
-    """The counters as one sentence."""
+    """Returns the counters as one sentence."""
     activations = f"{human_bytes(stats.stored_bytes)} of activations offloaded; " if stats.stored_bytes else ""
+    steps = ""
     if stats.brought_bytes:
-        activations += f"{human_bytes(stats.brought_bytes)} uploaded for steps on the GPU, "
-        activations += f"{human_bytes(stats.taken_bytes)} downloaded; "
-    held_up = f"; the CPU waited for the GPU {stats.host_waits} times" if stats.host_waits else ""
+        steps = f"{human_bytes(stats.brought_bytes)} uploaded for steps on the GPU, {human_bytes(stats.taken_bytes)} downloaded; "
+    host_waits = f"; the CPU waited for the GPU {stats.host_waits} times" if stats.host_waits else ""
     parts = ", ".join(f"{seconds:.2f} s for {WAITED[what]}" for what, seconds in _waits(stats).items() if seconds)
+    causes = f" ({parts})" if parts else ""
     return (
         f"Superpipeline: {stats.fetched_layers} layers uploaded ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
         f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; {human_bytes(stats.drained_bytes)} of "
-        f"gradients offloaded; {activations}peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; waited "
-        f"{stats.waited_seconds:.2f} s{f' ({parts})' * bool(parts)}{held_up}."
+        f"gradients offloaded; {activations}{steps}peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; "
+        f"waited {stats.waited_seconds:.2f} s{causes}{host_waits}."
     )
 
 
 def _waits(stats: Stats) -> dict[str, float]:
-    """The parts of :attr:`Stats.waited_seconds`, by what was waited for."""
+    """Returns the parts of :attr:`Stats.waited_seconds`, by cause."""
     return {
         "fetches": stats.stall_seconds,
         "gradients to leave": stats.drain_stall_seconds,
@@ -155,16 +162,16 @@ def _waits(stats: Stats) -> dict[str, float]:
 
 
 def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
-    """What a run waited for most, and the option that would help; empty if it waited little.
+    """Returns a sentence about the longest wait of a run and an option against it; empty if the run waited little.
 
     Args:
         stats: the run's counters.
-        seconds: the time that it took.
-        plan: what it ran with.
+        seconds: the duration of the run.
+        plan: the plan of the run.
     """
     what, most = max(_waits(stats).items(), key=lambda each: each[1])
     share = min(most / max(seconds, 1e-9), 1.0)
-    if share < _LITTLE or most < _SHORT:
+    if share < _SMALL_SHARE or most < _SHORT:
         return ""
     more = ""
     if what == "updates" and any(layer.casts for layer in plan.trained) and (package := host_kernels().missing):
@@ -178,17 +185,17 @@ WAITED = {
     "sums over nodes": "gradient sums over nodes", "the disk": "the disk", "activations": "activations",
     "optimizers' steps": "optimizer steps",
 }  # fmt: skip
-"""In the words of messages: what a run can wait for."""
+"""The causes of waits, by their keys, as messages name them."""
 
 
 def remedy(what: str, plan: Plan) -> str:
-    """What makes a run wait less for one thing: a sentence without its full stop."""
+    """Returns advice against one cause of waits, a key of :data:`WAITED`: a sentence without its full stop."""
     more = "" if plan.k >= len(plan.layers) else "a larger k or gpu_memory, or "
-    rarer = "Use a larger batch or accumulate_grad_batches"
+    fewer_steps = "Use a larger batch or accumulate_grad_batches"
     return {
         "fetches": f"Use {more}more tokens or images per batch",
         "gradients to leave": "Use a larger k_prime",
-        "updates": rarer,
+        "updates": fewer_steps,
         "the host": "Use larger layers (layers=), or more tokens or images per batch",
         "several things at once": "Use more tokens or images per batch",
         "sums of gradients": "Use more tokens or images per batch",
@@ -196,5 +203,5 @@ def remedy(what: str, plan: Plan) -> str:
         "sums over nodes": "Use more tokens or images per batch, or a faster --network",
         "the disk": "Use more host memory, or more tokens or images per batch",
         "activations": "Recompute some of them, or use a larger gpu_memory",
-        "optimizers' steps": f'{rarer}. Adam, AdamW, SGD and Adagrad of torch can overlap (optimizer_overlap="forward")',
+        "optimizers' steps": f'{fewer_steps}. Adam, AdamW, SGD and Adagrad of torch can overlap (optimizer_overlap="forward")',
     }[what]
