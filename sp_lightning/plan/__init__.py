@@ -1,8 +1,10 @@
-"""Every decision that is taken before a step runs, and the numbers that follow from it.
+"""All decisions before a step runs, as frozen objects. Nothing in this folder copies or allocates memory.
 
-``options`` checks what the user asks for. ``plan`` gives every layer its place in memory and its slots (``rings``).
-``ledger`` and ``host_memory`` count the host memory that is needed and free. Input: the layers that were found, and the options.
-Output: frozen objects. Nothing here moves or allocates memory.
+- ``options`` checks the user's options; ``choices`` has their types, and hints for options of other libraries.
+- ``plan`` gives every layer its place in memory and its slots (``rings``); ``window`` decides which plans fit the GPU.
+- ``update_policy`` decides where, when and how layers are updated.
+- ``ledger`` counts the host memory that training uses, ``host_memory`` the memory that is available.
+- ``units`` formats and parses numbers of bytes.
 
-This wing may import ``device`` and ``model``.
+The inputs are the layers that were found, the options, and facts. This folder may import ``device`` and ``model``.
 """

@@ -1,4 +1,4 @@
-"""The words that options take. Nothing here imports torch, so that ``python -m sp_lightning --help`` answers at once."""
+"""The types of options. This file does not import torch, so that ``python -m sp_lightning --help`` is fast."""
 
 from __future__ import annotations
 
@@ -47,4 +47,4 @@ HABITS = {
     "gradient_clip_val": _TRAINER.format("Trainer(gradient_clip_val=1.0)"),
     "accumulate_grad_batches": _TRAINER.format("Trainer(accumulate_grad_batches=4)"),
 }  # fmt: skip
-"""By options that other libraries or the Trainer have: what to use instead."""
+"""The hint for each option that other libraries or the Trainer have, by name."""

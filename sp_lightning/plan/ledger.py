@@ -1,6 +1,6 @@
-"""The host's side of the plan: what its memory holds, and how often a step of the optimizer passes over it.
+"""The host's side of the plan: memory use, and the memory traffic of an optimizer step.
 
-With the optimizer on the host, the bandwidth of its memory bounds training, next to the transfers. So each pass is listed.
+If the optimizer steps on the host, host memory bandwidth limits training, as PCIe does. So the ledger lists each pass.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sp_lightning.torch_compat.private import tree_leaves
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over host memory in a step.
+    """One pass over host memory in a step.
 
     Attributes:
-        what: what it does.
-        read, written: bytes that it reads and writes, for all parameters together.
+        what: its purpose.
+        read, written: the bytes that it reads and writes, for all parameters together.
     """
 
     what: str
@@ -34,7 +34,7 @@ class Pass:
 
 
 ON_DEVICE = "steps on the device"
-"""The pass of what steps there bring and take, in place of that of updates."""
+"""The pass that uploads and offloads weights, gradients and state for steps on the GPU. It replaces the pass of updates."""
 _TRANSFERS = ("fetch", "gradients", ON_DEVICE)
 _OF_BATCHES = ("casts", "accumulation")
 
@@ -44,21 +44,22 @@ class Ledger:
     """Host memory of a node while training. All sizes are in bytes.
 
     Attributes:
-        parameters: how many numbers the weights are, frozen ones included.
-        weights: bytes of all parameters, and of the casts that travel in place of some, but of those that are read in place.
-        gradients: bytes of ``param.grad``, and of memory for gradients that are added to others, but of those that stay on the
-            device.
-        state: bytes of the optimizers' tensors; None if they are not known before the first step.
-        passes: what one step of a fused optimizer, with all its micro-batches, reads and writes at most. Other optimizers
+        parameters: the number of weights (elements), frozen ones included.
+        weights: bytes of all parameters, and of the casts that are uploaded in place of some of them. Parameters that are read in
+            place do not count.
+        gradients: bytes of ``param.grad``, and of staging memory for gradients that are accumulated. Gradients that stay on the
+            device do not count.
+        state: bytes of the optimizers' tensors; None if unknown before the first step.
+        passes: the most that one step of a fused optimizer, with all its micro-batches, reads and writes. Other optimizers
             pass over the memory more often.
-        ranks: how many processes of the node, each with a device, share that memory.
+        ranks: the number of processes of the node, each with a device, that share the memory.
         on_disk: bytes of the state that are on a disk and not in memory.
-        staging: bytes of memory that they pass through.
-        disk_traffic: bytes that were read and written there for each step so far but the first; 0 before the second one.
-        weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk, too.
-        fused: whether the step runs fused.
-        staying: bytes of weights and state of layers that stay on the device: in host memory until the first step, and while
-            a checkpoint is written.
+        staging: bytes of the memory buffers for transfers from and to the disk.
+        disk_traffic: bytes read from and written to the disk per step, on average, without the first step; 0 before the second.
+        weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk.
+        fused: True if the step runs fused.
+        staying: bytes of weights and state of layers that stay on the device. They are in host memory until the first step, and
+            while a checkpoint is written.
     """
 
     parameters: int
@@ -77,45 +78,46 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything, without the optimizers' state if that is not known: the most, while a checkpoint is written."""
+        """Peak bytes of host memory, while a checkpoint is written; without the optimizers' state if that is unknown."""
         return self.weights + self.gradients + (self.state or 0) - self.on_disk + self.staging
 
     @property
     def stepping_bytes(self) -> int:
-        """The same while batches are trained, from the first step on."""
+        """Bytes of host memory while batches are trained, from the first step on."""
         return self.nbytes - self.staying
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Bytes that transfers of a step bring to the device, and from it."""
+        """Bytes that a step uploads to the device, and bytes that it offloads."""
         moved = [each for each in self.passes if each.what in _TRANSFERS]
         return sum(each.read for each in moved), sum(each.written for each in moved)
 
     @property
     def traffic(self) -> int:
-        """Bytes that all passes of a step read and write."""
+        """Bytes read and written by all passes of a step."""
         return sum(each.read + each.written for each in self.passes)
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that the host's processor reads and writes in a step: all passes but those of transfers."""
+        """Bytes that the CPU reads and writes in a step: all passes except transfers."""
         return sum(each.read + each.written for each in self.passes if each.what not in _TRANSFERS)
 
     @property
     def batch_bytes(self) -> int:
-        """Of these, what is read and written in each of a step's micro-batches: for all of them together."""
+        """The part of :attr:`update_bytes` that occurs in micro-batches, for all micro-batches of a step together."""
         return sum(each.read + each.written for each in self.passes if each.what in _OF_BATCHES)
 
     def __str__(self) -> str:
-        """Two lines: memory; traffic, each pass as bytes read and written. A third one if something is on a disk."""
+        """Returns a line about memory and a line about traffic per parameter by pass; a third line if a disk is used."""
         count = max(self.parameters, 1)
         state = "optimizer state unknown before its first step"
         if self.state is not None:
             state = f"{human_bytes(self.state - self.on_disk)} optimizer state"
         if self.staging:
-            state += f", {human_bytes(self.staging)} for what is on a disk"
+            state += f", {human_bytes(self.staging)} disk buffers"
         passes = ", ".join(f"{each.what} {each.read / count:.3g}/{each.written / count:.3g}" for each in self.passes)
-        read, written = (sum(getattr(each, way) for each in self.passes) / count for way in ("read", "written"))
+        read = sum(each.read for each in self.passes) / count
+        written = sum(each.written for each in self.passes) / count
         step = "fused optimizer step, at most" if self.fused else "optimizer step, which does not run fused, more than"
         of = f" of the node's {self.ranks} devices together" if self.ranks > 1 else ""
         stays = ""
@@ -124,39 +126,39 @@ class Ledger:
             stays = f" While batches are trained, {human_bytes(self.staying)} of that are in GPU memory alone: {less} remain."
         return (
             f"Superpipeline: host memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
-            f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those on "
-            f"their way, {state}).{stays}\n"
+            f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those in flight, "
+            f"{state}).{stays}\n"
             f"Superpipeline: host memory traffic per parameter and {step}: {read:.3g} bytes read and {written:.3g} "
             f"written (read/written by {passes})." + self._of_disk(count)
         )
 
     def _of_disk(self, count: int) -> str:
-        below = {
+        on_disk = {
             "trained weights": self.weights_on_disk, "gradients": self.gradients_on_disk, "the optimizer state": self.on_disk,
         }  # fmt: skip
-        if not any(below.values()):
+        if not any(on_disk.values()):
             return ""
-        so_far = f" ({self.disk_traffic / count:.3g} on average of those so far)" if self.disk_traffic else ""
-        what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in below.items() if nbytes)
+        so_far = f" ({self.disk_traffic / count:.3g} on average so far)" if self.disk_traffic else ""
+        what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in on_disk.items() if nbytes)
         return (
             f"\nSuperpipeline: {what} are on a disk and pass through {human_bytes(self.staging)} of memory; bytes read and "
-            f"written per parameter in each step but the first: {2 * sum(below.values()) / count:.3g} at least{so_far}."
+            f"written per parameter in each step except the first: {2 * sum(on_disk.values()) / count:.3g} at least{so_far}."
         )
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How the steps of a run go.
+    """The properties of a run's optimizer steps that :func:`make_ledger` needs.
 
     Attributes:
-        early: whether a layer is updated in backward, after which its gradients are freed.
-        accumulate: how many micro-batches a step has.
+        early: True if layers are updated in backward and their gradients freed after that.
+        accumulate: the number of micro-batches of a step.
         clips: how gradients are clipped: ``"norm"``, ``"value"``, or None if they are not.
-        scales: whether gradients are unscaled.
-        pieces: whether layers are updated piece by piece, so that what one walk has left in the caches serves the next.
-        narrow: whether gradients that leave as casts stay so until the update.
-        sliced: whether the devices of a node upload layers together.
-        on_device: whether layers are stepped on the device. Then the host's memory is read and written by transfers alone.
+        scales: True if gradients are unscaled.
+        pieces: True if layers are updated piece by piece, so that the data of one pass is in the caches for the next.
+        narrow: True if gradients of casts keep the cast's dtype until the update.
+        sliced: True if the devices of a node upload layers together.
+        on_device: True if layers are stepped on the device. Then only transfers read and write host memory.
     """
 
     early: bool
@@ -170,7 +172,7 @@ class Steps:
 
 
 def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: Steps) -> Ledger:
-    """Counts host memory and its traffic for a run with these layers, and with the state of these optimizers."""
+    """Counts the host memory and its traffic for a run with the layers of a plan and the state of some optimizers."""
     once = steps.accumulate == 1
     steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)  # sums are float32
     state = _state_bytes(optimizers)
@@ -187,67 +189,71 @@ def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: 
 
 
 def _weights_that_stay(plan: Plan) -> int:
-    """Bytes of the weights, casts and masters of layers that stay on the device."""
-    layers, offloaded = (*plan.trained, *plan.masters), (*plan.offloaded, *plan.offloaded_masters)
-    return sum(layer.nbytes for layer in layers) - sum(layer.nbytes for layer in offloaded)
+    """Returns the bytes of weights, casts and masters of layers that stay on the device."""
+    everything = sum(layer.nbytes for layer in (*plan.trained, *plan.masters))
+    return everything - sum(layer.nbytes for layer in (*plan.offloaded, *plan.offloaded_masters))
 
 
 def _offloaded_state(plan: Plan, state: int) -> int:
-    """Of the optimizers' state, the bytes that layers have which do not stay on the device: as much as their gradients' share."""
+    """Returns the bytes of optimizer state of layers that do not stay on the device, estimated by their share of gradients."""
     everything = sum(layer.gradient_bytes for layer in plan.trained)
     return state * sum(layer.gradient_bytes for layer in plan.offloaded) // max(everything, 1) if plan.stay else state
 
 
 def _gradient_bytes(plan: Plan, steps: Steps) -> int:
-    """Host memory of gradients, those on their way included. Those of layers that stay on the device never come."""
+    """Returns the host memory of gradients, in flight or complete. Gradients of layers that stay on the device need none."""
     layers, sums, narrow = plan.offloaded, steps.accumulate > 1, steps.narrow
-    # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
+    # Gradients are staged if they are accumulated or widened: those of k' + 1 transfers in flight, and of a completed one.
     staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
-    # Those of several devices are added up before they leave, in the parameters' dtypes.
+    # Gradients of several devices are summed before they are offloaded, in the parameters' dtypes: no staging.
     staged = (plan.k_prime + 2) * max(staging) * plan.alone
-    kept = [layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers]  # as they wait for the update
+    kept = [layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers]  # until the update
     if not steps.early:
         return sum(kept) + staged
-    if steps.on_device:  # those of layers never leave it
+    if steps.on_device:  # gradients of layers are never offloaded
         return plan.residents.gradient_bytes + staged
-    # Those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
+    # Gradients of k' + 1 transfers in flight, of a completed one, and of one that is being updated.
     return min(sum(kept), plan.residents.gradient_bytes + (plan.k_prime + 3) * max(kept)) + staged
 
 
 def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
-    """All passes of a step; ``state`` in bytes. Layers that stay on the device have none."""
-    layers, accumulate, more = plan.offloaded, steps.accumulate, steps.accumulate - 1
+    """Returns all passes of a step; ``state`` is in bytes. Layers that stay on the device have no passes."""
+    layers = plan.offloaded
+    accumulate, more = steps.accumulate, steps.accumulate - 1
     clips, scales, pieces, narrow = steps.clips, steps.scales, steps.pieces, steps.narrow
-    masters, state = sum(each.nbytes for each in plan.offloaded_masters), _offloaded_state(plan, state)
+    masters = sum(each.nbytes for each in plan.offloaded_masters)
+    state = _offloaded_state(plan, state)
     casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
-    # What all devices of the node together copy in a forward. Of a table some rows travel.
+    # The bytes that the devices of the node upload in a forward: once for all devices, and once per device. Tables do not
+    # count: only some of their rows are uploaded.
     fetched = [layer for index, layer in enumerate(plan.layers) if index not in plan.stay]
     together = sum(layer.nbytes for layer in fetched if steps.sliced and layer.ring == plan.main_ring)
     whole = sum(layer.nbytes for layer in (*fetched, plan.residents)) - together
     gradients = sum(layer.gradient_bytes for layer in layers)
-    # What leaves as casts is half as large as its masters' gradients.
+    # Gradients of casts are half as large as their masters' gradients.
     halves = sum(layer.narrow_bytes for layer in layers)
     kept = gradients - halves * narrow
-    narrow_leave = halves * plan.alone
-    widened = narrow_leave * (not narrow)
-    wide = kept - halves * narrow  # a narrow gradient is unscaled and clipped on its way
+    narrow_offloaded = halves * plan.alone
+    widened = narrow_offloaded * (not narrow)
+    wide = kept - halves * narrow  # narrow gradients are unscaled and clipped inside other passes
     clipped = wide * (clips is not None)
-    leave = gradients
+    offloaded = gradients
     if steps.early and steps.on_device:
-        leave = kept = plan.residents.gradient_bytes
-        narrow_leave = widened = 0
-    # A gradient is as large as its weight.
+        offloaded = kept = plan.residents.gradient_bytes
+        narrow_offloaded = widened = 0
+    # A weight is as large as its gradient, so ``gradients`` also counts the weights that an update reads and writes.
     update = Pass("update", gradients + kept + state, gradients + state)
-    there = 0  # casts that come from the device
+    casts_of_device = 0  # casts that are offloaded after steps on the device
     if steps.on_device:
-        there = sum(cast.nbytes for layer in layers for cast in layer.casts if layer.gradient_bytes)
-        update = Pass(ON_DEVICE, gradients + kept + state, gradients + state + there)
+        casts_of_device = sum(cast.nbytes for layer in layers for cast in layer.casts if layer.gradient_bytes)
+        update = Pass(ON_DEVICE, gradients + kept + state, gradients + state + casts_of_device)
+    written_casts = accumulate * casts - casts_of_device
     return [
-        Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), accumulate * casts - there),
+        Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), written_casts),
         Pass("fetch", 2 * accumulate * (together + plan.ranks * whole), 0),
-        Pass("gradients", 0, accumulate * (leave - narrow_leave)),
+        Pass("gradients", 0, accumulate * (offloaded - narrow_offloaded)),
         Pass("widening", widened, 2 * widened),
-        # Several devices take what is there already with them, and add it up there.
+        # Several devices upload the accumulated gradients, and add to them on the device.
         Pass("accumulation", more * gradients * (2 if plan.alone else plan.ranks), more * gradients * plan.alone),
         Pass("unscaling", kept * scales, wide * scales),
         Pass("norm", kept * (clips == "norm"), 0),
@@ -257,7 +263,7 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
 
 
 def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
-    """Bytes of the optimizers' state. Of an optimizer that is not torch's, they are known once the state is there."""
+    """Returns the bytes of the optimizers' state; None if an optimizer is not torch's and has no state yet."""
     total = 0
     for optimizer in optimizers:
         trained = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -276,9 +282,9 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
 
 
 def _few_bits(parameter: torch.Tensor, group: dict[str, Any], optimizer: Any, bits: int) -> int:
-    """Bytes of the state that torchao's Adam has for a parameter: codes, a scale for each block, a table for 4 and 8 bits."""
+    """Returns the bytes of torchao's Adam state for a parameter: codes, a scale per block, a table for 4 and 8 bits."""
     size, numel, block = parameter.element_size(), parameter.numel(), optimizer.block_size
-    if numel >= 4096 and numel % block == 0:  # others keep whole numbers
+    if numel >= 4096 and numel % block == 0:  # torchao quantises no other state
         table = 4 * 2**bits * (not type(optimizer).__qualname__.endswith("Fp8"))
         each = numel * bits // 8 + 4 * numel // block + table
     else:
@@ -291,14 +297,14 @@ FEW_BITS = {
     for kind in ("Adam", "AdamW")
     for suffix, bits in (("8bit", 8), ("4bit", 4), ("Fp8", 8))
 }
-"""The bits of an element in the state of torchao's optimizers, by module and name, because torchao need not be installed."""
+"""The bits per element in the state of torchao's optimizers. The keys are names, because torchao may not be installed."""
 
 
 def _adam(group: dict[str, Any]) -> int:
     return 2 + bool(group["amsgrad"])
 
 
-# How many tensors of a parameter's size each optimizer has for the parameter, given its group.
+# The number of state tensors of a parameter's size, given the parameter's group.
 _TENSORS: dict[type, Any] = {
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,
@@ -314,10 +320,10 @@ _TENSORS: dict[type, Any] = {
 
 
 def has_known_state(optimizer: Any) -> bool:
-    """Whether an optimizer is one of torch's whose state is tensors of the parameters' sizes, each stepped by itself."""
+    """Returns True for torch's optimizers that step each parameter by itself and have state tensors of its size."""
     return type(optimizer) in _TENSORS
 
 
 def state_tensors(optimizer: Any, group: dict[str, Any]) -> int:
-    """How many tensors of a parameter's size such an optimizer has for each parameter of a group."""
+    """Returns the number of state tensors per parameter of a group (see :func:`has_known_state`)."""
     return int(_TENSORS[type(optimizer)](group))

@@ -59,9 +59,9 @@ def _defined(node: ast.stmt) -> str:
 
 
 def public(source: str) -> set[str]:
-    """The public names that a file defines, its table aside."""
+    """Returns the public names that a file defines, except its table and ``Kind``, a type that uses nothing of torch."""
     names = {_defined(node) for node in ast.parse(source).body}
-    return {name for name in names if name and not name.startswith("_")} - {"FEATURES"}
+    return {name for name in names if name and not name.startswith("_")} - {"FEATURES", "Kind"}
 
 
 def _import(node: ast.Import | ast.ImportFrom, namespace: dict[str, Any]) -> dict[str, str]:
