@@ -1,7 +1,7 @@
-"""The strategy's options, checked before anything is built.
+"""Checks the strategy's options before anything is built.
 
-Each function returns the option's value in one form. It raises a TypeError or a ValueError that names the option, what was
-found, what was expected, and an example.
+Each function returns the option's value in one form. It raises a TypeError or a ValueError with the option, the given value, the
+expected values and an example.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def by_name(init: Callable[P, None]) -> Callable[P, None]:
-    """Makes an ``__init__`` refuse arguments without a name and unknown options, in the name of the class that the user knows."""
+    """Makes an ``__init__`` raise for positional arguments and unknown options, with the name of the user's class."""
     known = list(signature(init).parameters)[1:]
 
     @wraps(init)
@@ -57,7 +57,7 @@ def by_name(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def checked_count(option: str, value: Any) -> Count:
-    """An integer of at least 1, or ``"auto"``."""
+    """Returns an integer of at least 1, or ``"auto"``."""
     if value == "auto" and isinstance(value, str):
         return "auto"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -70,7 +70,7 @@ def checked_count(option: str, value: Any) -> Count:
 
 
 def checked_share(option: str, value: Any) -> Share:
-    """A number of layers (an integer of at least 0), a share of them (a float of at most 1), or ``"auto"``."""
+    """Returns a number of layers (an integer of at least 0), a share of them (a float of at most 1), or ``"auto"``."""
     if isinstance(value, str) and value == "auto":
         return "auto"
     wanted = f'{option} must be a number of layers (8), a share of them (0.5) or "auto", found {value!r}.'
@@ -83,7 +83,7 @@ def checked_share(option: str, value: Any) -> Share:
 
 
 def checked_budget(option: str, value: Any) -> int | float | None:
-    """A limit of memory: bytes, a fraction of the free memory (a float of at most 1), or None."""
+    """Returns a memory limit: bytes, a fraction of the free memory (a float of at most 1), or None."""
     if value is None:
         return None
     wanted = 'bytes (8_000_000_000), a size ("8GiB", "8GB") or a fraction of the free memory (0.8, "80%")'
@@ -104,40 +104,40 @@ def checked_budget(option: str, value: Any) -> int | float | None:
 
 
 def checked_switch(option: str, value: Any) -> bool:
-    """True or False."""
+    """Returns True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{option} must be True or False, found {value!r}.")
     return value
 
 
 def checked_path(option: str, what: str, example: str, value: Any) -> Path | None:
-    """The path of a file or a folder, or None."""
+    """Returns the path of a file or a folder, or None."""
     if value is not None and (not isinstance(value, (str, PathLike)) or value == ""):
         raise TypeError(f'{option} must be the path of {what}, found {value!r}. For example {option}="{example}".')
-    return None if value is None else Path(value).expanduser()  # "~/scratch" in a config was seen by no shell
+    return None if value is None else Path(value).expanduser()  # no shell has expanded "~/scratch" in a config
 
 
 def checked_fused(value: Any) -> Fused:
-    """True, False or ``"auto"``."""
+    """Returns True, False or ``"auto"``."""
     if not isinstance(value, bool) and value != "auto":
         raise TypeError(f'fused_optimizer must be "auto", True or False, found {value!r}.')
     return cast(Fused, value)
 
 
 def checked_choice(option: str, choices: tuple[str, ...], value: Any) -> Any:
-    """One of some words."""
+    """Returns the value if it is one of the choices."""
     if value not in choices:
         raise ValueError(f"{option} must be one of {quoted(choices)}, found {value!r}.{_instead(option, value)}")
     return value
 
 
 def quoted(choices: Iterable[str]) -> str:
-    """Some words in quotation marks, separated by commas."""
+    """Returns words in quotation marks, separated by commas."""
     return ", ".join(f'"{choice}"' for choice in choices)
 
 
 def _instead(option: str, value: Any) -> str:
-    """A sentence that says which choice a value means; empty if that is not known."""
+    """Returns a sentence with the choice that a value of another library means; empty if the value is unknown."""
     for choice, meant in _INSTEAD.get(option, {}).items():
         if any(type(value) is type(each) and value == each for each in meant):
             return f' Use {option}="{choice}".'
@@ -145,7 +145,7 @@ def _instead(option: str, value: Any) -> str:
 
 
 def checked_activations(choice: Any) -> ActivationChoice:
-    """One mode for all units, or modes by patterns."""
+    """Returns one mode for all units, or modes by pattern."""
     modes = get_args(Mode)
     if isinstance(choice, str):
         if choice not in (*modes, "auto"):
@@ -169,7 +169,7 @@ def checked_activations(choice: Any) -> ActivationChoice:
 
 
 def checked_layers(layers: Any) -> LayerChoice:
-    """Names, glob patterns and module classes as a tuple; a callable, or None, as it is."""
+    """Returns names, glob patterns and module classes as a tuple. A callable or None is returned unchanged."""
     if layers is None or (callable(layers) and not isinstance(layers, (type, nn.Module))):
         return layers
     wanted = 'names, glob patterns, module classes or a callable, for example layers=["model.layers.*"]'
@@ -186,7 +186,7 @@ def checked_layers(layers: Any) -> LayerChoice:
 
 
 def checked_patterns(option: str, patterns: Any) -> tuple[str, ...]:
-    """Names and glob patterns as a tuple."""
+    """Returns names and glob patterns as a tuple."""
     picks = (patterns,) if isinstance(patterns, str) else patterns
     picks = tuple(picks) if isinstance(picks, Iterable) else (picks,)
     if not all(isinstance(pick, str) for pick in picks):

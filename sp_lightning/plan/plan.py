@@ -1,12 +1,13 @@
-"""Every decision, taken once: sizes and options become a frozen :class:`Plan`, which the engine executes.
+"""Makes a frozen :class:`Plan` from sizes and options. The engine executes it.
 
-The plan promises how much memory of the device weights and gradients take at most::
+The plan bounds the device memory of weights and gradients::
 
-    slots of every ring  +  (k' + 1) · largest layer's gradients  +  residents and their gradients
+    slots of every ring  +  (k' + 1) · largest layer's gradients  +  resident parameters and their gradients
 
-What streaming does not move counts with the residents: modules that are moved whole, and all buffers.
+Modules that are not streamed but moved whole, and all buffers, count as resident.
 
-On several devices a gradient that leaves takes more: what is sent to the others, what is received, and the own part of the sum.
+On several devices, an offloaded gradient takes more: the parts sent to and received from the others, and the rank's own part of
+the sum.
 """
 
 from __future__ import annotations
@@ -23,25 +24,24 @@ from sp_lightning.plan.rings import Ring, choose_rings_apart
 from sp_lightning.plan.units import in_gib
 from sp_lightning.plan.update_policy import UpdatePolicy
 
-# At most so many lines of layers are printed.
 _LONGEST = 12
+"""The most lines of layers in :meth:`Plan.table`."""
 
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """One layer as it lies in memory.
+    """One layer's layout in memory.
 
     Attributes:
-        name: the layer's name, as :class:`~sp_lightning.model.found.Layer` has it.
-        nbytes: bytes that a fetch copies: those of its host block and of the part of a slot that it fills, alignment
-            included.
+        name: the layer's name, as in :class:`~sp_lightning.model.found.Layer`.
+        nbytes: bytes of an upload, alignment included: the size of its block in the host store, and of its part of a slot.
         gradient_bytes: bytes of the gradients of its trainable parameters, including those of its masters.
-        ring: the index, in :attr:`Plan.rings`, of the ring whose slots it uses.
-        spans: where each parameter lies.
-        casts: where each cast lies, behind the parameters.
-        masters: the index, in :attr:`Plan.moving`, of the parameters that the casts are made of.
-        narrow_bytes: bytes, in the casts' dtype, of those gradients that may come in it.
-        rows: the number of experts that its stacks hold, if single experts are uploaded; otherwise 0.
+        ring: the index in :attr:`Plan.rings` of its ring.
+        spans: the place of each parameter.
+        casts: the place of each cast, behind the parameters.
+        masters: the index in :attr:`Plan.moving` of its master weights, from which the casts are made.
+        narrow_bytes: bytes of its casts' gradients in the casts' dtype.
+        rows: the number of experts in its stacks if single experts are uploaded; otherwise 0.
     """
 
     name: str
@@ -69,29 +69,29 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will happen, in numbers. All sizes are in bytes.
+    """The layout and the numbers of a run. All sizes are in bytes.
 
     Attributes:
-        k, k_prime: how many layers are usable on the device at once, and how many move as one transfer.
+        k, k_prime: the number of layers that are usable on the device at once, and the number of layers per transfer.
         layers: the layers, in the order of the module tree.
-        rings: the slots, in ascending size. If stacked experts have their own slots, these follow. Then come a ring without
-            slots for the masters, and one for the tables.
-        residents: the parameters that stay on the device during a batch, as one more layer, which has no slot.
+        rings: the slots: by ascending size; then the rings of stacked experts, if they have their own; then a ring without slots
+            for the masters, and one for the tables.
+        residents: the parameters that stay on the device during a batch, as one more layer without a slot.
         order: the indices of the layers in the order in which a forward is expected to use them. A layer that owns a tied
             weight is in it several times.
-        notes: what a user should know about this model.
-        masters: the float32 parameters that travel as casts, as further layers. They have no slots, and come on demand.
+        notes: remarks for the user about the model.
+        masters: the float32 parameters whose casts are uploaded instead, as further layers. They have no slots, and are uploaded
+            on demand.
         tables: embeddings of which only rows are uploaded, as further layers without slots.
         experts: the indices of the layers that are used only by tokens routed to them.
-        plain: bytes of the weights, and of the gradients, that plain training has on the device; the optimizer's state
-            comes on top.
-        ranks, nodes: how many devices of a node sum their gradients, each with slots of its own, and how many nodes do.
-        cache_bytes: bytes of device memory for a cache of used experts.
+        plain: bytes of the weights and of the gradients on the device in plain training, without optimizer state.
+        ranks, nodes: the number of devices of a node, each with its own slots, and of nodes, that sum their gradients.
+        cache_bytes: bytes of device memory for a cache of experts.
         staying: bytes of modules that are moved whole and of buffers, and bytes of those modules' gradients.
         nothing: why nothing is streamed; empty if something is.
-        steps_on_device: whether layers are stepped on the device.
+        steps_on_device: True if layers are stepped on the device.
         stay: the indices of the layers that stay on the device, with their gradients and their optimizer state.
-        updates: where, when and how layers are updated; None outside of training. It does not count in comparisons.
+        updates: where, when and how layers are updated; None outside of training. Comparisons ignore it.
     """
 
     k: int
@@ -116,24 +116,24 @@ class Plan:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one device, which sums its gradients with nobody."""
+        """True if one device trains alone, so that gradients are not summed."""
         return self.ranks * self.nodes == 1
 
     @property
     def moving(self) -> tuple[PlannedLayer, ...]:
-        """All that may be in a slot: the layers, and behind them what comes on demand, the masters and the tables."""
+        """The layers, and the further layers that are uploaded on demand: masters and tables."""
         return (*self.layers, *self.masters, *self.tables)
 
     @property
     def settled(self) -> frozenset[int]:
-        """The indices of the layers whose ring has a slot for each of its layers, so that none makes room for another."""
+        """The indices of the layers whose ring has a slot for each of its layers, so that none of them is ever evicted."""
         sharing = Counter(layer.ring for layer in self.layers)
         fits = {ring for ring, layers in sharing.items() if layers <= self.rings[ring].slots}
         return frozenset(i for i, layer in enumerate(self.layers) if layer.ring in fits and not layer.rows)
 
     @property
     def main_ring(self) -> int:
-        """The index of the ring through which most bytes pass."""
+        """The index of the ring whose layers have the most bytes."""
         passing = Counter[int]()
         for layer in self.layers:
             passing[layer.ring] += layer.nbytes
@@ -141,18 +141,18 @@ class Plan:
 
     @property
     def trained(self) -> tuple[PlannedLayer, ...]:
-        """All whose gradients go to the host and whose weights are updated there. Masters go with their layers."""
+        """All layers with gradients and updates on the host: layers, tables and residents. Masters belong to their layers."""
         return (*self.layers, *self.tables, self.residents)
 
     @property
     def offloaded(self) -> tuple[PlannedLayer, ...]:
-        """Of :attr:`trained`, those in host memory: all but the layers that stay on the device."""
+        """The entries of :attr:`trained` in host memory: all except the layers that stay on the device."""
         layers = [layer for index, layer in enumerate(self.layers) if index not in self.stay]
         return (*layers, *self.tables, self.residents)
 
     @property
     def offloaded_masters(self) -> tuple[PlannedLayer, ...]:
-        """The masters of these layers."""
+        """The entries of :attr:`masters` whose layers do not stay on the device."""
         staying = {self.layers[index].masters for index in self.stay}
         return tuple(each for at, each in enumerate(self.masters, len(self.layers)) if at not in staying)
 
@@ -168,29 +168,29 @@ class Plan:
 
     @property
     def gradient_bytes(self) -> int:
-        """Device memory of gradients: on their way those of at most k' + 1 layers and of the residents; those that stay."""
+        """Device memory of gradients: in flight those of at most k' + 1 layers, those of the residents, and those that stay."""
         if not self.alone:
             return self._reduced_bytes + self.staying[1]
         largest = max((layer.gradient_bytes for layer in self.layers), default=0)
-        # While gradients of experts arrive, some gradients of the block around them may be on the device.
-        flying = min(self.k_prime + 1 + bool(self.experts), len(self.layers)) * largest
+        # While autograd computes gradients of experts, some gradients of the block around them may be on the device.
+        in_flight = min(self.k_prime + 1 + bool(self.experts), len(self.layers)) * largest
         trained = (layer for layer in self.layers if layer.gradient_bytes)
-        # A cast's gradient is on the device twice for a moment: autograd's own is copied, or is made float32 for a hook.
+        # A cast's gradient is on the device twice for a short time: autograd's own is copied, or converted to float32 for a hook.
         twice = max((cast.nbytes for layer in trained for cast in layer.casts), default=0)
-        return flying + twice + self.residents.gradient_bytes + self.staying[1]
+        return in_flight + twice + self.residents.gradient_bytes + self.staying[1]
 
     @property
     def _reduced_bytes(self) -> int:
-        """As :attr:`gradient_bytes`, with what :class:`~sp_lightning.ranks.reduced_gradients.ReducedGradients` adds."""
+        """As :attr:`gradient_bytes`, with the buffers of :class:`~sp_lightning.ranks.reduced_gradients.ReducedGradients`."""
         residents = self.residents.gradient_bytes
-        # Each layer leaves once. The gradient of a table is dense by then, as that of a layer is.
+        # Each layer is offloaded once. By then a table's gradient is dense, like a layer's.
         sizes = sorted((each.gradient_bytes for each in (*self.layers, *self.tables)), reverse=True)[: self.k_prime + 1]
         parts = [aligned(-(-nbytes // self.ranks)) for nbytes in (*sizes, residents)]
-        # While the own part of one of them is added up, its sum is there beside it: of half precision in float32, too.
+        # While a rank sums its own part of a layer, the sum needs memory, too; for half precision also in float32.
         adding = 3 * max(parts)
         each = 2 * self.ranks + 1
         if self.nodes > 1:
-            # What other nodes send, and the sum of a part of it; of half precision in float32, and rounded beside that.
+            # The parts of other nodes, and the sum of a part; for half precision the sum in float32 and the rounded one.
             half = any(span.dtype.itemsize == 2 for layer in (*self.layers, self.residents) for span in layer.spans)
             parts = [part + ALIGNMENT * self.nodes for part in parts]
             each += 5 if half else 2
@@ -198,21 +198,22 @@ class Plan:
 
     @property
     def step_slots(self) -> int:
-        """How many slots of the largest layer's size layers are stepped in: one, if two of most other layers fit into it."""
+        """The number of slots for steps, each of the largest layer's size: one if two of most other layers fit into it."""
         sizes = [layer.gradient_bytes for layer in self.trained]
         return 2 if 2 * sum(size for size in sizes if 2 * size > max(sizes)) > sum(sizes) else 1
 
     @property
     def update_bytes(self) -> int:
-        """Device memory of steps: slots of weights, gradients, and a state as Adam's; wide gradients; casts of three layers."""
-        largest, narrow = (
-            max(each) for each in zip(*((e.gradient_bytes, e.narrow_bytes) for e in self.trained), strict=True)
-        )
-        return self.steps_on_device * (self.step_slots * 4 * largest + 3 * narrow) + self.staying_bytes
+        """Device memory of steps: slots for weights, gradients and Adam's state; wide gradients; casts of three layers."""
+        if not self.steps_on_device:
+            return self.staying_bytes
+        largest = max(each.gradient_bytes for each in self.trained)
+        narrow = max(each.narrow_bytes for each in self.trained)
+        return self.step_slots * 4 * largest + 3 * narrow + self.staying_bytes
 
     @property
     def staying_bytes(self) -> int:
-        """Device memory of layers that stay beside their slots: gradients, a state as Adam's, and the masters of casts."""
+        """Device memory of layers that stay, without their slots: gradients, Adam's state, and the masters of casts."""
         total = 0
         for layer in (self.layers[index] for index in self.stay):
             masters = 0 if layer.masters is None else self.moving[layer.masters].nbytes
@@ -221,12 +222,12 @@ class Plan:
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most device memory that weights and gradients take, with that in which layers are stepped."""
+        """The peak device memory of weights, gradients and optimizer steps."""
         return self.slot_bytes + self.resident_bytes + self.gradient_bytes + self.cache_bytes + self.update_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Of these, what is allocated beside the module's own memory, where the device is the CPU."""
+        """The part of :attr:`peak_device_bytes` that is allocated in addition to the module's memory if the device is the CPU."""
         return self.peak_device_bytes - self.staying[0]
 
     @property
@@ -236,10 +237,10 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of weights and gradients. Optimizer state comes on top.
+        """Host memory of weights and gradients, without optimizer state.
 
-        Weights of layers that stay on the device are there until the first step, and while a checkpoint is written; their
-        gradients never are.
+        Weights of layers that stay on the device count: they are in host memory until the first step, and while a checkpoint is
+        written. Their gradients never are.
         """
         blocks = sum(layer.nbytes for layer in self.trained) + sum(masters.nbytes for masters in self.masters)
         return blocks + sum(layer.gradient_bytes for layer in self.offloaded)
@@ -248,11 +249,11 @@ class Plan:
         return self.table()
 
     def table(self, *, training: bool = True, state: int | None = None) -> str:
-        """The plan as text: a line for each layer, without the middle ones if there are many, and the totals.
+        """Returns the plan as text: a line for each layer, without the middle ones if there are many, and the totals.
 
         Args:
-            training: whether gradients are counted.
-            state: bytes of the optimizer's state. What plain training takes is known with it only.
+            training: True if gradients count.
+            state: bytes of the optimizer's state; None if unknown. Then the text lacks the memory use of plain training.
         """
         width = max([len(layer.name) for layer in self.layers] + [24])
         shown = [f"  {layer.name:<{width}} {in_gib(layer.nbytes):>10}" for layer in self.layers]
@@ -262,7 +263,8 @@ class Plan:
         slots = " + ".join(f"{r.slots} × {in_gib(r.nbytes)}" for r in self.rings if r.slots) or "none"
         peak, host = self.taken(training=training)
         what = "weights and gradients" if training else "weights"
-        plain, stay, kept = self._plain(training, state), self.staying[0], self.cache_bytes
+        plain = self._plain(training, state)
+        stay, kept = self.staying[0], self.cache_bytes
         moved_whole = f"of them {in_gib(stay)} of buffers and modules that are moved whole" if stay else ""
         steps = self.update_bytes - self.staying_bytes
         stays = f"{len(self.stay)} of {len(self.layers)}: gradients, optimizer state and float32 weights, beside their slots"
@@ -288,14 +290,17 @@ class Plan:
         )
 
     def sentence(self, *, training: bool = True, state: int | None = None) -> str:
-        """The plan in one line: layers, window, and device memory beside that of plain Lightning.
+        """Returns the plan in one line: layers, window, and device memory compared to plain Lightning.
 
         The arguments are those of :meth:`table`.
         """
         peak, on_host = self.taken(training=training)
-        what = "weights, gradients and steps" if self.steps_on_device else "weights and gradients"
-        what += f" (with the optimizer state of the {len(self.stay)} that stay)" * bool(self.stay)
-        what, plain = what if training else "weights", self._plain(training, state)
+        what = "weights"
+        if training:
+            what = "weights, gradients and steps" if self.steps_on_device else "weights and gradients"
+            if self.stay:
+                what += f" (with the optimizer state of the {len(self.stay)} that stay)"
+        plain = self._plain(training, state)
         saves = f"take {in_gib(peak)} of device memory"
         if plain:
             saves += f", plain Lightning {plain}"
@@ -308,18 +313,18 @@ class Plan:
     def _heading(self) -> str:
         if self.nothing:
             return f"Superpipeline: {self.nothing}"
-        count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
-        return f"Superpipeline: {count}, k = {self.k}, k' = {self.k_prime}"
+        plural = "" if len(self.layers) == 1 else "s"
+        return f"Superpipeline: {len(self.layers)} layer{plural}, k = {self.k}, k' = {self.k_prime}"
 
     def taken(self, *, training: bool) -> tuple[int, int]:
-        """Bytes that weights, and in training gradients, take on the device and on the host."""
+        """Returns the bytes of weights, and in training of gradients, on the device and on the host."""
         if training:
             return self.peak_device_bytes, self.host_bytes
         gradients = sum(layer.gradient_bytes for layer in self.offloaded)
         return self.peak_device_bytes - self.gradient_bytes - self.update_bytes, self.host_bytes - gradients
 
     def _plain(self, training: bool, state: int | None) -> str:
-        """What plain Lightning has on the device; empty if that is not known."""
+        """Returns the device memory of plain Lightning as text; empty if it is unknown."""
         weights, gradients = self.plain
         if not training:
             return in_gib(weights)
@@ -329,17 +334,16 @@ class Plan:
 def make_plan(
     found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True, stay: int = 0
 ) -> Plan:
-    """Gives every layer its place in memory and its ring.
+    """Returns the plan that gives every layer its place in memory and its ring.
 
     Args:
         found: the model's layers.
-        k: how many layers are to be usable on the device at once, at least 1.
-        k_prime: how many layers are to move as one transfer, at least 1.
-        ranks, nodes: how many devices of a node sum their gradients, and how many nodes add up their sums.
-        training: whether batches are trained. Otherwise nearly nothing of stacked experts travels, and k and k' count the
-            other layers.
-        stay: how many layers stay on the device with their optimizer state, in the order in which a forward uses them: the
-            first ones, whose updates are awaited first.
+        k: the number of layers that are usable on the device at once, at least 1.
+        k_prime: the number of layers per transfer, at least 1.
+        ranks, nodes: the number of devices of a node, and of nodes, that sum their gradients.
+        training: True if batches are trained. Otherwise few stacked experts are uploaded, and k and k' count the other layers.
+        stay: the number of layers that stay on the device with their optimizer state: the first ones that a forward uses,
+            because the forward waits for their updates first.
     """
     masters, tables = ([_planned(layer, ring=-1) for layer in each] for each in (found.masters, found.tables))
     with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
@@ -355,7 +359,7 @@ def make_plan(
     may_stay = [index for index in dict.fromkeys(order) if not layers[index].rows and index not in found.experts]
     staying = frozenset(may_stay[:stay])
     rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, on_demand, staying)
-    # What comes on demand has rings without slots, which say how large an extra slot has to be.
+    # Masters and tables have rings without slots: such a ring only has the size of an extra slot.
     without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
     plan = Plan(
         k=k,
@@ -377,15 +381,15 @@ def make_plan(
     )
     if plan.host_bytes and not plan.stay and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
         remedy = "nothing is streamed." if plan.nothing else "lower k, or choose smaller layers."
-        saves_nothing = f"this takes no less device memory than all weights and gradients do: {remedy}"
+        saves_nothing = f"this takes no less device memory than all weights and gradients: {remedy}"
         return replace(plan, notes=(*plan.notes, saves_nothing))
     return plan
 
 
 def schedule(plan: Plan, *, training: bool) -> Iterator[int]:
-    """The order of layers that is expected before a batch has shown the real one: forward, then backward.
+    """Yields the expected order of layers, until the first batch shows the real one: forward, then backward.
 
-    Experts are not in it, because nobody knows which ones will be used.
+    It has no experts, because routing decides which ones are used.
     """
     order = [layer for layer in plan.order if layer not in plan.experts]
     yield from order
@@ -394,7 +398,7 @@ def schedule(plan: Plan, *, training: bool) -> Iterator[int]:
 
 
 def _order(found: Found) -> tuple[int, ...]:
-    """The layers as a forward is expected to use them; parameters that belong to no layer's module come first."""
+    """Returns the layers in the order in which a forward is expected to use them. Layers without a module are first."""
     used = [layer for visits in found.visits.values() for layer in visits]
     without_module = [layer for layer in range(len(found.layers)) if layer not in used]
     return (*without_module, *used)
@@ -419,5 +423,5 @@ def _wire_notes(found: Found) -> tuple[str, ...]:
     share = lowered / sum(layer.nbytes for layer in found.layers)
     dtype = str(found.autocast).removeprefix("torch.")
     return (
-        f"{share:.0%} of the layers' bytes travel as {dtype}, as autocast would cast them; float32 stays on the host.",
+        f"{share:.0%} of the layers' bytes are uploaded as {dtype}, as autocast would cast them; float32 stays on the host.",
     )

@@ -1,4 +1,4 @@
-"""Slots on the device in few sizes: layers of like size share a ring."""
+"""Chooses slots on the device in a few sizes: layers of similar size share a ring."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-# Slots come in at most so many sizes, and one size more must save at least a tenth of their bytes.
 _MOST_RINGS = 4
+"""The most sizes of slots."""
 _WORTH = 9 / 10
-# At most so many sizes are looked at. Layers of a size between them go with the next larger one.
+"""One more size must reduce the bytes of all slots to this share."""
 _MOST_SIZES = 64
+"""The most sizes that are tried. A layer of a size in between uses the next larger one."""
 
 
 @dataclass(frozen=True)
 class Ring:
     """Equal slots on the device: ``slots`` of ``nbytes`` bytes each.
 
-    Layers far larger than the others have a ring of their own, so that they do not inflate every slot. A ring has as
-    many slots as it has layers among any k + k' consecutive ones: those always fit, whatever their sizes, and equal
-    layers share one ring of k + k' slots.
+    Layers far larger than the others have their own ring, so that they do not inflate every slot. The number of a ring's slots
+    is the largest number of its layers among k + k' consecutive layers. So any k + k' consecutive layers fit, whatever their
+    sizes, and layers of one size share one ring of k + k' slots.
     """
 
     slots: int
@@ -29,15 +30,15 @@ class Ring:
 def choose_rings(
     sizes: Sequence[int], window: int, together: Collection[Sequence[int]] = ()
 ) -> tuple[tuple[Ring, ...], list[int]]:
-    """The rings with the fewest bytes.
+    """Returns the rings with the fewest bytes.
 
     Args:
         sizes: bytes of each layer.
-        window: how many consecutive layers have to fit at once.
-        together: layers that one module uses at once (its own and those of tied parameters), which have to fit as well.
+        window: the number of consecutive layers that must fit at once.
+        together: groups of layers that one module uses at once (its own and those of tied parameters); each must fit, too.
 
     Returns:
-        The rings, the smallest slots first, and for each layer the index of its ring.
+        The rings, by ascending size, and the index of each layer's ring.
     """
     if not sizes:
         return (), []
@@ -57,12 +58,13 @@ def choose_rings_apart(
     on_demand: Collection[int],
     staying: Collection[int] = (),
 ) -> tuple[tuple[Ring, ...], list[int]]:
-    """As :func:`choose_rings`, but layers that come on demand have two slots of their own: one in use, and one that fills.
+    """As :func:`choose_rings`, but with separate slots for layers that are uploaded on demand and for layers that stay.
 
-    The window is one of the other layers then: as many of them are on the device, however large those on demand are. Where
-    common slots take a tenth less, as with the smallest window, all share them. A window of all layers has a slot for each.
-
-    Layers that stay have a slot each in rings of their own; the window is one of the others then, too.
+    - Layers on demand have two slots: one in use, one for the next upload. The window then counts the other layers only, so that
+      its size does not depend on the layers on demand.
+    - If common slots take a tenth less memory, as with the smallest window, all layers share them.
+    - If the window has all layers, each has a slot.
+    - Layers that stay have one slot each in their own rings. The window counts the other layers only.
     """
     if staying:
         return _choose_with_staying(sizes, window, together, on_demand, sorted(staying))
@@ -106,9 +108,9 @@ def _bytes(rings: Iterable[Ring]) -> int:
 
 
 def _choose_limits(sizes: Sequence[int], window: int) -> tuple[int, ...]:
-    """The largest size of each ring, in bytes."""
+    """Returns the largest size of each ring, in bytes."""
     distinct = sorted(set(sizes))
-    # Sizes are left out from the largest down, so that the largest one is always there.
+    # Thinned out from the largest down, so that the largest one remains.
     distinct = distinct[:: -(len(distinct) // _MOST_SIZES + 1)][::-1]
     best = _best_split(sizes, distinct, 1, window)
     for count in range(2, min(_MOST_RINGS, len(distinct)) + 1):
@@ -119,7 +121,7 @@ def _choose_limits(sizes: Sequence[int], window: int) -> tuple[int, ...]:
 
 
 def _best_split(sizes: Sequence[int], distinct: Sequence[int], count: int, window: int) -> tuple[int, tuple[int, ...]]:
-    """Cuts the sizes into ``count`` classes. Returns the fewest bytes of all slots, and each class's largest size."""
+    """Splits the sizes into ``count`` classes. Returns the fewest bytes of all slots, and the largest size of each class."""
 
     @cache
     def cost(first: int, last: int) -> int:
@@ -141,7 +143,7 @@ def _best_split(sizes: Sequence[int], distinct: Sequence[int], count: int, windo
 
 
 def _slots(members: Sequence[bool], window: int) -> int:
-    """The most members among any ``window`` consecutive layers."""
+    """Returns the largest number of members among ``window`` consecutive layers."""
     inside = most = sum(members[:window])
     for leaving, entering in zip(members, members[window:], strict=False):
         inside += entering - leaving

@@ -1,4 +1,4 @@
-"""Numbers of bytes, and of parameters, as people write and read them."""
+"""Formats and parses numbers of bytes and of parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 def human_bytes(nbytes: float) -> str:
-    """A number of bytes with the binary unit in which it reads well."""
+    """Formats a number of bytes with the binary unit that fits its size."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -16,28 +16,30 @@ def human_bytes(nbytes: float) -> str:
 
 
 def in_gib(nbytes: float) -> str:
-    """A number of bytes in GiB, so that figures which are compared have one unit; less than a tenth of one as it reads well."""
+    """Formats a number of bytes in GiB, so that compared figures have one unit; in a smaller unit below 0.1 GiB."""
     gib = nbytes / 2**30
     return f"{gib:.1f} GiB" if gib >= 1 else f"{gib:.3g} GiB" if gib >= 0.1 else human_bytes(nbytes)
 
 
 def number(count: float) -> str:
-    """A number of parameters or tokens as people write it."""
-    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M" if count >= 1e4 else str(count)
+    """Formats a number of parameters or tokens, in billions or millions."""
+    if count >= 1e8:
+        return f"{count / 1e9:.2f} B"
+    return f"{count / 1e6:.2f} M" if count >= 1e4 else str(count)
 
 
 def enough_gib(nbytes: int) -> str:
-    """Thousandths of a gibibyte that are at least so many bytes, as options take them."""
+    """Formats a number of bytes for an option: in GiB, rounded up to thousandths."""
     return f"{math.ceil(nbytes / 2**30 * 1000) / 1000:.15g}GiB"
 
 
 def enough_bytes(nbytes: int) -> str:
-    """Whole mebibytes that are at least so many bytes, as options take them."""
+    """Formats a number of bytes for an option: rounded up to whole MiB."""
     return f"{-(-nbytes // 2**20)}MiB"
 
 
 def exact_bytes(nbytes: int) -> str:
-    """A number of bytes as options take it, with the largest unit of which it is a whole number; half a GiB is written so."""
+    """Formats a number of bytes exactly for an option: in the largest unit without decimals, or in GiB with ``.5``."""
     if nbytes % 2**30 == 2**29:
         return f"{nbytes / 2**30:.15g}GiB"
     units = {
@@ -49,14 +51,14 @@ def exact_bytes(nbytes: int) -> str:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """The bytes of a size with a unit. ``GB`` is 10⁹ bytes; ``GiB``, ``Gi`` and ``G`` are 2³⁰.
+    """Returns the bytes of a size with a unit. ``GB`` is 10⁹ bytes; ``GiB``, ``Gi`` and ``G`` are 2³⁰.
 
     Args:
-        option: the option that the size was given for, which the error names.
-        text: the size, as ``"8GiB"``.
+        option: the name of the option, for the error.
+        text: the size, for example ``"8GiB"``.
 
     Raises:
-        ValueError: the text is no such size, or zero.
+        ValueError: the text is not a size with a unit, or the size is zero.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|B)\s*", text, re.IGNORECASE)
     if match is None or len(match[1]) > 20 or not float(match[1]):

@@ -44,7 +44,7 @@ def test_half_the_bytes_move() -> None:
     assert half.plan.slot_bytes == 2 * layer // 2
     assert half.plan.gradient_bytes == 2 * layer + layer // 2
     assert half.plan.host_bytes == 6 * (2 * layer + layer // 2)
-    assert any("100% of the layers' bytes travel as bfloat16" in note for note in half.plan.notes)
+    assert any("100% of the layers' bytes are uploaded as bfloat16" in note for note in half.plan.notes)
     assert half.stats().fetched_layers == full.stats().fetched_layers
     assert half.stats().fetched_bytes == full.stats().fetched_bytes // 2 == half.stats().fetched_layers * layer // 2
     assert half.stats().drained_bytes == full.stats().drained_bytes // 2
