@@ -31,7 +31,8 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from sp_lightning import SharedBase, SuperpipelineStrategy
+import sp_lightning
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.torch_compat.private import ENGINE_CALL
 from sp_lightning.trainer.run import Run
@@ -274,7 +275,7 @@ class Interrupts:
         before = things_of_the_process()
         signal.setitimer(signal.ITIMER_REAL, self.chance.uniform(0.01, 0.16))
         try:
-            (SharedBase(max_trials=2).wrap(train) if self.is_trial else train)()
+            (sp_lightning.SharedBase(max_trials=2).wrap(train) if self.is_trial else train)()
         except BaseException as error:
             self.ended = f"{type(error).__name__}: {error}"[:200]
         finally:
