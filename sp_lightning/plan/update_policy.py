@@ -1,8 +1,10 @@
-"""Decides where and when each layer is updated: a frozen :class:`UpdatePolicy`, made from frozen facts by pure functions.
+"""Decides where and when each layer is updated: pure functions make a frozen :class:`UpdatePolicy` from frozen facts.
 
-``trainer.update_facts`` collects the facts. :func:`decide` needs no more than those: it says where optimizers step and when.
-:func:`complete` adds how they step, which also depends on what leaves host memory and on whose bits steps have. The engine
-executes a policy without deciding.
+- ``trainer.update_facts`` collects the facts.
+- :func:`decide` needs the facts only. It decides where optimizers step, and when.
+- :func:`complete` adds how they step. That also depends on paging to a disk, and on steps that are bit-identical to the GPU's.
+
+The engine executes the policy without further decisions.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Clip = Literal["whole", "at once", "in update"]
 
 
 class EarlyUpdates(enum.Enum):
-    """When a layer is updated with ``optimizer_overlap="backward"``, and what becomes of its gradients."""
+    """When a layer is updated with ``optimizer_overlap="backward"``, and whether its gradients are freed."""
 
     NO = "after backward"
     TRIED = "after backward, which shows whether they could be in it"
@@ -41,12 +43,12 @@ class BatchFacts:
     """Facts that may change between two batches.
 
     Attributes:
-        automatic: whether Lightning runs backward and the optimizers (automatic optimization).
+        automatic: True if Lightning runs backward and the optimizers (automatic optimization).
         clip: how the trainer clips gradients, ``"norm"`` or ``"value"``, and the limit; None if it does not clip.
-        clips_as_lightning: whether the precision plugin clips by Lightning's own methods.
-        scales: whether gradients are scaled (``16-mixed``).
-        averages: whether StochasticWeightAveraging is among the callbacks.
-        hook: a user's hook that may look at gradients or weights before the step, by name; empty if there is none.
+        clips_as_lightning: True if the precision plugin clips by Lightning's own methods.
+        scales: True if gradients are scaled (``16-mixed``).
+        averages: True if StochasticWeightAveraging is among the callbacks.
+        hook: the name of a user's hook that may read gradients or weights before the step; empty if there is none.
     """
 
     automatic: bool = True
@@ -64,8 +66,8 @@ class BatchFacts:
     def against_early_updates(self, place: Place) -> str:
         """Returns why a layer's gradients cannot be used before all gradients are complete; empty if they can.
 
-        Two other changes between two batches need no other mode: a layer whose parameters have got post-accumulate hooks is
-        updated after backward, and the closure's ``zero_grad`` undoes what a step hook does to gradients.
+        Two other changes between batches do not need another mode. A layer whose parameters have new post-accumulate hooks is
+        updated after backward. The closure's ``zero_grad`` undoes changes of gradients in a step hook.
         """
         if not self.automatic:
             return "optimization is manual"
@@ -83,9 +85,9 @@ class OptimizerFacts:
     """Facts about one optimizer.
 
     Attributes:
-        identity: its ``id``, which changes if a callback exchanges the optimizer.
-        writes_gradients: whether its step on a GPU writes gradients.
-        ends_first: whether its step on the GPU has to end before the next forward begins.
+        identity: its ``id``, which changes if a callback replaces the optimizer.
+        writes_gradients: True if its step on a GPU writes gradients.
+        ends_first: True if its step on the GPU must end before the next forward begins.
     """
 
     identity: int = 0
@@ -95,31 +97,31 @@ class OptimizerFacts:
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """What :func:`decide` and :func:`complete` depend on. Reasons are clauses of a sentence, and empty if there is none.
+    """The facts for :func:`decide` and :func:`complete`. Reasons are clauses of a sentence; empty if nothing is against it.
 
     Attributes:
         overlap, optimizer_on, gpu_layers, fused_optimizer, debug_writes: the options.
-        disk: whether ``disk=`` is given.
+        disk: True if ``disk=`` is given.
         place: where optimizers step.
-        stay: whether layers stay on the GPU.
-        on_cpu: whether the model computes on the CPU.
-        ranks: whether several devices train.
-        shares_base: whether the run is a trial of a SharedBase.
-        optimizers: the optimizers that step; none if nothing is trained.
+        stay: True if layers stay on the GPU.
+        on_cpu: True if the model computes on the CPU.
+        ranks: True if several devices train.
+        shares_base: True if the run is a trial of a SharedBase.
+        optimizers: the optimizers that step; empty if nothing is trained.
         batch: the facts that may change between two batches.
         against_background: why ``"auto"`` updates nothing in the background.
-        against_layers: why steps on the CPU cannot be taken apart by layers.
-        instead: how they could be, as the beginning of a sentence.
-        against_forward: why updates cannot run beside the next forward.
+        against_layers: why steps on the CPU cannot run layer by layer.
+        instead: how they could, as the beginning of a sentence.
+        against_forward: why updates cannot overlap with the next forward.
         against_gpu: why the optimizers cannot step on the GPU.
         against_gpu_background: why steps on the GPU cannot run in the background.
-        accumulation_hooks: whether parameters have post-accumulate hooks.
-        step_hooks: whether optimizers have step hooks.
-        unread_before_step: whether no user code reads or writes gradients between backward and the step.
-        unread: whether no user code reads gradients until they are set to None.
-        read_after_step: whether user code runs between the step and ``zero_grad``, or after the last step.
-        tried: whether a step has shown what backward needs.
-        needed: the use of a layer whose gradients were complete, which that step has shown.
+        accumulation_hooks: True if parameters have post-accumulate hooks.
+        step_hooks: True if optimizers have step hooks.
+        unread_before_step: True if user code neither reads nor writes gradients between backward and the step.
+        unread: True if user code does not read gradients until they are set to None.
+        read_after_step: True if user code runs between the step and ``zero_grad``, or after the last step.
+        tried: True after a step that recorded which layers backward uses.
+        needed: a use of a layer after its gradients were complete, which that step recorded; empty if there was none.
     """
 
     overlap: Overlap = "auto"
@@ -151,9 +153,10 @@ class UpdateFacts:
 
     @property
     def fuses_on_cpu(self) -> bool:
-        """Whether steps on the CPU run fused if the user has left that open.
+        """True if steps on the CPU run fused when the user's optimizer does not specify it.
 
-        By default they do not if plain Lightning steps on the CPU, too: results would differ from its results.
+        By default it is False if the model computes on the CPU: there plain Lightning steps on the CPU, too, and results must
+        equal its results.
         """
         if self.fused_optimizer != "auto":
             return self.fused_optimizer
@@ -162,12 +165,12 @@ class UpdateFacts:
 
 @dataclass(frozen=True)
 class Paging:
-    """What leaves host memory between its uses, to a disk for example.
+    """The data that is paged out of host memory between uses, for example to a disk.
 
     Attributes:
-        state: True if optimizer state of some layers does.
-        gradients: True if gradients of some layers do.
-        anything: True if trained weights, gradients or optimizer state do.
+        state: True if optimizer state of some layers is paged.
+        gradients: True if gradients of some layers are paged.
+        anything: True if trained weights, gradients or optimizer state are paged.
     """
 
     state: bool = False
@@ -183,10 +186,10 @@ class OptimizerPolicy:
     """How the steps of one optimizer run.
 
     Attributes:
-        by_layers: whether its step is taken apart by layers.
-        narrow: whether its gradients keep the dtype in which they come until the update.
-        ends_first: whether a step of a layer that stays on the GPU ends before the next forward begins.
-        like_gpu, like_gpu_norms: whether its steps on the CPU, and the norms of its gradients, have a GPU's bits.
+        by_layers: True if it steps layer by layer.
+        narrow: True if gradients of casts keep the cast's dtype until the update.
+        ends_first: True if a step of a layer that stays on the GPU ends before the next forward begins.
+        like_gpu, like_gpu_norms: True if its steps on the CPU, and the norms of its gradients, are bit-identical to a GPU's.
     """
 
     by_layers: bool = False
@@ -201,19 +204,19 @@ class UpdatePolicy:
     """Where, when and how layers are updated. :func:`decide` makes the first four fields, :func:`complete` the others.
 
     Attributes:
-        place: where optimizers step. Layers that stay on the GPU step there in any case.
-        overlap: what updates run beside.
-        early: when a layer is updated in backward, and what becomes of its gradients.
-        why: why a faster mode is not used; empty if it is.
-        unit: what steps at once: all layers; all layers, on the primary of several devices; each layer by itself.
-        fused: whether optimizers on the CPU run fused if their users have left that open.
-        all_threads: whether the background has as many threads as a step of all layers: the bits of a step that is not fused
-            depend on their number.
-        measure_norms: whether norms of gradients are computed while backward goes on.
-        clips_by_layers: whether gradients are clipped layer by layer although user code reads them.
-        clips_unread_by_layers: the same if no user code reads them.
-        gradients_stay: whether gradients of layers that stay on the GPU stay there.
-        lands: whether an update ends only when its results are in host memory, because the next update may take that memory.
+        place: where optimizers step. Layers that stay on the GPU always step on the GPU.
+        overlap: the phase that updates overlap with.
+        early: when a layer is updated in backward, and whether its gradients are freed.
+        why: why a faster mode is not used; empty if the fastest is.
+        unit: the layers of one step: all of them; all of them, on the primary of several devices; or one.
+        fused: True if optimizers on the CPU run fused when the user's optimizer does not specify it.
+        all_threads: True if updates in the background use as many threads as a step of all layers: the last bits of a step that
+            is not fused depend on the number of threads.
+        measure_norms: True if norms of gradients are computed during backward.
+        clips_by_layers: True if gradients are clipped layer by layer even if user code reads them.
+        clips_unread_by_layers: True if gradients are clipped layer by layer if user code does not read them.
+        gradients_stay: True if gradients of layers that stay on the GPU stay there.
+        lands: True if an update ends only after its results are in host memory, because the next update may reuse that memory.
         optimizers: how each optimizer's steps run.
     """
 
@@ -233,15 +236,15 @@ class UpdatePolicy:
 
     @property
     def mode(self) -> str:
-        """The overlap, and why it is not a faster one."""
+        """The overlap, with the reason if it is not the fastest."""
         return f"{self.overlap} ({self.why})" if self.why else self.overlap
 
     def clip(self, *, read: bool, like_gpu: bool) -> Clip:
-        """Returns when gradients are clipped: all of them by the precision plugin, layer by layer at once, or in the updates.
+        """Returns when gradients are clipped: by the precision plugin, layer by layer at once, or in the updates.
 
         Args:
-            read: whether user code may read gradients before the step. It then has to find them clipped.
-            like_gpu: whether the optimizer's norms have a GPU's bits.
+            read: True if user code may read gradients before the step. Then they must be clipped by then.
+            like_gpu: True if the optimizer's norms are bit-identical to a GPU's.
         """
         if not (self.clips_by_layers or like_gpu or (self.clips_unread_by_layers and not read)):
             return "whole"
@@ -264,11 +267,11 @@ def decide(facts: UpdateFacts) -> UpdatePolicy:
     """
     if facts.stay and facts.against_gpu:
         raise ValueError(
-            f"gpu_layers={facts.gpu_layers} steps layers on the GPU, which cannot be done here: {facts.against_gpu}. Leave it "
-            "out: then the CPU steps all layers."
+            f"gpu_layers={facts.gpu_layers} steps layers on the GPU, which is not possible: {facts.against_gpu}. Leave it out: "
+            "then the CPU steps all layers."
         )
     if facts.optimizer_on == "gpu" and facts.against_gpu:
-        raise ValueError(f'optimizer_on="gpu" cannot be used: {facts.against_gpu}. Leave it out: then the host steps.')
+        raise ValueError(f'optimizer_on="gpu" cannot be used: {facts.against_gpu}. Leave it out: then the CPU steps.')
     overlap, why = choose_overlap(facts, facts.place)
     early = EarlyUpdates.NO
     if overlap == "backward":
@@ -279,34 +282,37 @@ def decide(facts: UpdateFacts) -> UpdatePolicy:
 
 
 def choose_overlap(facts: UpdateFacts, place: Place) -> tuple[Overlap, str]:
-    """Returns what updates run beside, and, for ``"auto"``, why not in a faster mode. The first step shows if backward allows it.
+    """Returns the phase that updates overlap with, and, for ``"auto"``, why it is not a faster one.
+
+    Whether ``"backward"`` is possible for ``"auto"`` also depends on the uses of layers that the first step shows.
 
     Args:
         facts: the facts.
-        place: where optimizers would step, which need not be :attr:`UpdateFacts.place`.
+        place: where optimizers would step, which may differ from :attr:`UpdateFacts.place`.
 
     Raises:
-        ValueError: a mode was asked for by name that is not possible.
+        ValueError: the user chose a mode that is not possible.
     """
     asked = facts.overlap
     if asked == "off":
         return "off", ""
     if not facts.optimizers:
         return "off", "there is no optimizer"
-    never, better = facts.against_layers, facts.instead
     if place == "gpu":
         never, better = facts.against_gpu_background, ""
+    else:
+        never, better = facts.against_layers, facts.instead
     if asked == "auto":
         if why := facts.against_background or never or facts.against_forward:
             return "off", why
         why = _against_backward(facts, place)
         return ("forward" if why else "backward"), why
     if why := never or (_against_backward(facts, place) if asked == "backward" else facts.against_forward):
-        there = 'optimizer_on="gpu", ' if place == "gpu" else ""
+        on_gpu = 'optimizer_on="gpu", ' if place == "gpu" else ""
         other = "off" if never or facts.against_forward else "forward"
         raise ValueError(
             f'optimizer_overlap="{asked}" cannot be used: {why}. '
-            f'{better or "Use"} SuperpipelineStrategy({there}optimizer_overlap="{other}").'
+            f'{better or "Use"} SuperpipelineStrategy({on_gpu}optimizer_overlap="{other}").'
         )
     return asked, ""
 
@@ -318,14 +324,14 @@ def complete(
 
     Args:
         policy: where and when optimizers step.
-        facts: what it was decided from.
-        paging: what leaves host memory.
-        like_gpu: for each optimizer, whether its steps on the CPU have a GPU's bits, and whether the norms have them.
+        facts: the facts of that decision.
+        paging: the data that is paged out of host memory.
+        like_gpu: for each optimizer, True if its steps on the CPU, and True if its norms, are bit-identical to a GPU's.
     """
     on_gpu, waits = policy.place == "gpu", policy.overlap == "off"
     by_layers = steps_by_layers(policy, facts, paging)
     like_gpu = like_gpu or [(False, False)] * len(facts.optimizers)
-    # Gradients that leave memory are not narrow: one that user code reads would be widened in memory that is not available.
+    # Paged gradients are never narrow: if user code read one, there would be no memory to widen it.
     narrow = may_stay_narrow(facts, paging)
     clips_norm = facts.batch.clip is not None and facts.batch.clip[0] == "norm"
     return replace(
@@ -351,19 +357,19 @@ def complete(
 
 
 def steps_by_layers(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> bool:
-    """Returns True if steps are taken apart by layers. All ranks do so if one does, although only the primary has state."""
+    """Returns True if optimizers step layer by layer. All ranks decide the same, although only the primary has state."""
     ranks_with_disk = facts.ranks and facts.disk
     on_gpu = policy.place == "gpu" or facts.stay
     return policy.overlap != "off" or on_gpu or paging.state or paging.anything or ranks_with_disk
 
 
 def may_stay_narrow(facts: UpdateFacts, paging: Paging) -> bool:
-    """Returns True if gradients may keep the dtype in which they come until the update."""
+    """Returns True if gradients of casts may keep the cast's dtype until the update."""
     return not facts.ranks and not paging.gradients and facts.unread
 
 
 def against_gpu_bits(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> str:
-    """Returns why all steps on the CPU differ from the GPU's in the last bits; empty if some may have the same."""
+    """Returns why all steps on the CPU differ from the GPU's in the last bits; empty if some may be bit-identical."""
     if facts.fused_optimizer is False:
         return "fused_optimizer=False"
     if facts.ranks and not steps_by_layers(policy, facts, paging):
@@ -376,7 +382,7 @@ def against_staying(facts: UpdateFacts, *, like_gpu: bool) -> str:
 
     Args:
         facts: the facts.
-        like_gpu: whether all steps on the CPU, and all norms that may be needed, have the GPU's bits.
+        like_gpu: True if all steps on the CPU, and all norms that may be needed, are bit-identical to the GPU's.
     """
     if facts.on_cpu:
         return "the model computes on the CPU"
@@ -394,14 +400,14 @@ def against_staying(facts: UpdateFacts, *, like_gpu: bool) -> str:
 def _against_backward(facts: UpdateFacts, place: Place) -> str:
     """Returns why updates cannot begin in backward; empty if they can."""
     if facts.accumulation_hooks:
-        return "parameters have post-accumulate hooks, which may write other gradients than their own"
+        return "parameters have post-accumulate hooks, which may write gradients of other parameters"
     if facts.step_hooks:
         return "the optimizer has step hooks, which run after backward"
     return facts.batch.against_early_updates(place)
 
 
 def _choose_early(facts: UpdateFacts) -> tuple[EarlyUpdates, str]:
-    """Returns when layers are updated if the mode is ``"backward"``, and, for ``"auto"``, why not in backward."""
+    """Returns when layers are updated in the mode ``"backward"``, and, for ``"auto"``, why it is not in backward."""
     if facts.overlap == "auto":
         if against := _against_early(facts):
             return EarlyUpdates.NO, against
@@ -412,7 +418,7 @@ def _choose_early(facts: UpdateFacts) -> tuple[EarlyUpdates, str]:
 
 
 def _against_early(facts: UpdateFacts) -> str:
-    """Returns why ``"auto"`` does not let updates begin in backward; empty if nothing is known against it."""
+    """Returns why ``"auto"`` does not begin updates in backward; empty if nothing known is against it."""
     if facts.debug_writes:
         return "debug_writes=True compares weights over a backward"
     if facts.ranks or facts.disk:  # and user code may look at gradients

@@ -1,4 +1,4 @@
-"""The strategy's partner among the callbacks: says what a run will take and what it waited for, and when a batch is over."""
+"""The strategy's callback: logs memory use and waits of a run, writes metrics and timelines, and prefetches between batches."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
 
 class SuperpipelineCallback(Callback):
-    """Logs one line when a run begins and one at its end, and has the next batch's layers fetched early.
+    """Logs one line at the begin and one at the end of a run, and prefetches the next batch's layers.
 
-    It can write metrics and a timeline, too. The strategy attaches one for each run unless it was made with
-    ``SuperpipelineStrategy(callback=False)``; training is right without it. It keeps no state, so checkpoints are the
-    same with it and without.
+    It can also write metrics and a timeline. The strategy attaches one callback per run, except with
+    ``SuperpipelineStrategy(callback=False)``; training is correct without it. It has no state, so checkpoints are the same with
+    and without it.
 
-    Where neither the module nor any callback has a hook between two batches that could write weights, the next
-    batch's first layers are fetched while its data loads.
+    If neither the module nor a callback has a hook between two batches that could write weights, the next batch's first layers
+    are uploaded while its data loads.
 
     Args:
-        timeline: file for a Chrome trace (JSON) of some training batches: open it in https://ui.perfetto.dev.
-        plot: file (PNG, PDF, SVG) for a picture of the last of them; needs matplotlib. With several devices both show what
-            rank 0 did, which updates the weights for all; the others write no files.
-        every_n_steps: how many training batches pass from one that is kept to the next, the first of all not, and from one
-            step whose metrics are logged to the next.
+        timeline: file for a Chrome trace (JSON) of some training batches. Open it in https://ui.perfetto.dev.
+        plot: file (PNG, PDF, SVG) for a picture of the last recorded batch; needs matplotlib. With several devices, both files
+            show rank 0, which updates the weights for all ranks; the other ranks do not write files.
+        every_n_steps: the number of training batches from one recorded batch to the next (the first batch is not recorded), and
+            the number of steps from one log of metrics to the next.
         progress_bar: show two metrics in the progress bar: ``waited`` (a share of the time) and ``window`` (k).
         metrics: log these metrics to the trainer's loggers, as ``superpipeline/NAME``: True for ``waited`` and ``window``,
             ``"all"``, or a list of names. The guide on logging has a table of them.
-        report: file (JSON) for how long batches took, and with what, written when training ends: ``python -m sp_lightning plan
-            --from FILE`` says by how much it was off, and corrects itself by that.
-        verbose: show the plan, the ledger, and why what was decided, too, which are in the log at DEBUG otherwise, and every
-            ``every_n_steps`` steps a line about time and memory.
+        report: file (JSON) for the measured speed and its settings, written at the end of training. ``python -m sp_lightning plan
+            --from FILE`` compares its prediction with it, and corrects the prediction.
+        verbose: log the plan, the ledger and the reasons of decisions (otherwise they are logged at DEBUG), and a line about time
+            and memory every ``every_n_steps`` steps.
 
-    Beside another strategy the callback warns once, and does nothing.
+    With another strategy, the callback warns once and does nothing.
 
     Raises:
-        ValueError, ImportError: an option that cannot be.
+        ValueError, ImportError: an option has a value that is not possible.
     """
 
-    _level: int | None = None  # the level that the log had before this callback made it verbose
+    _level: int | None = None  # the log's level before this callback made it verbose
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class SuperpipelineCallback(Callback):
         self._active = self._running = self._records = self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to a run."""
+        """Leaves out the attributes of a run."""
         return {**vars(self), "_strategy": None, "_intervals": None}
 
     # ------------------------------------------------------------------ a run begins
@@ -100,9 +100,9 @@ class SuperpipelineCallback(Callback):
         self._running = self._records = False
         self._seen, self._start, self._reached = 0, 0.0, Reached()
         self._intervals: Timeline | None = None
-        self._batches: dict[int, list[Interval]] = {}  # the intervals of each batch that was recorded, by its number
-        self._tokens: int | None = 0  # of this run so far; None if a batch does not say how many it has
-        self._last: dict[str, tuple[float, Stats | None, int]] = {}  # the time, counters and tokens of the last rates
+        self._batches: dict[int, list[Interval]] = {}  # the intervals of each recorded batch, by its number
+        self._tokens: int | None = 0  # the tokens of this run so far; None if a batch's number of tokens is unknown
+        self._last: dict[str, tuple[float, Stats | None, int]] = {}  # time, counters and tokens at the last rates
         self._active = hasattr(trainer.strategy, "_expect_next_batch")
         if not self._active:
             if not self._warned:
@@ -117,7 +117,7 @@ class SuperpipelineCallback(Callback):
             self._level = self._strategy.log.level
             self._strategy.log.setLevel(logging.DEBUG)
         self._records = stage == "fit" and trainer.is_global_zero
-        for file in self._files:  # they are tried before any work is done
+        for file in self._files:  # created now, so that an error is raised before training
             file.parent.mkdir(parents=True, exist_ok=True)
             file.open("ab").close()
         if self._report is not None and self._records:
@@ -128,7 +128,7 @@ class SuperpipelineCallback(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
-        self._stop_recording()  # validation is no part of the batch before it
+        self._stop_recording()  # validation does not belong to the batch before it
         self._reached.interrupted()
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -154,7 +154,7 @@ class SuperpipelineCallback(Callback):
             return
         self._stop_recording()
         self._seen += 1
-        # The first batch of all is not recorded: kernels and caches are made in it.
+        # The first batch of a run is not recorded: it compiles kernels and fills caches.
         if self._seen > 1 and (self._seen - 2) % self._every == 0:
             device = self._strategy._computing_device
             assert device is not None
@@ -174,7 +174,7 @@ class SuperpipelineCallback(Callback):
             self._reached.batch_ended(perf_counter(), batch, trainer.global_step)
         tokens = _tokens_in(batch)
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
-        waits = pl_module.automatic_optimization and accumulates(trainer)  # its optimizer step comes with a later batch
+        waits = pl_module.automatic_optimization and accumulates(trainer)  # a later batch has the optimizer step
         step = logged_step(trainer)
         if not waits and (step + 1) % self._every == 0 and (self._verbose or (self._metrics and trainer.loggers)):
             found = self._measure("steps")
@@ -188,7 +188,7 @@ class SuperpipelineCallback(Callback):
             pl_module.log_dict({name: found[name] for name in DEFAULT_METRICS}, prog_bar=True, logger=False)
 
     def _measure(self, between: str) -> dict[str, float]:
-        """Returns all metrics. What is a rate is one since the last call for the same kind of interval."""
+        """Returns all metrics. Rates are those since the last call with the same ``between``."""
         now, stats = perf_counter(), self._strategy.stats()
         then, before, tokens = self._last.get(between, (self._start, None, 0))
         self._last[between] = now, stats, self._tokens or 0
@@ -243,22 +243,25 @@ class SuperpipelineCallback(Callback):
 
     @property
     def _files(self) -> list[Path]:
-        """Those that this rank writes in this run."""
+        """The files that this rank writes in this run."""
         return [file for file in (self._timeline, self._plot) if file is not None and self._records]
 
     def _stop_recording(self) -> None:
-        """What follows belongs to no batch, or to the next one."""
+        """Stops recording, because the batch is over."""
         if self._intervals is None:
             return
-        device = self._strategy._computing_device  # another one, where the engine was built anew meanwhile
+        device = self._strategy._computing_device  # another one if the engine was rebuilt in the meantime
         if device is not None and self._intervals in device.timelines:
             device.timelines.remove(self._intervals)
         if self._batches:
-            # An interval that had not ended at the last stop belongs to the batch that was recorded last.
+            # Intervals that had not ended at the previous stop are added to the batch that was recorded last.
             self._batches[max(self._batches)] += self._intervals.take()
 
     def _write_recording(self) -> None:
-        """Writes the files. Checkpoints, and the error that ended a run, must not be lost because a disk is full."""
+        """Writes the files. An error is only logged.
+
+        A full disk must not lose checkpoints, nor hide the error that ended a run.
+        """
         self._stop_recording()
         try:
             if self._batches:
@@ -267,7 +270,7 @@ class SuperpipelineCallback(Callback):
             self._strategy.log.exception("Superpipeline: the timeline could not be written.")
 
     def _write_report(self, trainer: pl.Trainer) -> None:
-        """Writes what was reached. Nothing is lost because a disk is full."""
+        """Writes the report. An error is only logged, for example if the disk is full."""
         if self._report is None or not self._records:
             return
         log, device = self._strategy.log, self._strategy._computing_device
@@ -275,11 +278,12 @@ class SuperpipelineCallback(Callback):
         found = self._reached.as_dict(trainer.accumulate_grad_batches)
         if not found:
             log.warning(
-                "Superpipeline: %s is not written: no batch came right after another one, from the third step on.",
+                "Superpipeline: %s was not written: it needs two training batches in succession, from the third step on.",
                 self._report,
             )
             return
-        (place, overlap), plan, module = self._strategy._stepping, self._strategy.plan, trainer.lightning_module
+        place, overlap = self._strategy._stepping
+        plan, module = self._strategy.plan, trainer.lightning_module
         modes = set(self._strategy.activations.values())
         counts = [(weight.numel(), weight.requires_grad) for weight in module.parameters()]
         waited = {name: value for name, value in vars(self._strategy.stats()).items() if name.endswith("seconds")}
@@ -314,7 +318,8 @@ class SuperpipelineCallback(Callback):
         if self._plot is not None:
             last = max(self._batches)
             title = f"Training batch {last}, k = {plan.k}, k' = {plan.k_prime}"
-            title += f", rank 0 of {plan.ranks * plan.nodes}" * (not plan.alone)
+            if not plan.alone:
+                title += f", rank 0 of {plan.ranks * plan.nodes}"
             draw_timeline(self._batches[last], rows, self._plot, title)
         self._batches.clear()
 
@@ -331,13 +336,13 @@ def _checked_metrics(metrics: Any) -> tuple[str, ...]:
     unknown = [name for name in names if name not in METRICS]
     if unknown:
         raise ValueError(
-            f'metrics= takes True, False, "all" or a list of names, and found {unknown[0]!r}. The names are {", ".join(METRICS)}.'
+            f'metrics= takes True, False, "all" or a list of names, found {unknown[0]!r}. The names are {", ".join(METRICS)}.'
         )
     return names
 
 
 def _tokens_in(batch: Any) -> int | None:
-    """How many tokens a batch has: the elements of its ``input_ids``, if it has such; else None."""
+    """Returns the number of tokens of a batch, which is the number of elements of its ``input_ids``; None without them."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return ids.numel() if isinstance(ids, Tensor) else None
 

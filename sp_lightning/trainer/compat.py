@@ -1,13 +1,10 @@
-"""Everything that this package knows of Lightning beyond its public API.
+"""The only file that depends on Lightning beyond its public API. Other files do not change with Lightning's version.
 
-Two things are kept here, so that no other file changes with a version of Lightning.
+*Two packages.* ``pytorch_lightning`` is a copy of ``lightning.pytorch`` with its own classes. A class that this package imports
+from ``lightning`` also stands for its namesake in ``pytorch_lightning``. The class of an object shows its package.
 
-*Lightning under both its names.* ``pytorch_lightning`` is ``lightning.pytorch`` once more, with classes of its own. A
-class that this package imports from ``lightning`` stands for its namesake in ``pytorch_lightning``, too; the class of an
-object says which of them it belongs to.
-
-*Private names of Lightning.* Each has one function here, which says why the public API does not answer.
-``tests/trainer/test_compat.py`` tests each with the oldest and the newest Lightning that are supported.
+*Private names.* Each has one function in this file, with the reason why the public API does not suffice.
+``tests/trainer/test_compat.py`` tests each with the oldest and the newest supported Lightning.
 """
 
 from __future__ import annotations
@@ -27,24 +24,24 @@ from torch import nn
 
 T = TypeVar("T")
 
-# ---------------------------------------------------------------------- Lightning under both its names
+# ---------------------------------------------------------------------- the two packages of Lightning
 
 _NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 
 
 def path(kind: type) -> str:
-    """Returns the name under which ``lightning`` has this class."""
+    """Returns the full name of a class in ``lightning``, also for its namesake in ``pytorch_lightning``."""
     package, dot, rest = kind.__module__.partition(".")
     return f"{_NAMES.get(package, package)}{dot}{rest}.{kind.__qualname__}"
 
 
 def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
-    """Answers as ``isinstance`` does, for the class or its namesake."""
+    """Returns the result of ``isinstance``, for the class or its namesake."""
     return any(path(base) == path(kind) for base in type(value).__mro__)
 
 
 def is_exactly(value: object, kinds: Iterable[type]) -> bool:
-    """Whether the value's class is one of these classes or of their namesakes. A subclass is not."""
+    """Returns True if the value's class is one of these classes or their namesakes. A subclass does not count."""
     return path(type(value)) in {path(kind) for kind in kinds}
 
 
@@ -59,42 +56,43 @@ def base_of(value: object, kind: type[T]) -> type[T]:
 def trainer_of(module: pl.LightningModule) -> Any | None:
     """Returns a module's trainer, or None.
 
-    ``module.trainer`` raises an error where there is none, as in a strategy that was connected by hand.
+    ``module.trainer`` raises an error without a trainer, for example in a strategy that was connected by hand.
     """
     return module._trainer
 
 
 def attach_callback(trainer: Any, callback: Any) -> None:
-    """Adds a callback to a trainer that exists already, where the trainer's constructor would have put it.
+    """Adds a callback to an existing trainer, at the place where the trainer's constructor would have put it.
 
-    Lightning orders callbacks (``ModelCheckpoint`` comes last) in the constructor alone.
+    Lightning orders callbacks (``ModelCheckpoint`` is last) only in the constructor.
     """
     trainer.callbacks = trainer._callback_connector._reorder_callbacks([*trainer.callbacks, callback])
 
 
 def skips_backward(trainer: Any) -> bool:
-    """Whether training steps are followed by no backward.
+    """Returns True if training steps run without backward.
 
-    ``StochasticWeightAveraging`` has the loop skip it while it adapts BatchNorm. Nothing public says so.
+    ``StochasticWeightAveraging`` lets the loop skip backward while it adapts BatchNorm. There is no public way to ask.
     """
     return bool(trainer.fit_loop._skip_backward)
 
 
 def accumulates(trainer: Any) -> bool:
-    """Whether the running training batch only adds to gradients, because its optimizer step comes with a later batch.
+    """Returns True if the running training batch only accumulates gradients, and a later batch has the optimizer step.
 
-    The answer depends on ``accumulate_grad_batches`` and on whether the epoch ends; the loop's method is private.
+    It depends on ``accumulate_grad_batches`` and on the end of the epoch. The loop's method is private.
     """
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def meet_before_batches(trainer: Any, meet: Callable[[], None] | None) -> None:
-    """Has all processes meet before each training batch; None: as Lightning has it.
+    """Calls a collective ``meet`` on all ranks before each training batch; None restores Lightning's behaviour.
 
-    Its loop says there, by a broadcast that goes round the strategy, whether rank 0 has got a signal to end. A process whose
-    epoch is longer than that of rank 0 would wait in it for ever, or take something else that is sent for it.
+    There Lightning's loop broadcasts whether rank 0 has received SIGTERM, and bypasses the strategy. A rank whose epoch is
+    longer than rank 0's would wait in that broadcast for ever, or receive the data of another collective.
     """
-    loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+    loop = trainer.fit_loop.epoch_loop
+    name = "_broadcast_sigterm_tensor"
     vars(loop).pop(name, None)
     if meet is None or not hasattr(loop, name):
         return
@@ -108,9 +106,9 @@ def meet_before_batches(trainer: Any, meet: Callable[[], None] | None) -> None:
 
 
 def look_at_loaders(trainer: Any, look: Callable[[str, Any], None]) -> None:
-    """Has a function look at what loops get from a hook or from the trainer's caller, by the hook's name, before they iterate it.
+    """Calls a function with the name of the loader hook and the data loaders of each loop, before the loop iterates over them.
 
-    Lightning iterates it before any public hook comes.
+    Lightning starts to iterate before any public hook runs.
     """
     fitting = trainer.fit_loop
     for loop in (fitting, fitting.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -126,7 +124,7 @@ def _looked_at(source: Any, look: Callable[[str, Any], None]) -> Any:
 def logged_step(trainer: Any) -> int:
     """Returns the step that Lightning gives to loggers: the number of training batches with an optimizer step.
 
-    ``trainer.global_step`` counts the steps of all optimizers, which is a multiple of it where there are several.
+    ``trainer.global_step`` counts the steps of all optimizers: a multiple of this number if there are several.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -134,36 +132,38 @@ def logged_step(trainer: Any) -> int:
 def last_checkpoint(trainer: Any) -> str | None:
     """Returns the newest checkpoint that the trainer's callbacks have saved; None without one.
 
-    ``trainer.checkpoint_callback`` is the first of them. A file on another system than this one has no time here.
+    The public ``trainer.checkpoint_callback`` is only the first callback.
     """
     names = ("last_model_path", "best_model_path")
     found = [getattr(each, name, "") for each in trainer.checkpoint_callbacks for name in names]
-    return max(
-        filter(None, found), key=lambda file: Path(file).stat().st_mtime if Path(file).exists() else 0.0, default=None
-    )
+
+    def written(file: str) -> float:
+        return Path(file).stat().st_mtime if Path(file).exists() else 0.0  # a remote file counts as the oldest
+
+    return max(filter(None, found), key=written, default=None)
 
 
 # ---------------------------------------------------------------------- modules, optimizers, files
 
 
 def note_device(module: nn.Module, device: torch.device) -> None:
-    """Sets what ``module.device`` says, if the module is one of Lightning's.
+    """Sets ``module.device`` if the module is one of Lightning's.
 
-    ``device`` has no setter: it follows ``module.to(device)``, which would move the parameters, too.
+    ``device`` has no setter. ``module.to(device)`` sets it, and would copy the parameters, too.
     """
     if is_a(module, _DeviceDtypeModuleMixin):
         module._device = device
 
 
 def is_no_optimizer(optimizer: object) -> bool:
-    """Whether this stands for the optimizer of a module whose ``configure_optimizers`` returns None."""
+    """Returns True for the mock that replaces the optimizer if ``configure_optimizers`` returns None."""
     return is_a(optimizer, _MockOptimizer)
 
 
 def wraps_another(io: object) -> bool:
-    """Whether a ``CheckpointIO`` is a wrapper, as ``AsyncCheckpointIO`` is: the one inside is its ``checkpoint_io``.
+    """Returns True if a ``CheckpointIO`` wraps another one, its ``checkpoint_io``: for example ``AsyncCheckpointIO``.
 
-    The base class of Lightning's wrappers, from which users derive theirs, is private.
+    The base class of Lightning's and users' wrappers is private.
     """
     return is_a(io, _WrappingCheckpointIO)
 
@@ -172,7 +172,7 @@ def wraps_another(io: object) -> bool:
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or a prompt, where no script can be started again for each device."""
+    """Returns True in a notebook or a prompt, where Lightning cannot start a script again for each device."""
     return bool(_IS_INTERACTIVE)
 
 
@@ -189,7 +189,7 @@ def set_inherited(kind: type, instance: object, name: str, value: object) -> Non
 
 
 def given_checkpoint_io(strategy: Any) -> Any | None:
-    """Returns the ``CheckpointIO`` that a strategy was given, or None. Reading ``strategy.checkpoint_io`` makes one."""
+    """Returns the ``CheckpointIO`` that a strategy was given, or None. ``strategy.checkpoint_io`` would create one."""
     return strategy._checkpoint_io
 
 

@@ -1,8 +1,8 @@
-"""Frozen weights that a checkpoint leaves out, because the program that resumes from it has them already.
+"""Leaves frozen weights out of checkpoints (``save_frozen=False``), because the program that resumes has them already.
 
-A checkpoint that lacks weights is only worth something if they can be had again. So a weight is left out only if the
-module had its values by itself: no run has trained it, no checkpoint has given it others, and it is what it was when
-the first run began. The file holds a digest of each, so that loading it is refused if the module has other weights.
+A checkpoint without some weights is useful only if the program can build them again. So a weight is left out only if its values
+are those of the module's construction: no run has trained it, no checkpoint was loaded into it, and it has not changed since the
+first run began. The file has a digest of each omitted weight, so that loading raises an error if the module has other weights.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from sp_lightning.model.wrapped import parts
 from sp_lightning.trainer.checkpoint_io import BESIDE_AVERAGES
 
 FROZEN = "superpipeline_frozen"
-"""The key of a checkpoint under which the names of the weights that it leaves out stand, with digests and dtypes."""
+"""The key of a checkpoint for the omitted weights: their names, digests and dtypes."""
 
 LeftOut = dict[str, tuple[str, str]]
-"""The digest and the dtype of each weight that is left out, by name."""
+"""The digest and the dtype of each omitted weight, by name."""
 
 _first: Any = WeakIdKeyDictionary()
-"""The digest of each parameter when a run found it frozen for the first time."""
+"""The digest of each parameter at the first run in which it was frozen."""
 
 _acquired: Any = WeakIdKeyDictionary()
-"""Parameters whose values their module would not have by itself: trained in this process, or loaded from a checkpoint."""
+"""Parameters that a new module would not have: trained in this process, or loaded from a checkpoint."""
 
 
 def note_trained(module: nn.Module) -> None:
-    """Notes that training begins or goes on: whatever is not frozen now will have other values."""
+    """Marks all parameters that are not frozen as trained. Called when training begins or continues."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             _acquired[_remembered(parameter)] = True
 
 
 def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collection[str] = ()) -> None:
-    """Notes which weights a checkpoint's state is about to give other values than they have.
+    """Marks the weights that a checkpoint is about to change.
 
     Args:
-        module: whose weights they are.
-        state: the state in the checkpoint.
-        restored: names of weights that have no values but those.
+        module: the module into which the state is loaded.
+        state: the state dictionary of the checkpoint.
+        restored: names of weights that had no values before.
     """
     for name, parameter in _named(module):
         loaded = state.get(name)
@@ -57,7 +57,7 @@ class FrozenWeights:
     """The frozen weights of a run.
 
     Args:
-        module: as training begins, with its parameters on the host.
+        module: the module at the begin of training, with its parameters on the host.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,9 +72,10 @@ class FrozenWeights:
             return dict(zip(frozen, threads.map(digest, frozen.values()), strict=True))
 
     def leave_out(self, state: dict[str, Any]) -> LeftOut:
-        """Takes out of a state dictionary every weight that is frozen and unchanged and stands there as it is."""
+        """Removes from a state dictionary every frozen, unchanged weight whose entry is the parameter itself."""
         note_trained(self.module)
-        parameters, now = dict(_named(self.module)), self._now()
+        parameters = dict(_named(self.module))
+        now = self._now()
         left_out = {
             name: (found, str(parameters[name].dtype))
             for name, found in now.items()
@@ -86,14 +87,14 @@ class FrozenWeights:
 
 
 def fill_checkpoint(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Puts the module's own weights into a checkpoint where it leaves some out.
+    """Fills the omitted weights of a checkpoint with the module's weights.
 
     Raises:
-        RuntimeError: the module does not have them, or has others.
+        RuntimeError: the module lacks an omitted weight, or has other values.
     """
     for key in ("state_dict", BESIDE_AVERAGES):
         if key in checkpoint and FROZEN in checkpoint:
-            copies = key == BESIDE_AVERAGES  # the averages are loaded over the module's weights before these are
+            copies = key == BESIDE_AVERAGES  # before these are loaded, the averages overwrite the module's weights
             checkpoint[key] = _filled(module, checkpoint[key], checkpoint[FROZEN], copies=copies)
 
 
@@ -101,12 +102,12 @@ def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, c
     parameters, filled = dict(_named(module)), dict(state)
     others = []
     for name, (expected, dtype) in left_out.items():
-        if name in state:  # a callback has put it back, as averaged weights are
+        if name in state:  # a callback has added it again, for example averaged weights
             continue
         if name not in parameters:
             raise RuntimeError(
                 f"This checkpoint leaves out the frozen weight {name!r} (save_frozen=False), and the module has no weight of "
-                "that name. Build the module as it was when the checkpoint was written."
+                "that name. Build the same module as when the checkpoint was written."
             )
         if parameters[name].is_meta or digest(_cast(parameters[name], dtype)) != expected:
             others.append(name)
@@ -114,8 +115,9 @@ def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, c
         if copies:
             filled[name] = filled[name].clone()
     if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise RuntimeError(
-            f"This checkpoint leaves out the frozen weight {others[0]!r}{f' and {len(others) - 1} more' * (len(others) > 1)} "
+            f"This checkpoint leaves out the frozen weight {others[0]!r}{more} "
             "(save_frozen=False), and the module has other values. Expected the values from when it was written. Load the same "
             "pretrained weights into a new module, before trainer.fit (validate, test, predict)."
         )
@@ -123,9 +125,9 @@ def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, c
 
 
 def _remembered(parameter: Tensor) -> Tensor:
-    """The tensor that stands for a parameter in what is remembered of it: of a wrapped one the first that it consists of.
+    """Returns the key of a parameter in the weak dictionaries: the parameter, or the first inner tensor of a wrapper subclass.
 
-    torch 2.15 cannot move a module to another device while a wrapped parameter of it is weakly referenced.
+    torch 2.15 cannot move a module to another device while one of its wrapper subclasses is weakly referenced.
     """
     first: Tensor = next(parts("", parameter))[1]
     return first
@@ -136,14 +138,14 @@ def _same(loaded: Tensor, parameter: Tensor) -> bool:
 
 
 def _cast(parameter: Tensor, dtype: str) -> Tensor:
-    """Converts a parameter as a trainer of another precision does. A wrapped one has no dtype of its own and stays."""
+    """Converts a parameter as a trainer of another precision does. A wrapper subclass has no single dtype and is unchanged."""
     if len([*parts("", parameter)]) > 1 or str(parameter.dtype) == dtype:
         return parameter
     return parameter.detach().to(getattr(torch, dtype.removeprefix("torch.")))
 
 
 def _is_itself(value: Any, parameter: Tensor) -> bool:
-    """Whether a state dictionary holds the parameter as it is, and not another form of it."""
+    """Returns True if an entry of a state dictionary is the parameter itself: same class, memory, shape and dtype."""
     if not isinstance(value, Tensor) or type(value) is not type(parameter.detach()):
         return False
     pairs = zip(parts("", value), parts("", parameter), strict=True)

@@ -1,4 +1,4 @@
-"""Where optimizers may step: the interface of ``gpu_steps`` to the trainer, with a default that knows the CPU alone."""
+"""The place where optimizers step: the interface through which ``gpu_steps`` enters, with a default of the CPU only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from sp_lightning.plan.update_policy import Place, UpdateFacts
 
 
 class StepPlace:
-    """Says what is against steps on the GPU, and chooses the place for ``optimizer_on="auto"``. This default has no GPU steps.
+    """Decides if optimizers can step on the GPU, and chooses the place for ``optimizer_on="auto"``.
+
+    This default does not support steps on the GPU.
 
     Args:
-        device: returns the device, which is another one if the engine is built anew.
-        count: what a step sends, reads and writes, by where it runs and when.
+        device: returns the device. It is another one after the engine was rebuilt.
+        count: returns the memory traffic and transfers of a step, given its place and overlap.
 
     Attributes:
-        why: why ``"auto"`` has chosen the place; empty before, and if there is nothing to choose.
+        why: why ``"auto"`` has chosen the place; empty before that, and if there is nothing to choose.
     """
 
     def __init__(self, device: Callable[[], Device], count: Callable[[Place, Overlap], Ledger]) -> None:
@@ -33,11 +35,11 @@ class StepPlace:
         return "sp_lightning/gpu_steps is not installed"
 
     def is_declared(self, optimizer: Optimizer) -> bool:
-        """Returns True if only the user's class says that an optimizer steps each parameter by itself."""
+        """Returns True if only a declaration in the user's class shows that an optimizer steps each parameter by itself."""
         return False
 
     def remark(self, place: Place) -> str:
-        """Returns what was chosen, as a sentence; empty if nothing was."""
+        """Returns the choice as a sentence; empty if there was none."""
         return f'Optimizers step on the {place.upper()} (optimizer_on="auto": {self.why}).' if self.why else ""
 
     def moves(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> bool:
@@ -55,5 +57,5 @@ class StepPlace:
         return False
 
     def better(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> str:
-        """Returns a sentence if the other place would be faster; empty if not, or if that is not known or not possible."""
+        """Returns a sentence if the other place would be faster; empty if not, or if that is unknown or impossible."""
         return ""

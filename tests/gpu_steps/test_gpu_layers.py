@@ -310,10 +310,10 @@ class ByHand(Stepped):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (ByHand, "gpu_layers=2 steps layers on the GPU, which cannot be done here: optimization is manual"),
+        (ByHand, "gpu_layers=2 steps layers on the GPU, which is not possible: optimization is manual"),
         (
             partial(Stepped, lambda parameters: torch.optim.LBFGS(parameters)),
-            "gpu_layers=2 steps layers on the GPU, which cannot be done here: LBFGS steps all parameters together",
+            "gpu_layers=2 steps layers on the GPU, which is not possible: LBFGS steps all parameters together",
         ),
     ],
 )

@@ -489,7 +489,7 @@ def test_a_run_that_is_too_short_reports_nothing(
     file = tmp_path / "report.json"
     trained(file, batches=2)
     assert not file.exists()
-    assert "is not written: no batch came right after another one" in caplog.text
+    assert "was not written: it needs two training batches in succession" in caplog.text
 
 
 def test_accumulated_batches_count_as_often_as_they_come() -> None:
