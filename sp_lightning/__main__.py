@@ -1,4 +1,4 @@
-"""The entry of ``python -m sp_lightning`` and of ``superpipeline``. The commands are in :mod:`sp_lightning.planner`."""
+"""The entry point of ``python -m sp_lightning`` and ``superpipeline``. :mod:`sp_lightning.planner` has the commands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from sp_lightning.registry import needed_for
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command that the arguments name; by default those of the process.
+    """Runs a command.
+
+    Args:
+        argv: the arguments; None for those of the process.
 
     Raises:
-        SystemExit: with status 1 if a model does not fit, with status 3 if it is not known whether it fits, with status 2 if
-            a command cannot do what it is asked to do. The message says why.
+        SystemExit: with status 1 if a model does not fit, 2 after an error in a command, 3 if it is unknown whether a model
+            fits. The message has the reason.
         MissingCapabilityError: the folder of the command line is missing.
     """
     with needed_for("The command line", can_leave_out=False):
@@ -23,14 +26,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     if PROGRAM == "superpipeline" and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as with python -m, so that a user's own modules are found
+        sys.path.insert(0, os.getcwd())  # as with python -m, so that users can name their own modules
     parser = make_parser()
     try:
         given = None if arguments and arguments[0] in LIGHTNING else read(parser, arguments)
-        from sp_lightning import _public  # noqa: F401  # which registers the strategy
+        from sp_lightning import _public  # noqa: F401  # registers the strategy
 
         _run(given, arguments)
-    except BrokenPipeError:  # the reader has seen enough (plan … | head)
+    except BrokenPipeError:  # the reader has closed the pipe (plan … | head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, TypeError, ImportError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Imports the public names that the core has, and registers the strategy with Lightning.
+"""Imports the public names of the core, and registers the strategy with Lightning.
 
 ``import sp_lightning`` imports this file immediately. ``python -m sp_lightning`` and ``superpipeline`` import it once their
 arguments are valid: torch and Lightning take seconds to import, and ``--help`` and a misspelt option do not need them.
@@ -19,7 +19,7 @@ for _package, _needed in (("torch", "2.10"), ("lightning", "2.6")):
             f'Install it: pip install -U "{_package}>={_needed}"'
         )
 
-# The Lightning package that is imported last replaces the logger of rank-zero messages. The user's package keeps it.
+# The Lightning package that is imported last sets the logger of rank-zero messages. Keep the logger of the user's package.
 _log = rank_zero.log if "pytorch_lightning" in sys.modules else None
 
 from lightning.pytorch.strategies import StrategyRegistry

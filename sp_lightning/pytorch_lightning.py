@@ -1,6 +1,6 @@
-"""The strategy and its callback for those who import ``pytorch_lightning``; importing this registers the strategy there.
+"""The strategy and its callback for ``pytorch_lightning``. The import of this module registers the strategy in that package.
 
-``import sp_lightning`` does so where ``pytorch_lightning`` has been imported before it.
+``import sp_lightning`` imports this module if ``pytorch_lightning`` was imported before.
 """
 
 import logging

@@ -245,10 +245,10 @@ class Window:
         else:
             remedy = self._smaller_layers(plan, smallest, find)
         free = f"{_bytes(room)} are free on {device.device}"
-        there = free if self._budget is None else f"with gpu_memory={self._budget!r} there are {_bytes(room)}"
+        available = free if self._budget is None else f"with gpu_memory={self._budget!r} there are {_bytes(room)}"
         what = "Weights and gradients need" if self._training else "Weights need"
         return (
-            f"{what} {_bytes(self._least(plan))} with k={plan.k} and k_prime={plan.k_prime}, and {there}. The least is "
+            f"{what} {_bytes(self._least(plan))} with k={plan.k} and k_prime={plan.k_prime}, and {available}. The least is "
             f"{human_bytes(self._least(smallest))}, with k=1 and k_prime=1. {remedy}"
         )
 

@@ -1,17 +1,26 @@
-"""The trainer's side: the strategy and its callback, and everything that knows Lightning.
+"""The trainer's side: the strategy, its callback, and all code that depends on Lightning.
 
-``strategy`` has the user's options, set-up and checkpoints; it derives from ``loops``, which is what Lightning's loops call and
-what a user can ask, and that from ``host_strategy``, which is what a trainer hands to a strategy. ``run`` owns what lasts as long
-as one run: its engine and its optimizers' steps. ``optimizer_steps`` says what happens in the steps
-of the trainer's optimizers (in the background where ``user_hooks`` allows it), and ``step_hooks`` around those of all.
-``user_hooks`` says where user code could write weights. ``callback`` logs, and records timelines. Checkpoints are in
-``checkpoint_io`` and ``frozen_weights``, written to ``part_files`` first. ``given_values`` of modules on the meta device come
-from them or from files of weights.
+The strategy and its run:
 
-``group`` is the interface to the other processes that train the module: none on one device. ``host_strategy`` chooses the
-strategy's base class of Lightning by the number of devices.
+- ``strategy`` has the user's options, set-up and checkpoints. It derives from ``loops`` (the methods that Lightning's loops and
+  users call), and that from ``host_strategy`` (the methods that the trainer's set-up calls), which chooses Lightning's base class
+  by the number of devices.
+- ``options`` checks the options.
+- ``run`` owns the objects of one run: its engine and its optimizers' steps. ``run_scope`` has the rules for runs in threads.
+- ``group`` is the interface to the other processes that train the module. On one device there are none.
 
-In come a LightningModule, the options of a user (``options``, which refuses what cannot be) and the calls of a trainer; out
-go weights, files and lines in the log. This wing may import every wing but ``cli``. Only ``compat`` uses what is private in
-Lightning, or differs between its versions or its two packages.
+Optimizer steps:
+
+- ``update_facts`` collects the facts for ``plan.update_policy``; ``step_place`` is the interface of steps on the GPU.
+- ``optimizer_steps`` runs the steps of the trainer's optimizers, in the background if possible; ``step_hooks`` are hooks on the
+  steps of all optimizers.
+- ``user_hooks`` finds the points at which user code could write weights.
+
+Checkpoints and files:
+
+- ``checkpoint_io`` and ``frozen_weights`` write and read checkpoints, through files of ``part_files``.
+- ``given_values`` fills modules on the meta device from a checkpoint or a file of weights.
+
+``callback`` logs, and records timelines. ``signals`` defers signal handlers. Only ``compat`` uses private names of Lightning, or
+depends on its version or on its two packages. This folder may import all other folders of the core.
 """

@@ -57,7 +57,7 @@ class GivenValues:
         """
         found = find_without_values(module)
         if found and self._path is not None:
-            # The checkpoint overwrites values of the file, so these are in memory.
+            # The checkpoint overwrites these values of the file, so they must be in memory.
             self._read_file(module, found, self._path, [each for each in found if state.keys() & each.names])
             return set()
         self._check_room(found)
@@ -148,9 +148,9 @@ def _find_prefix(module: nn.Module, found: list[WithoutValues], in_file: Shapes,
             + (f", or its {best[:-1]!r}" if best else "")
             + (f". It lacks {_listed(missing, shapes)}" if missing else "")
             + (f". The module has no {_listed(unexpected, in_file)}" if unexpected else "")
-            + ". A file has to be that of the module, or of one sub-module, in names and sizes; build what it lacks on the CPU. "
+            + ". The file must have the names and sizes of the module, or of a sub-module; build missing weights on the CPU. "
             "transformers saves some models under older names than the module has: save_pretrained(folder, "
-            "save_original_format=False) leaves the names as they are."
+            "save_original_format=False) keeps the names."
         )
     return best
 
@@ -160,7 +160,7 @@ def _listed(names: list[str], shapes: Shapes) -> str:
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-# ---------------------------------------------------------------------- files of weights: nothing is read before it is asked for
+# ---------------------------------------------------------------------- files of weights: each weight is read when it is used
 
 _MAPPED_TOGETHER = 2**26
 """Bytes that are read through one mapping of a safetensors file. The mapping and its pages are freed with the last tensor."""

@@ -1,4 +1,4 @@
-"""What a user has chosen, checked: the options as one object, the precision, and what several devices cannot do yet."""
+"""The strategy's options as one checked object, and the checks of the precision plugin."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from sp_lightning.updates.scaler import HostGradScaler
 
 
 def _by(check: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[Any], Any]]:
-    """Notes of a field what brings its value into one form: ``check``, with these arguments before the value."""
+    """Returns the metadata of a field: the function that checks its value. ``arguments`` precede the value."""
     return {"check": partial(check, *arguments)}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user has chosen. :class:`~sp_lightning.SuperpipelineStrategy` documents each option.
+    """The user's options. :class:`~sp_lightning.SuperpipelineStrategy` documents each of them.
 
-    ``gpu_memory`` and ``host_memory`` are numbers of bytes here, or shares of the free memory.
+    ``gpu_memory`` and ``host_memory`` are numbers of bytes, or shares of the free memory.
     """
 
     activations: ActivationChoice = field(metadata=_by(checks.checked_activations))
@@ -62,15 +62,15 @@ class Options:
 
     @property
     def host_budget(self) -> HostBudget:
-        """What limits host memory. With a disk, the disk takes what exceeds ``host_memory``."""
+        """The limit of host memory. With a disk it is the free memory: the disk holds all data beyond ``host_memory``."""
         return MACHINE if self.host_memory is None or self.disk is not None else registry.host_budget(self.host_memory)
 
     @classmethod
     def checked(cls, **given: Any) -> Options:
-        """Returns the options as the strategy was given them.
+        """Checks the arguments of the strategy and returns them as options.
 
         Raises:
-            ValueError, TypeError: an option that cannot be, or two that exclude each other.
+            ValueError, TypeError: an option has a value that is not possible, or two options exclude each other.
         """
         options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
         if options.disk is not None:
@@ -105,10 +105,10 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def prepare_precision(plugin: Precision | None) -> None:
-    """Gives the plugin of ``16-mixed`` a gradient scaler for gradients on the host.
+    """Replaces the gradient scaler of ``16-mixed`` by one for gradients on the host.
 
     Raises:
-        ValueError: the plugin replaces layers, and the weights of its own cannot be streamed.
+        ValueError: the plugin replaces layers by its own, whose weights cannot be streamed.
     """
     if is_a(plugin, TransformerEnginePrecision) or is_a(plugin, BitsandbytesPrecision):
         raise ValueError(

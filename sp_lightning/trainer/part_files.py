@@ -48,7 +48,7 @@ def create_part(file: Path) -> tuple[Path, BinaryIO]:
 
 
 def beside(part: Path) -> Path:
-    """Returns the folder that belongs to such a file. It is removed with the file."""
+    """Returns the folder that belongs to a file of :func:`create_part`, and is removed with it."""
     return part.with_suffix(".parts")
 
 

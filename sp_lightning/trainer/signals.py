@@ -1,18 +1,18 @@
-"""Defers the handlers of signals: Python runs them in the main thread, between any two instructions of any code.
+"""Defers signal handlers: Python runs them in the main thread, between any two bytecode instructions of any code.
 
-A handler is user code. It saves a checkpoint (SLURM's requeue signal), or raises (Ctrl-C), wherever the main thread is. Two
-places are wrong for that:
+A handler is user code. It saves a checkpoint (SLURM's requeue signal), or raises (Ctrl-C), wherever the main thread is. It must
+not run in two places:
 
-- the package's own code, whose state is half changed there, and which holds locks that the same thread may take again,
-- a step that has updated some weights and not the others.
+- in the package's own code, whose state may be inconsistent, and which holds locks that the handler may take again,
+- in a step that has updated some weights and not the others.
 
-Each handler that Python has is therefore replaced by a :class:`_Deferrable`. It runs the handler at once elsewhere, and a moment
-later in such a place. The frame that the signal has interrupted decides, so nothing is done where no signal comes: neither for a
-layer nor for a call.
+Therefore each Python handler is replaced by a :class:`_Deferrable`. It defers the handler if the signal has interrupted one of
+these places, which the interrupted frame shows; otherwise it runs the handler at once. Without a signal, this costs nothing per
+layer or call.
 
-Why handlers are replaced, and not ``signal.signal`` and ``signal.getsignal`` patched: a patch is the whole process's, in all its
-threads, and code that has imported the names goes round it. What ``getsignal`` returns meanwhile equals the handler, and has its
-attributes. Handlers that are set during a run are found before the next batch.
+Why handlers are replaced instead of patching ``signal.signal`` and ``signal.getsignal``: a patch would affect all threads of the
+process, and code that has imported the names would bypass it. The result of ``getsignal`` equals the handler and has its
+attributes. Handlers that are set during a run are replaced before the next batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_handler_of: Callable[[int], Any] = _signal.getsignal  # that of ``signal`` makes enums, which takes 40 times as long
+_handler_of: Callable[[int], Any] = (
+    _signal.getsignal
+)  # ``signal.getsignal`` creates enums, which takes 40 times as long
 _SIGNALS = sorted(map(int, signal.valid_signals()))
 
 PATIENCE = 10.0
-"""Seconds for which the package's own code defers a handler. Code that takes longer waits: for a disk, or for another process."""
+"""Seconds for which the package's own code defers a handler. Longer code waits for something: a disk, or another process."""
 
 
 def _never() -> bool:
@@ -44,19 +46,18 @@ def _never() -> bool:
 
 
 class DeferredSignals:
-    """Handlers of signals, which run at once or a moment later. In other threads than the main one it does nothing.
+    """Installs deferrable handlers for all signals. No-op outside the main thread.
 
-    Python's handlers run in the main thread alone, so that only a run in the main thread is interrupted by any.
+    Python runs handlers in the main thread only, so only a run in the main thread can be interrupted.
     """
 
     def __init__(self) -> None:
         self._is_torn: Callable[[], bool] = _never
         self._installed: dict[int, _Deferrable] = {}
-        self._deferred: dict[
-            int, tuple[_Deferrable, float]
-        ] = {}  # by signal, with the time from which on PATIENCE counts
+        # The deferred handlers by signal, with the time at which PATIENCE begins.
+        self._deferred: dict[int, tuple[_Deferrable, float]] = {}
         self._again: set[int] = set()  # signals that the thread below has sent
-        self._lock = threading.RLock()  # a signal may come while the main thread holds it
+        self._lock = threading.RLock()  # reentrant: a signal may interrupt the main thread while it holds the lock
         self._thread: threading.Thread | None = None
         self._process = 0
 
@@ -64,10 +65,10 @@ class DeferredSignals:
         return DeferredSignals, ()
 
     def install(self, is_torn: Callable[[], bool]) -> None:
-        """Replaces the handlers that Python has now. Called again, it replaces those that were set since.
+        """Replaces the current Python handlers. A further call replaces handlers that were set since the last one.
 
         Args:
-            is_torn: says whether a step has updated some weights, and will update the others. It is called in any thread.
+            is_torn: returns True if a step has updated some weights and will update the others. It is called in any thread.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -75,37 +76,36 @@ class DeferredSignals:
         self._process = os.getpid()
         for number in _SIGNALS:
             handler = _handler_of(number)
-            if handler is None or isinstance(handler, int):  # not Python's, SIG_DFL, SIG_IGN
+            if handler is None or isinstance(handler, int):  # not set by Python, or SIG_DFL or SIG_IGN
                 continue
             if type(handler) is _Deferrable and handler.deferred_by is self:
                 continue
-            while (
-                type(handler) is _Deferrable and handler.deferred_by is None
-            ):  # user code has put back one of a run before
+            # User code may have restored a _Deferrable of an earlier run.
+            while type(handler) is _Deferrable and handler.deferred_by is None:
                 handler = handler.handler
             self._installed[number] = made = _Deferrable(handler, self)
             signal.signal(number, made)
 
     def remove(self) -> None:
-        """Puts the handlers back, and runs those that were deferred. Others that were set since stay.
+        """Restores the handlers, and runs those that were deferred. Handlers that others have set since then stay.
 
         Raises:
-            BaseException: what a handler raises.
+            BaseException: a handler's error.
         """
         with self._lock:
             installed, self._installed = self._installed, {}
             for number, made in installed.items():
                 if threading.current_thread() is threading.main_thread() and _handler_of(number) is made:
                     signal.signal(number, made.handler)
-                made.deferred_by = None  # user code may have kept it, and may put it back
+                made.deferred_by = None  # user code may have kept it, and may install it again
             self._is_torn = _never
         self.run_deferred()
 
     def run_deferred(self) -> None:
-        """Runs the handlers that were deferred, because the step is over. Does nothing in another thread than the main one.
+        """Runs the deferred handlers, because the step is over. No-op outside the main thread.
 
         Raises:
-            BaseException: what a handler raises.
+            BaseException: a handler's error.
         """
         if not self._deferred or threading.current_thread() is not threading.main_thread():
             return
@@ -117,23 +117,25 @@ class DeferredSignals:
             self.run_deferred()
 
     def drop(self, number: int) -> None:
-        """Drops the handler of one signal if it was deferred: what it is to do is done already."""
+        """Drops the deferred handler of one signal, if any, because its task is done already."""
         with self._lock:
             self._deferred.pop(number, None)
 
     def defers(self, deferred: _Deferrable, number: int, frame: FrameType | None) -> bool:
-        """Whether a signal's handler does not run now. Then it does later.
+        """Returns True if a signal's handler is deferred; False if it must run now.
 
-        A second Ctrl-C acts at once, so that a step that hangs can be ended.
+        A second Ctrl-C is never deferred, so that a user can end a step that hangs.
         """
         if os.getpid() != self._process:  # a forked child
             return False
         with self._lock:
-            known, again = self._deferred.get(number), number in self._again
+            known = self._deferred.get(number)
+            again = number in self._again
             self._again.discard(number)
-            if again and known is None:  # it has run since
+            if again and known is None:  # the handler has run in the meantime
                 return True
-            now, torn = time.monotonic(), self._is_torn()
+            now = time.monotonic()
+            torn = self._is_torn()
             runs = known is not None and not again and number == signal.SIGINT
             if not torn:
                 runs = runs or not is_ours(frame) or (known is not None and now - known[1] > PATIENCE)
@@ -147,7 +149,7 @@ class DeferredSignals:
         return True
 
     def _send_again(self) -> None:
-        """Has Python call deferred handlers again, until none is left."""
+        """Sends deferred signals again, until no handler is deferred."""
         pause = 0.0005
         while self._deferred:
             time.sleep(pause)
@@ -156,13 +158,13 @@ class DeferredSignals:
                 continue
             with self._lock:
                 for number, (deferred, _) in self._deferred.items():
-                    if deferred.is_installed(number):  # otherwise it runs once the step is over
+                    if deferred.is_installed(number):  # otherwise run_deferred() runs it after the step
                         self._again.add(number)
                         _thread.interrupt_main(number)  # type: ignore[arg-type]  # a number is enough
 
 
 class _Deferrable:
-    """A handler in the place of another one, which it runs at once or later. It equals that one, and has its attributes."""
+    """A handler that replaces another one, and runs it at once or later. It equals the other, and has its attributes."""
 
     def __init__(self, handler: Callable[..., Any], deferred_by: DeferredSignals) -> None:
         self.handler = handler
@@ -174,7 +176,7 @@ class _Deferrable:
         return None
 
     def is_installed(self, number: int) -> bool:
-        """Whether Python calls it, or a run inside of this one has another in its place that does."""
+        """Returns True if Python calls this handler, directly or through the :class:`_Deferrable` of a nested run."""
         handler = _handler_of(number)
         while type(handler) is _Deferrable and handler is not self:
             handler = handler.handler
@@ -200,10 +202,11 @@ def _itself(handler: Any) -> Any:
 
 
 def is_ours(frame: FrameType | None) -> bool:
-    """Whether the package's own code runs there, or what it has called of torch, Python and their like.
+    """Returns True if a handler must not run in this frame. It is True in:
 
-    Also where torch switches a mode of the process, for anybody: an interrupt would leave it switched. And where Python ignores
-    what is raised, in finalizers and callbacks of weak references: Ctrl-C would be lost.
+    - the package's own code, and code of torch, numpy, safetensors and Python that it calls,
+    - code in which torch switches a mode of the process, for any caller: an interrupt would leave it switched,
+    - finalizers and callbacks of weak references: Python ignores errors in them, so Ctrl-C would be lost.
     """
     if frame is not None and (frame.f_code.co_filename.endswith(_SWITCHES) or _is_in_finalizer(frame)):
         return True
@@ -237,7 +240,7 @@ _PYTHONS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "plat
 
 @cache
 def _is_ours(file: str) -> bool | None:
-    """Whether a file is one of this package; None of what the package calls: then the caller tells."""
+    """Returns True for a file of this package, False for user code, and None for libraries: then the caller's file decides."""
     if file.startswith(_OURS):
         return True
     is_python = file.startswith(_PYTHONS) and "-packages" not in file

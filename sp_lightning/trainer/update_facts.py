@@ -53,13 +53,13 @@ def collect(
     tried: bool,
     needed: str,
 ) -> UpdateFacts:
-    """Collects the facts as they are now. No update may be under way, because its optimizer has another class until it is done.
+    """Collects the current facts. No update may be running, because its optimizer has another class meanwhile.
 
     Args:
-        trainer: with its module, its callbacks and its precision plugin.
-        options: the user's.
+        trainer: the trainer, with module, callbacks and precision plugin.
+        options: the user's options.
         optimizers: the optimizers that step, as their users configured them.
-        places: says what is against steps on the GPU.
+        places: knows why steps on the GPU are not possible.
         place, stay, on_cpu, ranks, shares_base, tried, needed: see :class:`UpdateFacts`.
     """
     facts = UpdateFacts(
@@ -104,7 +104,7 @@ def collect(
 
 
 def batch_facts(trainer: Any) -> BatchFacts:
-    """Returns the facts that may change between two batches, as they are now."""
+    """Returns the current values of the facts that may change between two batches."""
     limit = trainer.gradient_clip_val
     return BatchFacts(
         automatic=trainer.lightning_module.automatic_optimization,
@@ -117,7 +117,7 @@ def batch_facts(trainer: Any) -> BatchFacts:
 
 
 def real_optimizers(trainer: Any) -> list[Optimizer]:
-    """Returns the trainer's optimizers, without what Lightning has in place of none."""
+    """Returns the trainer's optimizers, without Lightning's mock optimizer."""
     return [each for each in trainer.optimizers if not is_no_optimizer(each)]
 
 
@@ -145,7 +145,7 @@ def _are_gradients_unread_before_step(trainer: Any) -> bool:
 
 
 def are_gradients_unread(trainer: Any) -> bool:
-    """Returns True if no hook runs between backward and the moment when gradients are set to None, so that none need be widened.
+    """Returns True if no hook runs between backward and the reset of gradients to None, so that they may stay narrow.
 
     A user's own scaler, or an optimizer that unscales by itself, may read and write gradients in between.
     """
@@ -165,7 +165,7 @@ def _has_step_hooks(optimizers: Sequence[Optimizer]) -> bool:
     return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)
 
 
-# ---------------------------------------------------------------------- what is against a place or a mode
+# ---------------------------------------------------------------------- reasons against a place or a mode
 
 
 def _computes_on_host(trainer: Any) -> bool:
@@ -178,14 +178,14 @@ def _against_background(trainer: Any) -> str:
         return "they would compete with the model for the CPU"
     plugin = trainer.precision_plugin
     if not is_exactly(plugin, (Precision, MixedPrecision, HalfPrecision, DoublePrecision)):
-        return f"{type(plugin).__name__} is not among the precision plugins that were tried"
+        return f"{type(plugin).__name__} is not among the tested precision plugins"
     return ""
 
 
 def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tuple[str, str]:
-    """Returns why an optimizer's step on the CPU cannot be taken apart by layers; empty if all can.
+    """Returns why an optimizer's step on the CPU cannot run layer by layer; empty if all can.
 
-    The second text is how it could be, as the beginning of a sentence that goes on with another mode; empty if there is none.
+    The second text is the begin of a sentence with a remedy, which continues with another mode; empty if there is no remedy.
     """
     for optimizer in [each for each in optimizers if not is_separable(each)]:
         name = type(optimizer).__name__
@@ -194,8 +194,8 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
                 return f"{name}(bf16_stochastic_round=True) draws random numbers in the order of all parameters", ""
             instead = 'Step on the GPU (optimizer_on="gpu"), or use' if is_of_bitsandbytes(optimizer) else ""
             return (
-                f"{name} is not one of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers, "
-                "nor one of torchao's with a state of few bits"
+                f"{name} is not one of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can run layer by layer, nor one "
+                "of torchao's optimizers with a state of few bits"
             ), instead
         for group in [each for each in optimizer.param_groups if not runs_fused(optimizer, each, fuse=fuse)]:
             chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
@@ -207,28 +207,28 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
             better = ""
             if runs_fused(optimizer, left_open, fuse=True):
                 better = f"Leave that out, and {name} runs fused, as with fused=True, or use"
-            return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})", better
+            return f"only fused steps can run layer by layer, and {name} does not run fused ({by})", better
     return "", ""
 
 
 def _against_beside_forward(optimizers: Sequence[Optimizer]) -> str:
-    """Returns why updates cannot run beside the next forward; empty if they can."""
+    """Returns why updates cannot overlap with the next forward; empty if they can."""
     names = " and ".join(sorted({type(each).__name__ for each in optimizers if compiles(each)}))
     if not names:
         return ""
     return (
-        f"{names} compiles its step, and torch.compile restores torch's random state afterwards, so that the next forward would "
-        "draw some numbers twice"
+        f"{names} compiles its step, and torch.compile restores torch's random state afterwards, so the next forward would draw "
+        "some random numbers twice"
     )
 
 
 def _against_steps_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
-    """Returns why steps on the GPU would differ from plain Lightning's, apart from the optimizers; empty if they would not."""
+    """Returns why the trainer makes steps on the GPU differ from plain Lightning's; empty if it does not."""
     if not trainer.lightning_module.automatic_optimization:
-        return "optimization is manual, and norms of gradients that you take yourself would be the host's"
+        return "optimization is manual, and norms of gradients that you take yourself would be computed on the host"
     plugin = trainer.precision_plugin
     if type(plugin).clip_grad_by_norm is not base_of(plugin, Precision).clip_grad_by_norm:
-        return f"{type(plugin).__name__}.clip_grad_by_norm would take norms on the host"
+        return f"{type(plugin).__name__}.clip_grad_by_norm would compute norms on the host"
     if scaler_of(trainer) is not None and any(map(unscales_by_itself, optimizers)):
         return f"the fused step of {type(optimizers[0]).__name__} unscales gradients by itself"
     return ""
@@ -238,7 +238,7 @@ def _against_background_on_gpu(trainer: Any, optimizers: Sequence[Optimizer], pl
     """Returns why steps on the GPU cannot run in the background; empty if they can."""
     plugin = trainer.precision_plugin
     if not is_exactly(plugin, (Precision, MixedPrecision)):
-        return f"with {type(plugin).__name__}, tensors that an optimizer makes meanwhile would have another dtype"
+        return f"with {type(plugin).__name__}, tensors that an optimizer creates in the background would have another dtype"
     if declared := [type(each).__name__ for each in optimizers if places.is_declared(each)]:
-        return f"{' and '.join(declared)} may draw random numbers, of which nobody but its user knows"
+        return f"{' and '.join(declared)} may draw random numbers, which Superpipeline cannot detect"
     return ""

@@ -64,11 +64,11 @@ _HOOKS = {
 
 
 class UserHooks:
-    """Says where user code of a run could write weights. An answer holds until the next loop starts.
+    """The points of a run at which user code could write weights. Results are cached until the next loop starts.
 
     Args:
         module: the LightningModule. Its trainer's callbacks may change between loops.
-        debug_writes: whether weights count as written at every point, because the run looks for writes.
+        debug_writes: True if weights count as written at every point, because the run checks for writes.
     """
 
     def __init__(self, module: pl.LightningModule, *, debug_writes: bool) -> None:
@@ -78,7 +78,7 @@ class UserHooks:
         self._last_phase = ""
 
     def loop_starts(self) -> None:
-        """Forgets all answers: callbacks may have changed, and any hook may have run since the last step."""
+        """Clears the cache: callbacks may have changed, and any hook may have run since the last step."""
         self._answers.clear()
         self._last_phase = ""
 
@@ -95,7 +95,7 @@ class UserHooks:
     def may_write_before_training_step(self) -> bool:
         """Returns True if user code could write weights between the start of a batch and its training step.
 
-        In automatic optimization an optimizer's step lies between them: it calls the training step as its closure.
+        In automatic optimization the optimizer's step is in between: it calls the training step as its closure.
         """
         if "step" not in self._answers:
             unsafe = not all(map(calls_closure_first, self._module.trainer.optimizers)) or self.run_at("optimizer")
@@ -103,16 +103,19 @@ class UserHooks:
         return self._check_writes or self._answers["step"]
 
     def may_have_written(self, phase: str) -> bool:
-        """Returns True if weights may have been written, unnoticed by the engine, before a step.
+        """Returns True if user code may have written weights before a step without the engine's notice.
 
-        Before the first step of a loop, hooks have run since the last step of any loop.
+        Before the first step of a loop it is True: other hooks have run since the last step of the previous loop.
         """
-        first, self._last_phase = phase != self._last_phase, phase
-        return self.may_write_before_training_step() if phase == "train" else first or self.may_write_weights(phase)
+        first = phase != self._last_phase
+        self._last_phase = phase
+        if phase == "train":
+            return self.may_write_before_training_step()
+        return first or self.may_write_weights(phase)
 
 
 def calls_closure_first(optimizer: Any, replaced: Any = None) -> bool:
-    """Returns True if an optimizer's step calls the closure before it writes weights: torch's steps do, without hooks before it.
+    """Returns True if an optimizer's step calls the closure before it writes weights: torch's steps without pre-hooks do.
 
     Args:
         optimizer: any optimizer.
@@ -131,7 +134,7 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
     """Returns the hooks of users that run at some points of :data:`_HOOKS`, by name (``EMA.on_train_batch_end``).
 
     Args:
-        trainer: with its module, its data module and its callbacks as they are now.
+        trainer: the trainer, with its current module, data module and callbacks.
         points: in the order in which their hooks are named.
     """
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]

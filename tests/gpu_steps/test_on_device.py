@@ -518,7 +518,7 @@ class OwnNorm(Precision):
         (lambda: Stepped(torch.optim.LBFGS), Precision, "LBFGS steps all parameters together"),
         (lambda: Stepped(lambda ps: Unknown(ps, lr=0.1)), Precision, r"Unknown.steps_each_parameter_alone = True"),
         (Manual, Precision, "optimization is manual"),
-        (Stepped, OwnNorm, "OwnNorm.clip_grad_by_norm would take norms on the host"),
+        (Stepped, OwnNorm, "OwnNorm.clip_grad_by_norm would compute norms on the host"),
         (
             lambda: Stepped(lambda ps: torch.optim.AdamW(ps, fused=True)),
             lambda: MixedPrecision("16-mixed", "cpu"),
