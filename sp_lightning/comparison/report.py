@@ -1,4 +1,4 @@
-"""The answer of a check: as a table for people, and as JSON for programs."""
+"""The report of a check, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EQUAL, DIFFERENT, NOT_RUN = 0, 1, 2
 
 @dataclass(frozen=True)
 class RunFigures:
-    """A run's name, its seconds for each training batch, and the device memory that it took, in bytes (None: not known)."""
+    """The name of a run, its seconds per training batch, and its device memory in bytes (None: unknown)."""
 
     name: str
     seconds: float
@@ -22,18 +22,19 @@ class RunFigures:
 
 @dataclass
 class Report:
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
-        reference: what the strategy was compared with, and what that proves.
-        rows: by what was compared.
-        runs: those that were timed.
-        layers: how many layers were found.
-        streamed: the share of the weights and buffers, by bytes, that streams.
-        counted: whether ``device_bytes`` are counted (weights, gradients, optimizer state), as on the CPU, or measured.
-        notes: what else there is to know, in sentences.
-        explanation: what a difference comes from, in sentences.
-        why: why nothing was compared; empty if something was.
+        reference: the run with which the strategy was compared, and the meaning of an equal result.
+        rows: a row for each kind of compared values.
+        runs: the timed runs.
+        layers: the number of layers.
+        streamed: the share of the bytes of weights and buffers that is offloaded.
+        counted: True if ``device_bytes`` is the sum of weights, gradients and optimizer state, as on the CPU. False if it was
+            measured.
+        notes: other sentences for the user.
+        explanation: sentences on the cause of a difference.
+        why: the reason why nothing was compared; empty if something was compared.
     """
 
     reference: str = ""
@@ -48,14 +49,14 @@ class Report:
 
     @property
     def status(self) -> int:
-        """0: all is equal. 1: something differs. 2: nothing was compared."""
+        """0: everything is equal. 1: something differs. 2: nothing was compared."""
         if self.why:
             return NOT_RUN
         return DIFFERENT if any(row.first for row in self.rows.values()) else EQUAL
 
     @property
     def verdict(self) -> str:
-        """The answer in one word or two."""
+        """The status in words."""
         return {EQUAL: "equal", DIFFERENT: "different", NOT_RUN: "not run"}[self.status]
 
     def __str__(self) -> str:
@@ -64,12 +65,16 @@ class Report:
         width = max(map(len, self.rows))
         lines = [self.reference, "", f"{'what':<{width}} {'tensors':>8}  result"]
         for what, row in self.rows.items():
-            equal = "equal" if row.tensors else f"equal ({row.values} values)" if row.values else "nothing returned"
+            equal = "nothing returned"
+            if row.tensors:
+                equal = "equal"
+            elif row.values:
+                equal = f"equal ({row.values} values)"
             lines.append(f"{what:<{width}} {row.tensors:>8}  {row.first or equal}")
-        if self.runs:  # else the strategy has stopped each time
-            memory = (
-                "weights, gradients and optimizer state, as counted" if self.counted else "the most that was allocated"
-            )
+        if self.runs:  # empty if every run of the strategy raised an error
+            memory = "peak of allocated memory"
+            if self.counted:
+                memory = "weights, gradients and optimizer state, as counted"
             longest = max(len(each.name) for each in self.runs)
             lines += ["", f"time per training batch, and device memory ({memory}):"]
             for each in self.runs:
@@ -79,5 +84,5 @@ class Report:
         return "\n".join([*lines, *self.notes, *self.explanation, f"Result: {self.verdict}."])
 
     def as_json(self) -> str:
-        """The same for programs; bytes and seconds."""
+        """Returns the report as JSON. Sizes are in bytes, times in seconds."""
         return json.dumps({"status": self.status, "verdict": self.verdict, **asdict(self)}, indent=2)

@@ -1,4 +1,4 @@
-"""One run: everything made anew, trained, validated and predicted, and what it leaves."""
+"""One run of a comparison: makes new objects, trains, validates and predicts, and records the results."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunVariant:
-    """How a run goes.
+    """The settings of a run.
 
     Attributes:
-        name: what it is called.
-        options: those of the strategy; None for plain Lightning.
-        fuse: whether the optimizers of plain Lightning run fused where that is left open, and they step on the host.
-        like: decides whether they step on the host; None: all do.
-        on_device: whether all step on the device, because the strategy's do.
-        poison: whether released memory is NaN.
-        watched: what hooks see beside losses and logged values: nothing, all gradients, or the output of each module.
-        begins: a checkpoint to begin with, after which one batch is trained; None for a whole run.
+        name: the name of the run.
+        options: the options of the strategy; None for plain Lightning.
+        fuse: True if plain Lightning's optimizers that step on the host run fused, if their ``fused`` is not set.
+        like: chooses the optimizers of plain Lightning that step on the host; None for all.
+        on_device: True if all optimizers of plain Lightning step on the device, as the strategy's.
+        poison: True to fill released memory with NaN.
+        watched: the values that hooks record in addition to losses and logged values: nothing, all gradients, or the inputs and
+            outputs of each module.
+        begins: a checkpoint from which one batch is trained; None for a whole run.
     """
 
     name: str
@@ -67,18 +68,18 @@ class RunVariant:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run leaves.
+    """The results of a run.
 
     Attributes:
-        way: how it went.
-        record: all that is compared.
-        checkpoint: its checkpoint after training.
-        seconds: the median time of a training batch but the first.
-        peak_bytes: the most device memory that was allocated; None where the device does not count.
-        plan: of the strategy; None for plain Lightning.
-        stats: of the strategy, after training.
-        moved: whether plain Lightning's optimizers stepped on the host, although the module was elsewhere.
-        calls: a digest of each input and output of each module, in the order of calls; empty unless hooks saw them.
+        way: the settings of the run.
+        record: the values that are compared.
+        checkpoint: the checkpoint after training.
+        seconds: the median time of a training batch, without the first.
+        peak_bytes: the peak of allocated device memory; None if the device does not measure it.
+        plan: the plan of the strategy; None for plain Lightning.
+        stats: the stats of the strategy after training; None for plain Lightning.
+        moved: True if plain Lightning's optimizers stepped on the host while the module was on the device.
+        calls: digests of the inputs and outputs of each module call, in order; empty if hooks did not record them.
     """
 
     way: RunVariant
@@ -93,7 +94,7 @@ class RunResult:
 
 
 class Recorder(Callback):
-    """Keeps what steps return and what is logged. It writes no weights."""
+    """Records the outputs of steps and logged values. It does not write weights."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -108,14 +109,14 @@ class Recorder(Callback):
         self.record.add("logged values", moment, trainer.callback_metrics)
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
-        trainer.callbacks = without_files(trainer.callbacks)  # the module may have callbacks of its own
+        trainer.callbacks = without_files(trainer.callbacks)  # the module may have its own callbacks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._device = device_for(trainer.strategy.root_device)
         self._device.reset_peak()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        peak = self._device.peak_bytes()  # the choice of a window begins its count anew
+        peak = self._device.peak_bytes()  # read in each batch, because the choice of a window resets it
         self.peak = peak if self.peak is None or peak is None else max(peak, self.peak)
         self._keep(trainer, "training", "losses", outputs)
         self.ends.append(perf_counter())
@@ -130,11 +131,11 @@ class Recorder(Callback):
         self._keep(trainer, "prediction", "predictions", outputs)
 
 
-WRITE_NO_WEIGHTS.add(Recorder)  # so the engine works as without it
+WRITE_NO_WEIGHTS.add(Recorder)  # lets the engine work as without this callback
 
 
 class GradientRecorder(Recorder):
-    """Keeps all gradients, too. The engine counts it among hooks that may write anything."""
+    """Also records all gradients. The engine treats it as a hook that may write weights."""
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         gradients = {name: parameter.grad for name, parameter in pl_module.named_parameters()}
@@ -142,7 +143,7 @@ class GradientRecorder(Recorder):
 
 
 class CallRecorder(Recorder):
-    """Keeps digests of what each call of each module gets and returns. Forwards that run again in backward do not count."""
+    """Records digests of the inputs and outputs of each module call, except forwards that are recomputed in backward."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)
@@ -173,11 +174,11 @@ def _digests(values: Any) -> str:
 
 
 class KeptLogger(CSVLogger):
-    """A logger that writes no file. Each call of a method of its experiment, of whatever name, is kept, to be compared.
+    """A logger that writes no file. It records every method call of its experiment, to be compared.
 
     Args:
-        folder: where its files would be.
-        record: where the calls are kept.
+        folder: the folder that the logger reports for its files.
+        record: receives the calls.
     """
 
     experiment: Any = None
@@ -195,10 +196,10 @@ class KeptLogger(CSVLogger):
 
 
 class KeptCalls:
-    """Stands for any object that takes what is logged: its attributes do so, too.
+    """Replaces any object that receives logged values, and all of its attributes.
 
     Args:
-        name: of the object, as user code reaches it.
+        name: the expression by which user code reaches the object.
         keep: is called with the name of a method and its arguments.
     """
 
@@ -211,28 +212,28 @@ class KeptCalls:
         return KeptCalls(f"{self._name}.{name}", self._keep)
 
     def __call__(self, *args: Any, **kwargs: Any) -> KeptCalls:
-        of = f"({args[0]!r})" if args and isinstance(args[0], str) else ""
-        self._keep(f"{self._name}{of}", {**dict(enumerate(args)), **kwargs})
+        argument = f"({args[0]!r})" if args and isinstance(args[0], str) else ""
+        self._keep(f"{self._name}{argument}", {**dict(enumerate(args)), **kwargs})
         return self
 
     __setitem__ = __call__
 
 
 STOPPED = "Prediction stopped."
-"""What a record has in place of predictions begins so, if an error has ended them."""
+"""The begin of the text that replaces predictions in a record, if an error ended the prediction."""
 _RECORDERS = {"nothing": Recorder, "gradients": GradientRecorder, "modules": CallRecorder}
 
 
 def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
-    """Makes everything anew, from the same seed, and trains, validates and predicts.
+    """Makes all objects from the same seed, and trains, validates and predicts.
 
     Args:
-        subject: what is checked.
-        way: how.
-        folder: for the files of this run; it is made.
+        subject: the checked module and its data.
+        way: the settings of the run.
+        folder: a new folder for the files of this run. It is created.
 
     Raises:
-        Exception: what the user's code raises, or the strategy.
+        Exception: any error of user code or the strategy.
     """
     folder.mkdir()
     record = Record(folder / "record")
@@ -253,11 +254,12 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
         if data is not None:
             try:
                 trainer.predict(made.module, **data)
-            except Exception as error:  # the same one on both sides is equal, too
+            except Exception as error:  # recorded, because the same error in both runs counts as equal
                 record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
     times = recorder.ends if len(recorder.ends) > 1 else [start, *recorder.ends]
     seconds = median(after - before for before, after in pairwise(times))
-    calls, moved = getattr(recorder, "calls", {}), getattr(trainer.strategy, "moved", False)
+    calls = getattr(recorder, "calls", {})
+    moved = getattr(trainer.strategy, "moved", False)
     return RunResult(way, record, checkpoint, seconds, recorder.peak, plan, stats, calls, moved)
 
 
@@ -288,7 +290,7 @@ def _strategy(made: RunInputs, way: RunVariant) -> Any:
 
 
 def root_device(settings: Mapping[str, Any]) -> torch.device:
-    """The device that a trainer with such settings computes on."""
+    """Returns the device of a trainer with these settings."""
     chosen = {"accelerator": settings.get("accelerator", "auto"), "devices": 1, "logger": False}
     return pl.Trainer(enable_checkpointing=False, enable_progress_bar=False, **chosen).strategy.root_device
 
@@ -309,7 +311,7 @@ def _keep_state(record: Record, trainer: pl.Trainer, module: pl.LightningModule,
             record.entries.append(Entry(kind, moment, checkpoint, key))
 
 
-# ---------------------------------------------------------------------- what is around a run
+# ---------------------------------------------------------------------- the environment of a run
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
@@ -322,18 +324,21 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def undisturbed(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, runs are quiet. Afterwards random states, variables of the process and torch's choice of kernels are as before.
+    """Hides messages, and restores random states, environment variables and torch's choice of kernels at the end.
 
     Args:
-        settings: arguments of ``Trainer``, which name the device.
+        settings: arguments of ``Trainer``, which determine the device.
     """
-    python, numpy, variables = random.getstate(), np.random.get_state(), dict(os.environ)
-    disabled, benchmark = logging.root.manager.disable, torch.backends.cudnn.benchmark
+    python = random.getstate()
+    numpy = np.random.get_state()
+    variables = dict(os.environ)
+    disabled = logging.root.manager.disable
+    benchmark = torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         logging.disable(logging.INFO)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # each run would say the same
+            warnings.simplefilter("ignore")  # each run would repeat the warnings
             device = root_device(settings)
             others, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
             with torch.random.fork_rng(others, device_type=kind):

@@ -413,10 +413,10 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
             told.append(_UNCOUNTED.format(_in_one_line(failed[items])))
         return batch, work, " ".join(dict.fromkeys(told))
     if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
-        fraction, *_, whole = map(_in_one_line, failed.values())
+        floating, *_, whole = map(_in_one_line, failed.values())
         raise ValueError(
             f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape "
-            f"(numbers with a fraction: {fraction}; whole numbers: {whole}). Give the shape of a whole batch, or set "
+            f"(floating-point: {floating}; integers: {whole}). Give the shape of a whole batch, or set "
             "example_input_array in the module to what its forward takes, and leave --input out."
         )
     return items, None, _in_one_line(failed[items])

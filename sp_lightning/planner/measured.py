@@ -1,4 +1,4 @@
-"""What ``plan`` takes from measurements in place of what it assumes: rates of a machine, and what a run has reached."""
+"""Measurements that replace assumptions of ``plan``: the rates of a machine, and the report of a run."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from sp_lightning.planner.model_source import takes_latents
 from sp_lightning.planner.rates import DTYPES, OF_DEVICE, measure_rates
 
 _BYTES = ("device_bandwidth", "pcie", "host_bandwidth", "disk")
-_OPTIONS = ("tflops", "host_tflops", "device_bandwidth", "pcie", "host_bandwidth")  # a drive is asked for by --disk
+_OPTIONS = ("tflops", "host_tflops", "device_bandwidth", "pcie", "host_bandwidth")  # without disk, which --disk adds
 
 
 def run_rates(given: Namespace) -> str:
-    """Measures this machine. Returns a file for ``plan --rates``, as JSON.
+    """Measures this machine. Returns the contents of a file for ``plan --rates``, as JSON.
 
     Raises:
-        ValueError, OSError: there is no such accelerator, or no such folder.
+        ValueError, OSError: the accelerator or the folder does not exist.
     """
-    there = device_found()
-    if given.accelerator not in (None, "cpu", there.type):
-        raise ValueError(f"--accelerator {given.accelerator}: torch finds {there.type}. Leave it out, or use cpu.")
+    accelerator = device_found()
+    if given.accelerator not in (None, "cpu", accelerator.type):
+        raise ValueError(
+            f"--accelerator {given.accelerator}: torch finds {accelerator.type}. Leave it out, or use cpu."
+        )
     if given.disk is not None and not given.disk.is_dir():
         raise ValueError(
             f"--disk {given.disk}: not a folder. Expected a folder on the drive to measure: --disk /scratch"
         )
-    device = device_for(torch.device("cpu") if given.accelerator == "cpu" else there)
-    # Without an accelerator nothing is known of the one that a plan is for; by name, the host is what computes.
+    device = device_for(torch.device("cpu") if given.accelerator == "cpu" else accelerator)
+    # Without an accelerator, the device of the plan is unknown. With --accelerator cpu, the host is the device.
     unknown = device.computes_on_host and given.accelerator is None
     found = measure_rates(None if unknown else device, given.seconds, given.disk)
     measured = {name: _in_words(name, value) for name, value in found.items()}
@@ -52,7 +54,7 @@ def run_rates(given: Namespace) -> str:
 
 
 def _in_words(name: str, value: Any) -> Any:
-    """As the option of ``plan`` takes it."""
+    """Returns a rate in the format of the option of ``plan``."""
     if isinstance(value, dict) and name != "python":
         return {key: float(f"{each:.4g}") for key, each in value.items()}
     if name in _BYTES:
@@ -61,16 +63,17 @@ def _in_words(name: str, value: Any) -> Any:
 
 
 def with_rates(questions: Sequence[Question]) -> Sequence[Question]:
-    """The questions with the rates of the file that ``--rates`` names, but for those that the command line has.
+    """Returns the questions with the rates of the ``--rates`` file. Rates on the command line take precedence.
 
     Raises:
-        ValueError, OSError: the file is not one of ``rates``.
+        ValueError, OSError: the file is not an output of ``rates``.
     """
     file = questions[0].rates
     if file is None:
         return questions
     with _file_of("rates", file) as found:
-        measured, here = found["measured"], machine_of(device_for(torch.device("cpu")))
+        measured = found["measured"]
+        here = machine_of(device_for(torch.device("cpu")))
         notes = []
         if found["machine"]["processor"] != here["processor"] or found["machine"]["cores"] != here["cores"]:
             notes.append(f"{file} is of another machine, {_named(found['machine'])}; this one has {_named(here)}.")
@@ -107,12 +110,12 @@ _HOW = {
 
 @contextmanager
 def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
-    """What a file says. What lacks there, or is nothing that it can be, is a ValueError that says how to make one."""
+    """Yields the contents of a file. Missing and invalid values raise a ValueError with the command that makes such a file."""
     text = file.read_text(encoding="utf-8")
     try:
         found = json.loads(text)
         if found["kind"] != kind:
-            raise ValueError(f"it is of {found['kind']!r}")
+            raise ValueError(f"its kind is {found['kind']!r}")
         yield found
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ArgumentTypeError) as error:
         raise ValueError(
@@ -121,10 +124,10 @@ def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
 
 
 def corrected(question: Question, say: Callable[[str], None]) -> Question:
-    """The question with its times corrected by what a run has reached, which ``--from`` names.
+    """Returns the question with its times corrected by the ``--from`` report of a run.
 
     Raises:
-        ValueError, OSError: the file is not such a report, or is of another model.
+        ValueError, OSError: the file is not a report, or the report of another model or number of devices.
     """
     file = question.from_
     if file is None:
@@ -134,7 +137,9 @@ def corrected(question: Question, say: Callable[[str], None]) -> Question:
         counts = {name: found[name] for name in ("parameters", "trained")}
         as_reached, _ = _as_reached(question, found), 1 / reached
     if devices != (here := question.devices * question.nodes):
-        raise ValueError(f"{file} is of {devices} devices, and this plan of {here}. Plan as many, or leave --from out.")
+        raise ValueError(
+            f"{file} is of {devices} devices, and this plan of {here}. Plan {devices}, or leave --from out."
+        )
     say(f"runs a batch of {question.model} as {file} had it")
     asked = question.but(**as_reached)
     estimate = estimate_model(asked)
@@ -146,17 +151,19 @@ def corrected(question: Question, say: Callable[[str], None]) -> Question:
             )
     predicted = answer(estimate).shown.prediction.seconds
     slower = reached / predicted
-    off = f"{abs(slower - 1):.0%} {'more' if slower >= 1 else 'less'} than predicted"
-    off = f"{slower:.3g} times as long as predicted" if slower >= 2 else off
+    if slower >= 2:
+        off = f"{slower:.3g} times as long as predicted"
+    else:
+        off = f"{abs(slower - 1):.0%} {'more' if slower >= 1 else 'less'} than predicted"
     note = (
-        f"{file}: a batch in {asked.precision} took {reached:.3g} s, as {batches} of them did on average: {off} "
-        f"({predicted:.3g} s). All times are corrected by that."
+        f"{file}: a batch in {asked.precision} took {reached:.3g} s (average of {batches} batches): {off} "
+        f"({predicted:.3g} s). All times are corrected by this."
     )
     return question.but(measured=replace(question.measured, slower=slower, notes=(*question.measured.notes, note)))
 
 
 def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the question that the run answers: its window and options, and its batch if that has such a shape."""
+    """Returns the arguments of the reported run: its window and options, and its batch if the shape of this is known."""
     asked: dict[str, Any] = {
         "k": [found["k"]],
         "k_prime": [found["k_prime"]],
@@ -174,9 +181,12 @@ def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
     shape = found["shape"]
     if ":" not in question.model and shape:
         asked["batch_size"] = shape[0]
-        if takes_latents(question.model):  # they do not tell the pixels
+        if takes_latents(question.model):  # the shape of latents does not determine the pixels
             return asked
-        asked |= {"tokens": shape[1]} if len(shape) == 2 else {"image": shape[-1]} if len(shape) == 4 else {}
+        if len(shape) == 2:
+            asked["tokens"] = shape[1]
+        elif len(shape) == 4:
+            asked["image"] = shape[-1]
     elif question.input and shape:
         asked["input"] = shape
     return asked

@@ -1,4 +1,4 @@
-"""A model from its name on the command line, without memory, and the batches that it may take."""
+"""Builds a model without memory from its name on the command line, and the batches that it can take."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from sp_lightning.planner.images import USUAL_IMAGE, count_features, image_argum
 from sp_lightning.planner.known_values import answered
 from sp_lightning.planner.scaling import refuse_another_size, scaled
 
-# How the forwards of transformers call what says of each token whether it is one of an image.
+# The names, in forwards of transformers, of the argument that marks the tokens of images.
 _WHICH_ARE_IMAGES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
-# Configs and indices of diffusers name their class by it, which those of transformers do not have.
+# The key of the class in configs and indices of diffusers. Configs of transformers do not have it.
 _OF_DIFFUSERS = "_class_name"
-# Most of transformers' vision models have patches of so many pixels on each side.
+# Pixels on each side of a patch in most of transformers' vision models.
 _PATCH = 16
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -45,26 +45,25 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 Batches = dict[str, Callable[[], Arguments]]
-"""What makes the arguments of a forward, by what such a batch consists of, in words: ``1 × 4096 tokens``."""
+"""Functions that make the arguments of a forward. The keys describe the batch: ``1 × 4096 tokens``."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is to be estimated.
+    """A model to estimate.
 
     Attributes:
         module: the model; its parameters have no memory.
-        batches: those that the model may take: the one that was asked for, and others in place of it. Empty if it
-            is not known what the model takes.
-        uses: how often a forward uses a weight, as a guess: once for each token, or each patch of an image.
-        generation: takes the number of tokens to generate, and returns two functions: one runs the prompts, the other
-            runs the last of those tokens with the keys and values of all tokens before it. None if the model has no
-            cache of keys and values.
-        images: whether it takes images. A batch without any is the last one then, if it can do without them.
-        stored: the dtype that its weights are loaded in if nothing else is asked for, by its config; None if that is unknown.
-        notes: sentences on what is not counted.
-        unit: ``images`` or ``videos``, which a batch of a diffusion model is counted in; empty for other models.
-        loss: the loss of what a forward returns, if that is known and the forward has none.
+        batches: the asked batch, then others that are tried if the model does not take it. Empty if the inputs of the model are
+            not known.
+        uses: a guess of the number of times that a forward uses each weight: once for each token, or each patch of an image.
+        generation: takes the number of tokens to generate, and returns two functions. The first runs the prompts. The second
+            runs the last token with the keys and values of all tokens before it. None if the model has no key-value cache.
+        images: True if the model takes images. If it can also run without images, the last batch has none.
+        stored: the dtype of the stored weights, from the config; None if unknown.
+        notes: sentences on parts that are not counted.
+        unit: ``images`` or ``videos``, the items in a batch of a diffusion model; empty for other models.
+        loss: computes the loss from the outputs of a forward; None if the forward returns its loss, or the loss is unknown.
     """
 
     module: nn.Module
@@ -79,15 +78,15 @@ class ModelSource:
 
 
 def load_model(asked: Question) -> ModelSource:
-    """Makes a model. To be called inside :func:`~sp_lightning.planner.fake.fake_tensors`.
+    """Builds a model. Call this inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
 
     Args:
-        asked: names the model (:data:`~sp_lightning.planner.arguments.WANTED`) and the sizes of its batch.
+        asked: has the name of the model (:data:`~sp_lightning.planner.arguments.WANTED`) and the sizes of its batch.
 
     Raises:
-        ValueError: the model is unknown, its config needs code from a model hub, or a size says nothing about this kind
-            of model.
-        ImportError: the library that the name stands for is not installed.
+        ValueError: the model is unknown, its config needs code from a model hub, or a size does not apply to this kind of
+            model.
+        ImportError: the library of the model is not installed.
     """
     source, path = asked.model, Path(asked.model)
     factory = ":" in source and not path.exists()
@@ -123,20 +122,19 @@ def _load_named(asked: Question) -> ModelSource:
 
 
 def takes_latents(source: str) -> bool:
-    """Returns True if a model's name stands for a diffusers config."""
+    """Returns True if a model's name refers to a diffusers config."""
     file = find_config(source)
     return file is not None and _OF_DIFFUSERS in _read(file)
 
 
 def find_config(source: str) -> Path | None:
-    """The config that a model's name stands for; None for a factory, and for a name that may be torchvision's.
+    """Returns the config file of a model's name; None for a factory, and for a name that may be torchvision's.
 
-    That is a config of transformers or diffusers, or the index of a pipeline of diffusers.
-
-    Libraries that take their time to import are not needed for it, and nothing is downloaded.
+    The file is a config of transformers or diffusers, or the index of a pipeline of diffusers. This does not import slow
+    libraries, and downloads nothing.
 
     Raises:
-        ValueError: there is no such file, or it is not in the cache of the Hugging Face hub.
+        ValueError: the file does not exist, or is not in the cache of the Hugging Face hub.
     """
     path = Path(source)
     if path.is_dir() or path.suffix == ".json":
@@ -148,7 +146,7 @@ def find_config(source: str) -> Path | None:
         return file
     if "/" not in source or ":" in source:
         return None
-    if source.startswith((".", "/", "~")):  # no name of the hub
+    if source.startswith((".", "/", "~")):  # not a name of the hub
         raise ValueError(f"{source!r} does not exist. {EXPECTED}.")
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -163,22 +161,22 @@ def find_config(source: str) -> Path | None:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module, or one of its classes, has a forward of its own. Lightning's calls the one of torch, which raises."""
+    """Returns True if a module has its own forward. The forwards of torch's and Lightning's base classes raise an error."""
     forward = getattr(module.forward, "__func__", module.forward)
     where = getattr(forward, "__module__", None) or ""
     return where != nn.Module.__module__ and not where.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
 def _images(batch: int, size: int) -> str:
-    """A batch of square images in words; ``size`` is in pixels."""
+    """Returns a batch of square images in words; ``size`` is in pixels."""
     return f"{batch} image{'' if batch == 1 else 's'} of {size} × {size}"
 
 
 def _side(asked: Question) -> int | None:
-    """Pixels on each side of the images that are asked for, of a model that takes square ones.
+    """Returns the asked pixels on each side of an image, for models with square images.
 
     Raises:
-        ValueError: another shape is asked for.
+        ValueError: the asked shape is not square.
     """
     if isinstance(asked.image, tuple):
         raise ValueError(
@@ -188,7 +186,7 @@ def _side(asked: Question) -> int | None:
 
 
 def _patches(size: Any) -> int:
-    """How many patches a vision model cuts an image into; ``size`` is in pixels on each side, if it is known."""
+    """Returns the number of patches of an image; ``size`` is the pixels on each side, if known."""
     return max(1, size // _PATCH) ** 2 if isinstance(size, int) else 1
 
 
@@ -202,31 +200,31 @@ def _load_factory(asked: Question) -> ModelSource:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{source!r}: {error}. {EXPECTED}.") from error
     try:
-        with torch.enable_grad():  # a factory may switch gradients off, which ends with this context
+        with torch.enable_grad():  # a factory may disable gradients; this context restores them
             module = answered(factory)
     except Exception as error:
         raise ValueError(f"{source!r}() failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"{source!r} returned a {type(module).__name__}; expected an nn.Module.")
-    if hasattr(module, "configure_model"):  # a LightningModule makes there what is large
+    if hasattr(module, "configure_model"):  # a LightningModule builds its large parts in this hook
         configure: Any = module.configure_model
         configure()
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
-        module.to_empty(device="cpu")  # a run takes its values from a file
+        module.to_empty(device="cpu")  # a run loads the values from a file
     return ModelSource(module, _examples(module, asked), asked.batch_size * asked.tokens)
 
 
 def _arguments(example: Any) -> Arguments:
-    """How Lightning calls a forward with an ``example_input_array``."""
+    """Returns the arguments with which Lightning calls a forward for an ``example_input_array``."""
     if isinstance(example, dict):
         return (), example
     return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
 
 
 def _examples(module: nn.Module, asked: Question) -> Batches:
-    """The batches of a module by their shape, with numbers of both kinds, or else the one that the module has.
+    """Returns floating-point and integer batches of the asked shape, or the module's own example batch.
 
-    Whole numbers are given as labels, too, if something is trained and the forward takes them.
+    In training, integers are also passed as labels if the forward takes labels.
     """
     shape = asked.input
     if shape is None and not isinstance(asked.tokens, DefaultSize):
@@ -240,8 +238,8 @@ def _examples(module: nn.Module, asked: Question) -> Batches:
     if asked.input is not None:
         batches[items] = partial(_arguments, torch.zeros(*shape))
     if not asked.predict and "labels" in inspect.signature(module.forward).parameters:
-        batches[f"{items} whole numbers, which are the labels, too"] = lambda: ((whole,), {"labels": whole})
-    batches[f"{items} whole numbers"] = partial(_arguments, whole)
+        batches[f"{items} integers, which are also the labels"] = lambda: ((whole,), {"labels": whole})
+    batches[f"{items} integers"] = partial(_arguments, whole)
     return batches
 
 
@@ -260,11 +258,11 @@ def _load_torchvision(asked: Question) -> ModelSource:
         alike = " or ".join(map(repr, difflib.get_close_matches(source, models.list_models())))
         raise ValueError(f"Unknown model {source!r}.{f' Did you mean {alike}?' if alike else ''} {EXPECTED}.")
     try:
-        # Without weights_backbone, detectors would download the weights of their backbone.
+        # With the default of weights_backbone, detectors would download the weights of their backbone.
         module = models.get_model(source, weights=None, weights_backbone=None)
     except TypeError:
         module = models.get_model(source, weights=None)
-    # A model of one size says so, and that is not always the size that its weights were trained with.
+    # A model that takes only one size has it as an attribute. Its weights may have been trained with another size.
     trained = next(iter(models.get_model_weights(source))).transforms()
     usual = int(getattr(module, "image_size", None) or getattr(trained, "crop_size", [224])[0])
 
@@ -280,7 +278,7 @@ def _load_torchvision(asked: Question) -> ModelSource:
 
 
 def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
-    """From a transformers config. Lowers ``asked.tokens`` to the model's positions if the user has not given it."""
+    """Builds a model from a transformers config. Lowers a default ``asked.tokens`` to the model's positions."""
     try:
         import transformers
     except ImportError as error:
@@ -292,18 +290,18 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
             f"{str(file)!r}: expected a model_type that transformers {transformers.__version__} knows, got "
             f"{raw.get('model_type')!r}. For any other model, give a factory: package.module:Factory"
         )
-    # A run chooses the dtype of what it trains by its precision, whatever dtype the file's weights have.
+    # In a run, the precision determines the dtype of trained weights, whatever dtype the file's weights have.
     older = raw.pop("torch_dtype", None)  # its name before transformers 5
     stored = getattr(torch, str(raw.pop("dtype", None) or older), None)
     notes = tuple(_quantised(raw, file))
     config = transformers.AutoConfig.for_model(**raw)
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
-    # transformers compares the counts of image tokens and image features by value, and here are no values.
+    # Disables transformers' comparison of the numbers of image tokens and image features, which reads values.
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     make = transformers.AutoModel.from_config if kind is None else kind
     module = _make(make, config, file)
     if asked.scale is not None:
-        # What a config says of each layer follows from their number if it does not say it.
+        # These fields have a value for each layer. Without them, their defaults have the new number of layers.
         raw = {name: value for name, value in raw.items() if name not in ("layer_types", "max_window_layers")}
         config = transformers.AutoConfig.for_model(**{**raw, **scaled(config, module, asked.scale)})
         module = _make(make, config, file)
@@ -325,18 +323,18 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
 
 
 def _quantised(raw: dict[str, Any], file: Path) -> list[str]:
-    """A sentence on quantisation, which a model without values has not."""
+    """Returns a sentence on quantisation, which a plan does not include."""
     method = (raw.get("quantization_config") or {}).get("quant_method")
     if method is None:
         return []
     return [
         f"{file} has a quantization_config ({method}), which is not counted: weights are planned in the precision of the run. "
-        "A factory that loads the quantised model is planned as it is."
+        "A factory that loads the quantised model is planned with its quantised weights."
     ]
 
 
 def _positions(config: Any) -> int | None:
-    """How many tokens a model can tell apart by their places, if its config says so."""
+    """Returns the number of positions of a model, if its config has it."""
     text = config.get_text_config()
     return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
 
@@ -363,13 +361,13 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 class _Inputs:
-    """What the forward of a model of transformers is called with.
+    """The arguments of the forward of a transformers model.
 
     Attributes:
-        with_text: whether the model takes tokens.
-        with_images: whether it takes images.
-        cache: the name of the cache of keys and values, as an argument and in what a forward returns. None if the model is
-            no language model with such a cache.
+        with_text: True if the model takes tokens.
+        with_images: True if the model takes images.
+        cache: the name of the key-value cache, in the forward's arguments and outputs. None if the model is not a language model
+            with such a cache.
     """
 
     def __init__(self, module: nn.Module, config: Any, batch: int, tokens: int) -> None:
@@ -378,18 +376,18 @@ class _Inputs:
         self.with_images = takes_images(config, self._taken)
         self.with_text = getattr(config.get_text_config(), "vocab_size", None) is not None
         names = ("past_key_values", "cache") if self.with_text and "input_ids" in self._taken else ()
-        # The second name is that of transformers 5.24 and newer.
+        # transformers 5.24 and newer have the second name.
         self.cache = next((name for name in names if name in self._taken), None)
 
     def items(self, image: int | None) -> str:
-        """What the batch whose images have so many pixels on each side consists of, in words; None for no images."""
+        """Returns a batch in words. ``image`` is the pixels on each side; None for no images."""
         items = [f"{self._batch} × {self._tokens} tokens"] * self.with_text
         if image is not None:
             items.append(_images(self._batch, image))
         return ", ".join(items)
 
     def arguments(self, image: int | None) -> Arguments:
-        """What the forward takes for it."""
+        """Returns the arguments of the forward for such a batch."""
         inputs: dict[str, Any] = {}
         if image is not None and not self.with_text and usual_size(self._config):
             inputs["pixel_values"] = self._numbers(3, image, image)
@@ -410,23 +408,23 @@ class _Inputs:
         return (), inputs
 
     def _text(self, images: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tokens, as many of them those of images as the model makes of them, and what says which ones these are."""
+        """Returns the tokens, of which the first belong to the images, and the arguments that mark these."""
         ids = self._ids(self._tokens)
         count = count_features(self._module, images) // self._batch if images else 0
         if count > self._tokens:
             raise ValueError(
-                f"an image takes {count} tokens, of which there are {self._tokens}. Say --tokens {2 * count}"
+                f"an image takes {count} tokens, but a sequence has {self._tokens}. Use --tokens {2 * count}"
             )
         image_id = getattr(self._config, "image_token_id", None) or getattr(self._config, "image_token_index", None)
         ids[:, :count] = image_id or 0
         which = (torch.arange(self._tokens) < count).repeat(self._batch, 1)
-        told = {name: which.long() for name in _WHICH_ARE_IMAGES if name in self._taken and images}
+        others = {name: which.long() for name in _WHICH_ARE_IMAGES if name in self._taken and images}
         if "qformer_input_ids" in self._taken:
-            told["qformer_input_ids"] = ids
-        return {"input_ids": ids, **told}
+            others["qformer_input_ids"] = ids
+        return {"input_ids": ids, **others}
 
     def generation(self, image: int | None, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What runs the prompts, and what runs the last of ``count`` generated tokens."""
+        """Returns a function that runs the prompts, and one that runs the last of ``count`` generated tokens."""
         assert self.cache is not None
         cached: dict[str, Any] = {
             "use_cache": True,
@@ -436,11 +434,11 @@ class _Inputs:
         prompts.pop("labels", None)
         name, length = "input_ids", self._tokens + count - 1
         if self._config.is_encoder_decoder:
-            # The prompt is the encoder's input, and the decoder needs nothing of it but the encoder's output.
+            # The prompt is the encoder's input. The decoder uses only the encoder's output.
             prompts["decoder_input_ids"] = cached["decoder_input_ids"] = self._ids(1)
             name, length = "decoder_input_ids", max(count - 1, 1)
         before = self._ids(length)
-        # The text alone has keys and values: tokens of images have as many of them as others.
+        # This forward has no images, because their tokens have keys and values of the same size as other tokens.
         text = self.arguments(None)[1]
         text.pop("labels", None)
         written = self._module(**{**text, **cached, name: before})
@@ -453,7 +451,7 @@ class _Inputs:
         return torch.zeros(self._batch, *shape, dtype=torch.long)
 
     def _numbers(self, *shape: int) -> Tensor:
-        """Inputs in the dtype of the model, which is torch's default dtype while the model is estimated."""
+        """Returns inputs in torch's default dtype, which is the model's dtype in an estimate."""
         return torch.zeros(self._batch, *shape)
 
 
@@ -461,8 +459,9 @@ class _Inputs:
 
 
 def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
-    """From a config of diffusers, or of a pipeline the trained part. Sets ``asked.tokens`` if the user has not given it."""
-    kind, notes = str(raw[_OF_DIFFUSERS]), list[str]()
+    """Builds a diffusers model, or the trained part of a pipeline. Replaces a default ``asked.tokens`` by the model's."""
+    kind = str(raw[_OF_DIFFUSERS])
+    notes: list[str] = []
     if asked.scale is not None:
         raise ValueError(f"--scale needs a transformers config, got one of diffusers ({kind}). Leave --scale out.")
     diffusers = import_diffusers(asked.model, kind)

@@ -23,7 +23,7 @@ from sp_lightning.planner.verdict import verdict
 
 
 def run_plan(questions: Sequence[Question]) -> None:
-    """Answers on the standard output: one question at length, several in a table.
+    """Prints the answers: one in detail, several as a table.
 
     Raises:
         ValueError, ImportError: a question cannot be answered.
@@ -48,9 +48,9 @@ def run_plan(questions: Sequence[Question]) -> None:
 
 
 def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
-    """What is printed, as soon as it is known. Adds the answers to the list."""
+    """Yields the output as soon as it is known. Appends the answers to the list."""
     for question in questions:
-        find_config(question.model)  # a name that cannot be is refused before any model is made
+        find_config(question.model)  # raises an error about an invalid name before any model is built
     if questions[0].hours is not None:
         yield from _in_hours(questions, answers)
         return
@@ -69,12 +69,13 @@ def _with_remedies(one: Answer) -> str:
 
 
 def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
-    """What the time is enough for: of each model, size and length the best way, with what it rests on."""
+    """Yields the output of ``--hours``: for each model, size and sequence length, the best way to train and its plan."""
     groups: dict[tuple[object, ...], list[Question]] = {}
     for question in questions:
         key = question.model, question.tokens, question.scale
         groups.setdefault(key, []).append(corrected(question, _say))
-    chosen, found = list[Budget](), list[dict[str, object]]()
+    chosen: list[Budget] = []
+    found: list[dict[str, object]] = []
     for first, *more in groups.values():
         ways = best_first(way for question in (first, *more) for way in budgets(question, _say))
         answers.append(ways[0].answer if ways else answer(estimate_model(first)))
@@ -100,14 +101,14 @@ def _answer(question: Question, answers: list[Answer]) -> Answer:
 
 
 def _say(what: str) -> None:
-    """Says on a terminal what takes its time."""
+    """Prints a message before a slow step, if the standard error is a terminal."""
     if sys.stderr.isatty():
         print(f"plan {what} …", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _nothing_else_said() -> Iterator[None]:
-    """Hides what libraries warn of. torch logs even errors under its FakeTensorMode, such as a size that a model cannot take."""
+    """Hides warnings and logs of libraries. Under FakeTensorMode, torch logs errors, for example about an unsupported size."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -120,7 +121,7 @@ def _nothing_else_said() -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Keeps Python from looking for cycles in all that is imported, which takes a second and frees next to nothing."""
+    """Disables garbage collection, which takes a second for the imported modules and frees almost nothing."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What a machine does in a second, measured once: ``python -m sp_lightning rates > rates.json``."""
+"""Measures the speed of a machine: ``python -m sp_lightning rates > rates.json``."""
 
 from __future__ import annotations
 
@@ -17,32 +17,38 @@ from sp_lightning.registry import needed_for
 from sp_lightning.tuning.machine import measure_host_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes in which a device multiplies and weights are updated, by the names that files of rates have for them."""
+"""The measured dtypes of matrix products and optimizer steps, by their names in a file of rates."""
 OF_DEVICE = ("tflops", "device_bandwidth", "pcie")
-"""What is measured of the device, by the names of ``plan``'s options."""
+"""The measurements of the device, by the names of ``plan``'s options."""
 ADAMW_BYTES = 28
-"""What a step of AdamW with float32 state reads and writes for each parameter: 4 tensors in, 3 out."""
-_SHARES = 10  # what is measured for seconds, each as long
+"""Bytes that a step of AdamW with float32 state reads (4 tensors) and writes (3) for each parameter."""
+_SHARES = 10  # the number of timed measurements, which share the seconds equally
 _SAID = ("The drive cannot be read", "The drive cannot be written", "The file", ": name another folder with --disk")
 
 
 def measure_rates(device: Device | None, seconds: float, disk: Path | None = None) -> dict[str, Any]:
-    """Measures a machine, with the caller's threads.
+    """Measures a machine, with the number of threads of the caller.
 
     Args:
-        device: where layers compute; None if that is not here, and :data:`OF_DEVICE` are not measured.
-        seconds: how long that takes, about; the disk and Python's time come on top.
+        device: the device of the layers; None if this machine does not have it. :data:`OF_DEVICE` are then not measured.
+        seconds: the approximate time, without the measurements of the disk and of Python.
         disk: a folder on the drive; None for no drive.
 
     Returns:
-        By the names of ``plan``'s options: ``tflops``, a dict by :data:`DTYPES`; ``host_tflops``, in bfloat16; in bytes per
-        second ``pcie`` (each way while both are busy), ``device_bandwidth``, ``host_bandwidth`` (what AdamW reads and
-        writes), ``disk``. ``adamw``: seconds per parameter of torch's fused step, a dict by :data:`DTYPES`.
-        And ``python``: seconds for each visit and for each weight, by "training" and "inference"; ``synchronous``, whether
-        everything else stands still during a copy.
+        The measurements by the names of ``plan``'s options:
+
+        - ``tflops``: a dict by :data:`DTYPES`; ``host_tflops``: in bfloat16.
+        - ``pcie`` (each way while both are busy), ``device_bandwidth``, ``host_bandwidth`` (reads and writes of AdamW), ``disk``:
+          bytes per second.
+
+        and others:
+
+        - ``adamw``: seconds per parameter of torch's fused step, a dict by :data:`DTYPES`.
+        - ``python``: seconds for each layer call and for each weight, a dict with the keys "training" and "inference".
+        - ``synchronous``: True if nothing else runs during a copy.
     """
     share = seconds / _SHARES
-    nbytes = min(2**29, max(2**26, int(share * 2**30)))  # beyond the caches where there is time for it
+    nbytes = min(2**29, max(2**26, int(share * 2**30)))  # larger than caches, if the time allows it
     host = Device(torch.device("cpu"))
     adamw = {name: adamw_seconds(nbytes // 4, share, fused=True, dtype=dtype) for name, dtype in DTYPES.items()}
     found: dict[str, Any] = {}
@@ -66,39 +72,40 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
 
 
 def matrix_flops(dtype: torch.dtype, device: Device, seconds: float) -> float:
-    """Multiplications and additions per second, of a square product of random matrices."""
-    size = 512 if seconds < 1 else 1024
-    size = size if device.computes_on_host else 8192
+    """Returns the multiplications and additions per second of a product of random square matrices."""
+    size = 8192
+    if device.computes_on_host:
+        size = 512 if seconds < 1 else 1024
     a, b = (torch.randn(size, size, device=device.device).to(dtype) for _ in range(2))
     return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), seconds, device)
 
 
 def copied_bytes(device: Device, nbytes: int, seconds: float) -> float:
-    """Bytes per second that a large copy within a device's memory reads and writes."""
+    """Returns the bytes per second that a large copy within a device's memory reads and writes."""
     source, target = (torch.ones(nbytes // 4, device=device.device) for _ in range(2))
     return 2 * nbytes / median_seconds(lambda: target.copy_(source), seconds, device)
 
 
 def link_bytes(device: Device, nbytes: int, seconds: float) -> float:
-    """Bytes per second between page-locked host memory and the device, each way while both are busy."""
-    there, back = (device.host_empty(nbytes, pin=True)[:nbytes] for _ in range(2))
-    near, far = (device.upload_target(nbytes) for _ in range(2))
+    """Returns the bytes per second between pinned host memory and the device, each way while both are busy."""
+    uploaded, downloaded = (device.host_empty(nbytes, pin=True)[:nbytes] for _ in range(2))
+    target, source = (device.upload_target(nbytes) for _ in range(2))
     locked: list[Tensor] = []
     try:
-        for memory in (there, back):
+        for memory in (uploaded, downloaded):
             memory.fill_(1)
             if not device.pin(memory):
-                raise OSError(f"The system page-locks no {nbytes >> 20} MiB of host memory: raise `ulimit -l`.")
+                raise OSError(f"The system cannot page-lock {nbytes >> 20} MiB of host memory: raise `ulimit -l`.")
             locked.append(memory)
 
         def both() -> None:
-            device.copy([near], [there], Stream.UPLOAD)
-            device.copy([back], [far], Stream.DOWNLOAD)
+            device.copy([target], [uploaded], Stream.UPLOAD)
+            device.copy([downloaded], [source], Stream.DOWNLOAD)
             for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
                 device.synchronize(device.record(stream), Wait.CLOSE_AFTER_FETCH)
 
         with torch.no_grad():
-            # Copies that are synchronous come one after the other.
+            # Synchronous copies run one after the other.
             return (2 if device.synchronous else 1) * nbytes / median_seconds(both, seconds, device)
     finally:
         for memory in locked:
@@ -109,10 +116,10 @@ def adamw_seconds(count: int, seconds: float, *, fused: bool | None, dtype: torc
     """Returns the seconds per parameter of AdamW on the host.
 
     Args:
-        count: the parameters.
-        seconds: how long to measure, about.
+        count: the number of parameters.
+        seconds: the approximate time of the measurement.
         fused: as torch's ``AdamW(fused=…)``.
-        dtype: of weights, gradients and state.
+        dtype: the dtype of weights, gradients and state.
     """
     weight = nn.Parameter(torch.randn(count).to(dtype))
     weight.grad = torch.randn(count).to(dtype)
@@ -121,10 +128,10 @@ def adamw_seconds(count: int, seconds: float, *, fused: bool | None, dtype: torc
 
 
 def disk_bytes(folder: Path, nbytes: int) -> float:
-    """Bytes per second that a drive reads or writes, whichever is slower, past the system's cache where it allows that.
+    """Returns the bytes per second of a drive: the slower of reads and writes, without the system's cache if possible.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the folder is not writable.
     """
     with needed_for("--disk"):
         from sp_lightning.disk.direct_file import DirectFile
@@ -140,7 +147,7 @@ def disk_bytes(folder: Path, nbytes: int) -> float:
 
 
 def median_seconds(call: Callable[[], object], seconds: float, device: Device) -> float:
-    """Median seconds of a call, which is made until so many are over, and three times at least. The device is waited for."""
+    """Returns the median seconds of a call, with the device's work. Repeats it for ``seconds``, and at least three times."""
 
     def taken() -> float:
         begun = perf_counter()
@@ -148,7 +155,7 @@ def median_seconds(call: Callable[[], object], seconds: float, device: Device) -
         device.synchronize(device.record(Stream.COMPUTE), Wait.CLOSE_AFTER_FETCH)
         return perf_counter() - begun
 
-    taken()  # kernels and caches are made
+    taken()  # compiles kernels and fills caches
     times: list[float] = []
     while sum(times) < seconds or len(times) < 3:
         times.append(taken())

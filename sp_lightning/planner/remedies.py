@@ -1,4 +1,4 @@
-"""What makes a model fit that does not: changes of the question, the cheapest first, each tried by planning again."""
+"""Finds changes of a question that make a model fit. The cheapest are tried first, each with a new plan."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from sp_lightning.planner.arguments import Question, changed, contradictions
 from sp_lightning.planner.estimate import Estimate, dtypes, estimate_model
 from sp_lightning.planner.verdict import enough_host_memory
 
-_STEP = 2**29  # bytes of memory, by which the least is rounded up
-_MOST, _MOST_RUNS = 3, 4
-_OF_LOSS = 3  # times the bytes that it saves are alive at most while a loss over tokens is computed
-_DEVICE, _HOST = frozenset({"device"}), frozenset({"host"})
+_STEP = 2**29  # memory sizes are rounded up to a multiple of these bytes
+_MOST = 3  # changes that fit
+_MOST_RUNS = 4  # dry runs of changed questions
+_OF_LOSS = 3  # a loss over tokens needs at most this multiple of its activations
+_DEVICE = frozenset({"device"})
+_HOST = frozenset({"host"})
 
 Changes = dict[str, Any]
 """New values of arguments, by their names."""
@@ -24,11 +26,11 @@ Changes = dict[str, Any]
 def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
     """Returns the answers to changed questions that fit, four at most.
 
-    These are the cheapest changes that do not contain each other, one with which plain Lightning fits, and more memory.
+    These are the cheapest changes that do not contain each other, a change with which plain Lightning fits, and more memory.
 
     Args:
-        asked: what does not fit; of what fits with this strategy alone, only a way to do without it is tried.
-        say: is told what is tried, if that takes its time.
+        asked: an answer that does not fit. If it fits only with this strategy, only changes for plain Lightning are tried.
+        say: is called with a message before each slow step.
     """
     found: dict[frozenset[str], Answer] = {}
     estimates = [asked.estimate]
@@ -38,8 +40,9 @@ def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
             break
         if any(other <= names for other in found):
             continue
-        # Gradients that are freed in backward do not go to a disk.
-        ways = [changes, *[{**changes, "optimizer_overlap": "backward"}] * ("disk" in changes)]
+        ways = [changes]
+        if "disk" in changes:  # gradients that are freed in backward are not written to a disk
+            ways.append({**changes, "optimizer_overlap": "backward"})
         fitting = [each for way in ways if (each := _try(asked, way, estimates, say)) is not None and each.status == 0]
         if fitting:
             found[names] = min(fitting, key=lambda each: each.shown.prediction.seconds)
@@ -51,11 +54,11 @@ def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
 
 
 def _for_plain(asked: Answer, found: list[Answer]) -> Iterator[Changes]:
-    """What may let plain Lightning do without us: checkpoints of the model's own, a loss in chunks, adapters on 16 bits.
+    """Yields changes with which plain Lightning may fit: the model's own checkpoints, a chunked loss, adapters on 16-bit weights.
 
     Args:
-        asked: what does not fit, or fits with this strategy.
-        found: what was found to fit.
+        asked: an answer that does not fit, or fits only with this strategy.
+        found: the answers of changes that fit.
     """
     estimate, limit = asked.estimate, asked.question.gpu_memory
     if asked.fits_checkpointed and asked.best is None:
@@ -72,14 +75,14 @@ def _for_plain(asked: Answer, found: list[Answer]) -> Iterator[Changes]:
 
 
 def _has_loss(asked: Answer) -> bool:
-    """Whether there may be a loss over tokens that is not computed in chunks."""
+    """Returns True if there may be a loss over tokens that is not chunked."""
     question, estimate = asked.question, asked.estimate
     known = not question.predict and not estimate.why_guessed and question.input is None and not estimate.unit
     return known and question.loss_tokens is None and estimate.work.largest_outside is not None
 
 
 def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Callable[[str], None]) -> Answer | None:
-    """The answer with some changes; None if there is none, or if it would take too long to find."""
+    """Returns the answer of a changed question; None if it cannot be answered, or if this needs too many dry runs."""
     question = refused.question.but(**changes)
     if not changes or any(contradictions(question)) or _is_too_large(refused, question):
         return None
@@ -97,14 +100,14 @@ def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Call
 
 
 def _is_too_large(refused: Answer, question: Question) -> bool:
-    """Whether weights alone are more than the host's memory, so that no batch has to be run."""
+    """Returns True if the weights alone exceed host memory, so that no dry run is needed."""
     limit, dtype = refused.estimate.host.limit, dtypes(question.precision)[0]
     needed = refused.estimate.parameters * dtype.itemsize
     return question.disk is None and question.host_memory == refused.question.host_memory and needed > (limit or needed)
 
 
 def _candidates(refused: Answer) -> Iterator[Changes]:
-    """What is lacking needs one step that helps, or several. Of the same price those with fewer steps come first."""
+    """Yields one to three steps that together help every lacking memory, sorted by price, then by the number of steps."""
     lacking = refused.lacking
     steps = [step for step in _steps(refused) if step[1] & lacking]
     several = [chosen for count in (1, 2, 3) for chosen in combinations(steps, count)]
@@ -117,10 +120,13 @@ def _candidates(refused: Answer) -> Iterator[Changes]:
 
 
 def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
-    """Single changes, with the memory of which each may need less, and a price.
+    """Yields single changes, each with the memories of which it may need less, and a price.
 
-    What changes nothing of the result has the lowest: it takes time (1), or a drive (2). Other sizes or numbers are worth
-    more (3), and so is another training (4).
+    - 0: another window or number of staying layers.
+    - 1: the same results, but slower.
+    - 2: the same results, but with a disk.
+    - 3: another batch size or precision.
+    - 4: another training (adapters).
     """
     asked, estimate = refused.question, refused.estimate
     step = estimate.step
@@ -143,19 +149,19 @@ def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
     if not asked.stores_16_bits:
         yield {"precision": "bf16-true"}, _DEVICE | _HOST, 3
     weights, gradients = refused.shown.plan.plain
-    if not asked.predict and asked.lora is None and gradients > weights / 2:  # else there are adapters already
+    if not asked.predict and asked.lora is None and gradients > weights / 2:  # otherwise the model has adapters already
         yield {"lora": 16}, _DEVICE | _HOST, 4
 
 
 def _fitting_batch(refused: Answer) -> int:
-    """About how large a batch may be: activations and caches grow with it, weights do not."""
+    """Returns the approximate largest batch size that fits. Activations and caches are proportional to it; weights are not."""
     asked, activations = refused.question, refused.estimate.activation_bytes
     room = (asked.gpu_memory or 0) - refused.shown.device_bytes + activations
     return min(asked.batch_size - 1, asked.batch_size * room // activations) if activations > 0 and room > 0 else 0
 
 
 def _more_memory(refused: Answer) -> Changes:
-    """The least memory of device and host of which there is enough."""
+    """Returns the least device and host memory that are enough."""
     needed = {"host_memory": enough_host_memory(refused)} if "host" in refused.lacking else {}
     needed |= {"gpu_memory": refused.shown.device_bytes} if "device" in refused.lacking else {}
     return {name: -(-nbytes // _STEP) * _STEP for name, nbytes in needed.items()}

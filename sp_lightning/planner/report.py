@@ -1,4 +1,4 @@
-"""An answer in words for people, and as JSON for programs."""
+"""Formats an answer as text, and as JSON."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ ROUNDED = "without float32 weights each update is rounded to 8 bits of mantissa,
 _LEGEND = """
   k              layers that are usable on the device at once
   k'             layers that move as one transfer; a window is k and k' with their memory
-  weights+grads  weights on the device, and in training gradients on their way to the host
-  with the rest  the same with activations, caches and intermediate results: what the device needs
+  weights+grads  weights on the device, and in training gradients in flight to the host
+  with the rest  the device memory that is needed: also activations, caches and intermediate results
   waiting        share of the time in which the device does not compute
-  binds          what takes longest and so decides the time; host: Python's own time; host memory: reading and writing it;
-                 links, network: sums of gradients between devices and between nodes
+  binds          the resource with the most work, which bounds the time; host: Python's own time; host memory: its reads and
+                 writes; links, network: sums of gradients between devices and between nodes
   ◀              the smallest of the fastest windows that fit"""
 
 
 def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
-    """The answer for people: the verdict, what would fit if nothing does, at most ten lines of reasons, and all if asked for."""
+    """Returns the answer as text: the verdict, changes that fit if nothing does, and at most ten lines of reasons.
+
+    With ``--verbose`` it has all reasons, and tables of layers and windows.
+    """
     reasons = _reasons(answer)
     lines = [*trials(answer), verdict(answer), *_remedies(answer, remedies), ""]
     if answer.question.verbose:
@@ -61,7 +64,7 @@ def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
 
 
 def rounds(question: Question) -> bool:
-    """Whether weights are trained that have no float32 values."""
+    """Returns True if weights are trained without float32 values."""
     return not question.predict and question.stores_16_bits
 
 
@@ -92,8 +95,8 @@ def _details(answer: Answer) -> list[str]:
         _LEGEND,
         *_experts(estimate, row),
         "",
-        f"{known}: {1e6 * rates.visit_seconds:.0f} µs of Python for each visit of a layer, and "
-        f"{1e6 * rates.weight_seconds:.0f} µs for each weight in it",
+        f"{known}: {1e6 * rates.visit_seconds:.0f} µs of Python for each layer call, and "
+        f"{1e6 * rates.weight_seconds:.0f} µs for each weight of the layer",
     ]
     if not estimate.why_guessed and not question.predict:
         saved = {mode: f"{in_gib(estimate.work.saved(mode)):>10}" for mode in MODES}
@@ -107,17 +110,21 @@ def _details(answer: Answer) -> list[str]:
 
 
 def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterator[str]:
-    """A heading, then a line for each answer as soon as it is there, with the options in which the questions differ."""
+    """Yields a heading, then a line for each answer as soon as it is known, with the options in which the questions differ."""
     asked = [vars(question) for question in questions]
     differing = [name for name in SEVERAL if name == "model" or len({each[name] for each in asked}) > 1]
     heading = {"fits plain": 23, "fits here": 9, "k": 2, "k'": 2, "device": 10, "host": 10, "speed": 16, "waiting": 7}
     widths = [*(max(len(str(each[name])) for each in ({name: name}, *asked)) for name in differing), *heading.values()]
     yield _in_columns([*differing, *heading], widths)
     for answer, each in zip(answers, asked, strict=True):
-        fits, known, plan = answer.best is not None, not answer.estimate.why_guessed, answer.shown.plan
+        fits = answer.best is not None
+        known = not answer.estimate.why_guessed
+        fits_here = "no"
+        if fits:
+            fits_here = "yes" if known else "unknown"
+        plan = answer.shown.plan
         row = [
-            _plain(answer) if known else "unknown",
-            "no" if not fits else "yes" if known else "unknown", str(plan.k), str(plan.k_prime),
+            _plain(answer) if known else "unknown", fits_here, str(plan.k), str(plan.k_prime),
             in_gib(answer.shown.device_bytes) if known else "unknown", in_gib(answer.estimate.host.nbytes),
             *([per_second(answer), f"{answer.shown.waiting:.0%}"] if fits else [too_little(answer)]),
         ]  # fmt: skip
@@ -125,12 +132,14 @@ def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterat
 
 
 def _plain(answer: Answer) -> str:
-    """Whether plain Lightning fits, and what it needs; with torch's checkpoints of each layer if it fits only with them."""
+    """Returns whether plain Lightning fits, with its memory. With checkpoints of each layer if it fits only with them."""
     estimate = answer.estimate
     if answer.fits_checkpointed and not answer.fits_plain:
         return f"checkpointed, {in_gib(estimate.checkpointed_bytes)}"
-    limit = ("yes, " if answer.fits_plain else "no, ") * (answer.question.gpu_memory is not None)
-    return limit + in_gib(estimate.plain_bytes)
+    needed = in_gib(estimate.plain_bytes)
+    if answer.question.gpu_memory is None:
+        return needed
+    return f"{'yes' if answer.fits_plain else 'no'}, {needed}"
 
 
 def _in_columns(words: Iterable[str], widths: Iterable[int]) -> str:
@@ -158,8 +167,8 @@ def _heading(estimate: Estimate) -> str:
 def _device(estimate: Estimate, row: Row) -> str:
     if estimate.why_guessed:
         return (
-            f"activations unknown: no batch could be run without values ({estimate.why_guessed}). Times are guessed from "
-            f"parameter counts, as if each weight was used {estimate.uses} times in a forward"
+            f"activations unknown: no batch could be run without values ({estimate.why_guessed}). Times are estimated from "
+            f"parameter counts: a forward uses each weight {estimate.uses} times"
         )
     weights = estimate.weight_bytes(row.plan)
     what = "weights" if estimate.question.predict else "weights and gradients"
@@ -172,14 +181,19 @@ def _device(estimate: Estimate, row: Row) -> str:
 
 
 def _unit(question: Question) -> str:
-    """What takes the time that is predicted."""
+    """Returns the unit of the predicted time."""
     return "batch" if question.generate is None else "token"
 
 
 def _host(estimate: Estimate) -> list[str]:
-    """Host memory: what is in it, and what processes take beside that of the memory that there is."""
-    question, host = estimate.question, estimate.host
-    node = " of each node" if question.nodes > 1 else " of the node" if question.devices > 1 else ""
+    """Returns lines on the contents of host memory, and on the part that processes use."""
+    question = estimate.question
+    host = estimate.host
+    node = ""
+    if question.nodes > 1:
+        node = " of each node"
+    elif question.devices > 1:
+        node = " of the node"
     parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in host.parts.items() if nbytes)
     each = f"{host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter"
     line = f"host memory{node} {in_gib(host.nbytes)}, {each}: {parts}"
@@ -196,19 +210,21 @@ def _host(estimate: Estimate) -> list[str]:
 
 
 def _disk(answer: Answer) -> list[str]:
-    """What is on the disk."""
+    """Returns lines on the contents and traffic of the disk."""
     estimate, question, placement = answer.estimate, answer.question, answer.estimate.host.placement
     if question.disk is None:
         return []
-    if placement is None:  # the verdict says how much memory is enough
-        return ["disk: as much as possible, and host memory is too small even so"]
+    if placement is None:  # the verdict has the host memory that is enough
+        return ["disk: in use as far as possible, but host memory is still too small"]
     if not placement.on_disk:
-        limit = ", to which --host-memory sets no limit" if question.host_memory is None else ""
-        return [f"disk: nothing, because everything is in host memory{limit}"]
+        limit = " (--host-memory is not set)" if question.host_memory is None else ""
+        return [f"disk: not used, because everything is in host memory{limit}"]
     each = f"{placement.disk_bytes / max(estimate.parameters, 1):.3g} bytes per parameter"
-    what, moved = ("weights", f"each batch reads {each}, and writes nothing")
+    what = "weights"
+    moved = f"each batch reads {each}, and writes nothing"
     if not question.predict:
-        what, moved = "optimizer state", f"each step reads and writes {each}"
+        what = "optimizer state"
+        moved = f"each step reads and writes {each}"
     lines = [
         f"disk: {in_gib(placement.disk_bytes)} of {what}, of {len(placement.on_disk)} layers, through "
         f"{in_gib(placement.staging)} of host memory; {moved}"
@@ -232,7 +248,7 @@ def _disk(answer: Answer) -> list[str]:
 
 
 def _step(estimate: Estimate) -> list[str]:
-    """What an optimizer's step takes, if it is more than a pass over memory."""
+    """Returns a line on the time of an optimizer's step, if this is not a pass over memory."""
     step = estimate.step
     if step is None or step.seconds is None:
         return []
@@ -254,26 +270,28 @@ def _assumed(estimate: Estimate) -> str:
     }  # fmt: skip
     measured = [each for name, each in known.items() if name in question.measured.names]
     assumed = [name for name in known if name not in question.measured.names]
-    options = f" (--{' --'.join(assumed)})".replace("_", "-") * bool(assumed)
-    line = f"measured: {', '.join(measured)} ({question.rates}); " * bool(measured)
+    options = f" (--{' --'.join(assumed)})".replace("_", "-") if assumed else ""
+    line = f"measured: {', '.join(measured)} ({question.rates}); " if measured else ""
     line += f"assumed: {optimizer}{', '.join(known[name] for name in assumed)}{options}".removesuffix(", ")
     if step is not None and not step.on_device and step.seconds is None and (package := host_kernels().missing):
-        line += f"; updates in one pass, which pip install {package} makes (without, 1.6 times as long)"
+        line += f"; updates in one pass, which needs pip install {package} (without it, 1.6 times as long)"
     if question.devices > 1:
-        line += f"; {question.links / 1e9:g} GB/s lead from each device to the others (--links)"
+        line += f"; {question.links / 1e9:g} GB/s from each device to the others (--links)"
     if question.nodes > 1:
         line += f"; {question.network / 1e9:g} GB/s from each node to the others, for all its devices (--network)"
     return line
 
 
 def _windows(answer: Answer) -> list[str]:
-    """A line for each window, below a heading."""
+    """Returns a heading and a line for each window."""
     estimate, per = answer.estimate, f"s/{_unit(answer.question)}"
     lines = [f"   k  k' {'weights+grads':>14} {'with the rest':>14} {per:>9} {'waiting':>8}  binds"]
     for row in answer.rows:
         weights = in_gib(estimate.weight_bytes(row.plan))
         everything = "?" if estimate.why_guessed else in_gib(row.device_bytes)
-        mark = " ◀" if row is answer.best else "" if row.fits else "  does not fit"
+        mark = "" if row.fits else "  does not fit"
+        if row is answer.best:
+            mark = " ◀"
         lines.append(
             f"{row.plan.k:>4} {row.plan.k_prime:>3} {weights:>14} {everything:>14} "
             f"{row.prediction.seconds:>9.3g} {row.waiting:>8.0%}  {row.prediction.binds}{mark}"
@@ -282,7 +300,7 @@ def _windows(answer: Answer) -> list[str]:
 
 
 def _experts(estimate: Estimate, row: Row) -> list[str]:
-    """What stacked experts take of the links, and how that changes if some of them are on the device already."""
+    """Returns lines on the uploads of stacked experts, for several shares of experts that are on the device already."""
     stacked = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
     if not stacked or estimate.why_guessed:
         return []
@@ -300,28 +318,33 @@ def _experts(estimate: Estimate, row: Row) -> list[str]:
 
 
 def _faster(answer: Answer) -> str:
-    """What would make it faster."""
-    row, waited = answer.shown, answer.waits
-    plan, now = row.plan, row.prediction.seconds
+    """Returns a line on changes that make training faster."""
+    row = answer.shown
+    waited = answer.waits
+    plan = row.plan
+    now = row.prediction.seconds
     what = max(waited, key=waited.__getitem__, default="")
     why = f"the GPU computes {1 - row.waiting:.0%} of the time; only fewer operations or a faster GPU help."
     if waited.get(what, 0) >= LEAST_WAITING * now:
-        # Seconds, as in the line of a run; their share of the time is in the verdict.
+        # Seconds, as in a run's message. The verdict has the share of the time.
         why = f"the GPU waits {waited[what]:.3g} of {now:.3g} s for {WAITED[what]}. {remedy(what, plan)}."
     sliced = answer.without_waits.get("whole uploads", now)
     if now - sliced >= LEAST_WAITING * now:
         why += f' transfer="sharded" takes {sliced:.3g} s.'
     for options, (seconds, more) in (stepped_otherwise(answer.estimate, row) if "updates" in waited else {}).items():
         if now - seconds >= LEAST_WAITING * now:
-            needs, limit = row.device_bytes + more, answer.question.gpu_memory
-            over = f", {in_gib(needs - limit)} more than available" if limit is not None and needs > limit else ""
-            memory = f" and {in_gib(needs)} of GPU memory{over}" * bool(more)
+            memory = ""
+            if more:
+                needs = row.device_bytes + more
+                limit = answer.question.gpu_memory
+                over = f", {in_gib(needs - limit)} more than available" if limit is not None and needs > limit else ""
+                memory = f" and {in_gib(needs)} of GPU memory{over}"
             why += f" {options[0].upper()}{options[1:]} takes {seconds:.3g} s{memory}."
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
 
 def _nodes(estimate: Estimate, row: Row) -> list[str]:
-    """How many times as many samples several nodes train in the same time as one; nothing for one, or without training."""
+    """Returns a line on the speed of several nodes relative to one. No line for one node, or without training."""
     question = estimate.question
     if question.nodes == 1 or question.predict:
         return []
@@ -332,22 +355,28 @@ def _nodes(estimate: Estimate, row: Row) -> list[str]:
 
     one = seconds(1)
     gains = [f"{n} train {n * one / seconds(n):.3g} times as many samples" for n in sorted({2, question.nodes})]
-    return [f"nodes: one takes {one:.3g} s per batch; beside it, {', '.join(gains)}"]
+    return [f"nodes: one takes {one:.3g} s per batch; compared with it, {', '.join(gains)}"]
 
 
 def _notes(estimate: Estimate, row: Row) -> list[str]:
-    """Sentences: what of a batch is not counted, and what is saved outside of all layers, if that is much."""
-    work, notes = estimate.work, [*estimate.question.measured.notes, *estimate.notes]
+    """Returns sentences on parts of a batch that are not counted, and on large activations outside of all layers."""
+    work = estimate.work
+    notes = [*estimate.question.measured.notes, *estimate.notes]
     if estimate.why_guessed or estimate.question.predict:
         return notes
     notes += [estimate.found.grouping_advice] if estimate.found.grouping_advice else []
     largest = work.largest_outside
     saved = max((call.saved for call in work.calls), default=0)
     if largest is not None and (work.outside > work.saved(row.modes) / 4 or largest.nbytes > saved):
-        loss = "If they are the loss's logits, add --loss-tokens 1024 to plan a chunked loss (examples/guide/activations.md)."
+        loss = ""
+        if "token" in estimate.items and not estimate.unit:
+            loss = (
+                " If they are the loss's logits, add --loss-tokens 1024 to plan a chunked loss "
+                "(examples/guide/activations.md)."
+            )
         notes.append(
             f"{in_gib(work.outside)} of activations lie outside the layers (largest: {largest}). activations= does not reduce "
-            "them." + f" {loss}" * ("token" in estimate.items and not estimate.unit)
+            f"them.{loss}"
         )
     return notes
 
@@ -356,12 +385,12 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
 
 
 def in_json(answers: Sequence[dict[str, object]]) -> str:
-    """Answers for programs as text: one, or a list of several."""
+    """Returns the JSON of one answer, or of a list of several."""
     return json.dumps(answers if len(answers) > 1 else answers[0], indent=2)
 
 
 def as_fields(answer: Answer) -> dict[str, object]:
-    """One answer for programs, by the names of what it says."""
+    """Returns one answer as fields for JSON."""
     estimate, best, question, work = answer.estimate, answer.best, answer.question, answer.estimate.work
     plan, modes = answer.rows[0].plan, answer.rows[0].modes
     known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "host_bandwidth", "links", "network")
@@ -397,7 +426,7 @@ def as_fields(answer: Answer) -> dict[str, object]:
 
 
 def _stay(row: Row) -> dict[str, object]:
-    """How many layers stay on the device, if any were asked for."""
+    """Returns the number of layers that stay on the device, as a field, if there are any."""
     return {"gpu_layers": len(row.plan.stay)} if row.plan.stay else {}
 
 

@@ -1,4 +1,4 @@
-"""Configs of transformers in other sizes, and what loss a scaling law expects of a size and so many tokens."""
+"""Scales configs of transformers to other sizes, and predicts the loss of a size by a scaling law."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ FITTED_TO = 44_000_000
 
 
 def expected_loss(parameters: int, tokens: float) -> float:
-    """Nats per token that a language model of so many parameters has after so many tokens, none of which comes twice.
+    """Returns the expected loss of a language model in nats per token, after training on ``tokens`` without repetition.
 
-    The parametric fit of Besiroglu et al. (arXiv 2404.10102) to the runs of Hoffmann et al. (arXiv 2203.15556): transformers of
-    44 M to 16 B parameters on web text. Elsewhere it is no more than an order of sizes.
+    This is the parametric fit of Besiroglu et al. (arXiv 2404.10102) to the runs of Hoffmann et al. (arXiv 2203.15556):
+    transformers of 44 M to 16 B parameters on web text. For other models and data, it can only rank sizes.
     """
     return 1.8172 + 482.01 / parameters**0.3478 + 2085.43 / tokens**0.3658
 
 
 def scaled(config: Any, module: nn.Module, wanted: int) -> dict[str, Any]:
-    """What a config of transformers has to say for another size of the same family.
+    """Returns the fields of a transformers config for another size of the same family.
 
-    Width and depth keep their ratio, as nearly as whole heads and layers allow, and heads keep their size: of all widths of whole
-    heads the one is taken whose depth, chosen to reach the size, has the ratio that is nearest. Grouped heads of keys and values
-    and the width of the feed-forward network keep their ratio to the width; the vocabulary stays.
+    Heads keep their size. For each width of whole heads, the depth is chosen to reach the wanted size; the width is taken whose
+    ratio to its depth is nearest to that of the config. The numbers of key-value heads and the width of the feed-forward network
+    are scaled with the width. The vocabulary does not change.
 
     Args:
-        config: of the model as it is.
-        module: a model of it, whose parameters are counted.
-        wanted: parameters, embeddings included.
+        config: the config of the model.
+        module: a model of this config, whose parameters are counted.
+        wanted: the number of parameters, embeddings included.
 
     Raises:
         ValueError: the family has no such fields, or a model of that size would be smaller than its vocabulary.
@@ -42,8 +42,8 @@ def scaled(config: Any, module: nn.Module, wanted: int) -> dict[str, Any]:
     width, depth, heads = (getattr(config, name, None) for name in names)
     if not (isinstance(width, int) and isinstance(depth, int) and isinstance(heads, int) and width % heads == 0):
         raise ValueError(
-            f"--scale: configs of {config.model_type} have no {', '.join(names)} of their own that could be scaled. Make a "
-            "config of each size, and give them all: plan A.json B.json"
+            f"--scale: configs of {config.model_type} have no {', '.join(names)} that could be scaled. Make a config of each "
+            "size, and give them all: plan A.json B.json"
         )
     group = heads // (getattr(config, "num_key_value_heads", None) or heads)
     size, per_head = _embedded(module), width // heads
@@ -70,7 +70,7 @@ def scaled(config: Any, module: nn.Module, wanted: int) -> dict[str, Any]:
 
 
 def refuse_another_size(module: nn.Module, wanted: int) -> None:
-    """A ValueError if a scaled model has not the size that was asked for: experts, say, whose width is not the layers'."""
+    """Raises a ValueError if a scaled model does not have the wanted size, for example because experts have their own width."""
     count = sum(weight.numel() for weight in module.parameters())
     if not 0.75 * wanted <= count <= 1.25 * wanted:
         raise ValueError(
@@ -80,7 +80,7 @@ def refuse_another_size(module: nn.Module, wanted: int) -> None:
 
 
 def _embedded(module: nn.Module) -> int:
-    """Parameters of the embeddings and the head, which grow with the width alone. Tied weights count once."""
+    """Returns the parameters of embeddings and head, which are proportional to the width only. Tied weights count once."""
     found = {id(w): w.numel() for m in module.modules() if isinstance(m, nn.Embedding) for w in m.parameters()}
     head = getattr(module, "get_output_embeddings", lambda: None)()
     found |= {} if head is None else {id(w): w.numel() for w in head.parameters() if w.ndim == 2}

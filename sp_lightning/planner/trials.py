@@ -1,4 +1,4 @@
-"""Trainings that share a frozen base (``plan --trials``): seconds and bytes of each, memory of all, and where it stops to pay."""
+"""Plans trainings that share a frozen base (``plan --trials``): their time and memory, and the number that pays."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from sp_lightning.tuning.choices import SAME
 
 @dataclass(frozen=True)
 class Trials:
-    """So many trials of one row, which come to each layer together.
+    """A number of trials with the same window, which run each layer together.
 
     Attributes:
-        row: the window of each.
-        count: how many.
-        alone: seconds of a step of one that runs alone.
-        seconds: seconds of a step of each if all run at once: the least that the busiest resource allows.
-        binds: that resource.
-        nbytes: what a step of each brings to the device.
-        alone_bytes: the same of one that runs alone.
-        most: with how many the device computes all of the time, so that further ones save nothing; None if never.
-        device_bytes: device memory of which a run gives each trial, and the base, an equal share that is enough.
+        row: the window of each trial.
+        count: the number of trials.
+        alone: seconds of a step of one trial that runs alone.
+        seconds: seconds of a step of each trial if all run at once, bounded by the busiest resource.
+        binds: the busiest resource.
+        nbytes: bytes that a step of each trial uploads.
+        alone_bytes: bytes that a step of one trial that runs alone uploads.
+        most: the number of trials with which the device always computes, so that more trials save no time; None if there is no
+            such number.
+        device_bytes: device memory of all. A run divides it equally among the trials and the base.
         host_bytes: host memory of all, with frozen weights once.
     """
 
@@ -42,8 +43,9 @@ class Trials:
 
     @classmethod
     def of(cls, estimate: Estimate, row: Row, count: int) -> Trials | None:
-        """What trials of a model take; None if nothing of what travels is frozen."""
-        everything, prediction = estimate.question.predict, row.prediction
+        """Predicts trials of a model; returns None if they share too few of the uploaded bytes."""
+        everything = estimate.question.predict
+        prediction = row.prediction
         frozen = [
             sum(p.nbytes for _, p in layer.parameters if everything or not p.requires_grad)
             for layer in estimate.found.layers
@@ -52,10 +54,13 @@ class Trials:
         total = sum(each.nbytes for each in fetches)
         layers = [(each.layer, each.nbytes) for each in fetches if each.layer is not None and each.layer < len(frozen)]
         common = sum(min(frozen[layer], nbytes) for layer, nbytes in layers)
-        if not total or common < total / 10:  # a table, say, beside layers that are trained, or travel as casts
+        if (
+            not total or common < total / 10
+        ):  # for example a frozen table, but other layers are trained or uploaded as casts
             return None
-        spared = common * (1 - 1 / count)  # of each trial's bytes, which others bring
-        share, busy = common / total, dict(prediction.busy)
+        spared = common * (1 - 1 / count)  # bytes of each trial that other trials upload
+        share = common / total
+        busy = dict(prediction.busy)
         busy["fetch"] *= 1 - spared / total
         busy["host memory"] -= spared / estimate.rates.host_memory
         binds = max(busy, key=busy.__getitem__)
@@ -72,7 +77,7 @@ class Trials:
 
 
 def best_trials(answer: Answer) -> Trials | None:
-    """The fastest window for them whose memory is there, and of equally fast ones the smallest; if none is, the smallest."""
+    """Returns the fastest window that fits; among equally fast ones the smallest. If no window fits, returns the smallest."""
     estimate, limit = answer.estimate, answer.question.gpu_memory
     if answer.question.trials == 1 or estimate.why_guessed:
         return None
@@ -85,8 +90,14 @@ def best_trials(answer: Answer) -> Trials | None:
 
 
 def lacking(answer: Answer, found: Trials | None = None) -> list[str]:
-    """What the trials that were asked for, :func:`best_trials` of them, are known to lack: a base, device or host memory."""
-    found, asked = found or best_trials(answer), answer.question
+    """Returns the names of what the asked trials lack: ``a base``, or ``device`` or ``host`` memory.
+
+    Args:
+        answer: the answer for one trial.
+        found: the result of :func:`best_trials`, if known.
+    """
+    found = found or best_trials(answer)
+    asked = answer.question
     if asked.trials == 1 or answer.estimate.why_guessed:
         return []
     if found is None:
@@ -96,16 +107,19 @@ def lacking(answer: Answer, found: Trials | None = None) -> list[str]:
 
 
 def trials(answer: Answer) -> list[str]:
-    """A line on the trials that were asked for, which answers for all of them."""
+    """Returns lines on the asked trials, which come before the answer for one of them."""
     estimate, question, found = answer.estimate, answer.question, best_trials(answer)
     if question.trials == 1 or estimate.why_guessed:
         return []
     if found is None:
         casts = question.lora is not None or estimate.trained < estimate.parameters
-        cast = "frozen float32 weights travel as casts; load the base in bfloat16 (a factory can), or take --precision bf16-true"
+        cast = (
+            "frozen float32 weights are uploaded as casts; load the base in bfloat16 (in a factory), or use "
+            "--precision bf16-true"
+        )
         why = cast if casts else "freeze the base (--lora, or a factory)"
         return [f"trials: they share too few of the bytes that are copied: {why}"]
-    # More than so many do not save anything where something other than transfers binds already.
+    # More trials save no time if a resource other than transfers binds already.
     pays = "with any number" if found.most is None else f"and more than {max(found.most, 1)} save nothing"
     limit, row, lacks = question.gpu_memory, found.row, lacking(answer, found)
     fits = room = ""
@@ -114,13 +128,14 @@ def trials(answer: Answer) -> list[str]:
     if limit is not None:
         room = f" needed, {in_gib(limit)} available"
         most = max(0, limit * (1 + found.count) // found.device_bytes - 1)
-        room += f" (enough for {most} trial{'s' * (most != 1)})" * ("device" in lacks)
+        if "device" in lacks:
+            room += f" (enough for {most} trial{'' if most == 1 else 's'})"
     window = f"with k = {row.plan.k} and k' = {row.plan.k_prime}"
     return [
         f"trials{fits}: {found.count} at once over one SharedBase, {window}: a step of all takes at least "
         f"{found.count * found.seconds:.3g} s, {found.seconds:.3g} s for each ({found.binds} binds, {pays}), one of a trial "
-        f"alone with that window {found.alone:.3g} s; {in_gib(int(found.nbytes))} come to the device per step and trial in place "
-        f"of {in_gib(found.alone_bytes)}; {in_gib(found.device_bytes)} of GPU memory{room}, in {1 + found.count} equal "
+        f"alone with that window {found.alone:.3g} s; {in_gib(int(found.nbytes))} uploaded per step and trial instead of "
+        f"{in_gib(found.alone_bytes)}; {in_gib(found.device_bytes)} of GPU memory{room}, in {1 + found.count} equal "
         f"shares; {in_gib(found.host_bytes)} of host memory",
         "",
         "One alone:",

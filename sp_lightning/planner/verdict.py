@@ -1,4 +1,4 @@
-"""The verdict of ``plan``: whether the model fits, with plain Lightning or with this strategy, and what to choose."""
+"""The verdict of ``plan``: whether the model fits, with plain Lightning or with this strategy, and the recommended options."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sp_lightning.planner.arguments import Question
 from sp_lightning.planner.estimate import Estimate
 
 LEAST_WAITING = 0.05
-"""Waiting that takes a smaller share of the time is not worth a word of advice."""
+"""The least share of stalls for which the answer has advice."""
 _OVER = {"updates": " in host memory", "fetches": " over PCIe", "gradients to leave": " over PCIe"}
 
 
 def verdict(answer: Answer) -> str:
-    """What the answer comes to, in one line or two."""
+    """Returns the verdict in one or more lines."""
     estimate, limit, lines = answer.estimate, answer.question.gpu_memory or 0, list[str]()
     if answer.fits_plain:
         needed = _of(estimate.plain_bytes, limit)
@@ -31,7 +31,7 @@ def verdict(answer: Answer) -> str:
         return "\n".join([*lines, _recommended(answer, answer.best), *more])
     reasons = [_refused_by_host(answer)] if "host" in answer.lacking else []
     reasons += [_refused_by_device(answer)] if "device" in answer.lacking else []
-    # The exit status is that of the first line.
+    # The first line is the one that determines the exit status.
     return "\n".join([*lines, *reasons] if answer.fits_plain else [*reasons, *lines])
 
 
@@ -39,7 +39,7 @@ _CHECKPOINTED = "Plain Lightning fits if each layer runs in torch.utils.checkpoi
 
 
 def too_little(answer: Answer) -> str:
-    """Which memory is too small for this strategy, in short: what is needed of what was given."""
+    """Returns the memories that are too small for this strategy in short form: needed of given bytes."""
     device, host = answer.question.gpu_memory or 0, answer.question.host_memory or 0
     needed = {"device": (answer.shown.device_bytes, device), "host": (enough_host_memory(answer), host)}
     return f"no: {', '.join(f'{name} {_of(*needed[name])}' for name in sorted(answer.lacking))}"
@@ -50,7 +50,7 @@ def _of(needed: int, limit: int) -> str:
 
 
 def _too_little(needed: int, limit: int) -> str:
-    """What there is, and what is missing, which may be less than the last digit of both."""
+    """Returns the available and the missing memory. The difference of two rounded sizes might be 0, so it has its own number."""
     return f"{in_gib(limit)} available, {in_gib(needed - limit)} short"
 
 
@@ -70,7 +70,7 @@ def _refused_by_host(answer: Answer) -> str:
 
 
 def enough_host_memory(answer: Answer) -> int:
-    """The least ``--host-memory`` that is enough, in bytes."""
+    """Returns the least ``--host-memory`` that is enough, in bytes."""
     from sp_lightning.disk.host_budget import limit_for
 
     question, host = answer.question, answer.estimate.host
@@ -102,7 +102,7 @@ def _recommended(answer: Answer, best: Row) -> str:
 
 
 def _modes(estimate: Estimate, best: Row) -> list[str]:
-    """A line on what becomes of activations if not all of them fit."""
+    """Returns a line on the modes of activations, if not all of them fit."""
     return [f"Not all activations fit: {summary(best.modes)}."] if estimate.activations == "auto" else []
 
 
@@ -110,16 +110,16 @@ _BOUNDS = {
     "compute": "computation", "fetch": "uploads", "drain": "gradient offloading", "optimizer": "optimizer steps on the CPU",
     "host": "Python", "host memory": "host memory", "gpu steps": "optimizer steps on the GPU",
 }  # fmt: skip
-"""In the words of messages: what takes longest in a batch."""
+"""The names of resources in messages."""
 
 
 def _staying(answer: Answer, best: Row) -> list[str]:
-    """A line on layers that stay on the GPU, if any were asked for: how many, memory, and what bounds the batch."""
+    """Returns a line on layers that stay on the GPU, if asked for: their number, memory, and the resource that binds."""
     question, plan, host = answer.question, best.plan, answer.estimate.host
     if not question.gpu_layers:
         return []
     if not plan.stay:
-        return ["No layer stays on the GPU: there is no room beside the window and activations, or it is no faster."]
+        return ["No layer stays on the GPU: none fits beside the window and activations, or it is not faster."]
     share = sum(plan.layers[at].nbytes for at in plan.stay) / max(1, sum(layer.nbytes for layer in plan.layers))
     binds = best.prediction.binds
     return [
@@ -130,7 +130,7 @@ def _staying(answer: Answer, best: Row) -> list[str]:
 
 
 def speed(answer: Answer) -> str:
-    """The seconds of a batch, or of prompts and tokens, and how much that is in a second."""
+    """Returns the seconds of a batch, or of prompts and tokens, and the items per second."""
     question, seconds = answer.question, answer.shown.prediction.seconds
     each = " on each device" * (question.devices * question.nodes > 1)
     time = f"{seconds:.3g} s per batch{each}"
@@ -143,26 +143,30 @@ def speed(answer: Answer) -> str:
 
 
 def per_second(answer: Answer) -> str:
-    """How much is done in a second, in words."""
+    """Returns the items per second, in words."""
     number, what = answer.rate
     return f"{number:.3g} {what}/s" if number < 1000 else f"{number:.0f} {what}/s"
 
 
 def waiting(answer: Answer) -> str:
-    """The share of the time in which the device waits, and for what."""
-    total, parts, row, step = 0.0, list[str](), answer.shown, answer.estimate.step
+    """Returns the share of the time in which the device stalls, and the causes."""
+    total = 0.0
+    parts: list[str] = []
+    row = answer.shown
+    step = answer.estimate.step
     over = dict(_OVER)
     if step is not None and (step.on_device or step.seconds is not None):
-        over["updates"] = " on the GPU" * step.on_device
+        over["updates"] = " on the GPU" if step.on_device else ""
     for what, seconds in answer.waits.items():
         before, total = total, total + 100 * seconds / row.prediction.seconds
         if percent := round(total) - round(before):  # so that the parts add up to the whole
             parts.append(f"{percent}% for {WAITED[what]}{over.get(what, '')}")
-    return f"the GPU waits {row.waiting:.0%} of the time{' (' * bool(parts)}{', '.join(parts)}{')' * bool(parts)}"
+    causes = f" ({', '.join(parts)})" if parts else ""
+    return f"the GPU waits {row.waiting:.0%} of the time{causes}"
 
 
 def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
-    """The options of the strategy that the answer depends on."""
+    """Returns the options of the strategy that reproduce the plan."""
     question, options = estimate.question, dict[str, object](k=plan.k, k_prime=plan.k_prime)
     if question.activations != "auto" or estimate.activations == "auto":
         options["activations"] = question.activations
@@ -184,26 +188,29 @@ def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
 
 
 def strategy(estimate: Estimate, plan: Plan) -> str:
-    """The strategy as it is to be written."""
+    """Returns the Python call that makes the strategy."""
     options = strategy_options(estimate, plan)
     return f"SuperpipelineStrategy({', '.join(f'{name}={json.dumps(value)}' for name, value in options.items())})"
 
 
 def trainer_options(question: Question) -> str:
-    """The devices and nodes as a Trainer takes them; empty for one."""
-    nodes = f", num_nodes={question.nodes}" * (question.nodes > 1)
-    return f"devices={question.devices}{nodes}" * (question.devices * question.nodes > 1)
+    """Returns the Trainer's arguments for devices and nodes; an empty text for one device."""
+    if question.devices * question.nodes == 1:
+        return ""
+    nodes = f", num_nodes={question.nodes}" if question.nodes > 1 else ""
+    return f"devices={question.devices}{nodes}"
 
 
 def beside(estimate: Estimate) -> str:
-    """What of the model the answer depends on, too, as half a sentence."""
-    question, text = estimate.question, ""
+    """Returns the changes of the model that the plan needs, as the end of a sentence."""
+    question = estimate.question
+    text = ""
     if question.gradient_checkpointing:
         enable = "enable_gradient_checkpointing" if estimate.unit else "gradient_checkpointing_enable"
         text += f" and the model's {enable}()"
     if question.lora is not None:
         text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'
     if question.loss_tokens:
-        keep = ", keep_logits=True" * question.keep_logits
+        keep = ", keep_logits=True" if question.keep_logits else ""
         text += f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens}{keep})"
     return text

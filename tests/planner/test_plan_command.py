@@ -367,7 +367,7 @@ class TakesEightTokens(TakesTokens):
 
 def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "tests.planner.test_plan_command:TakesTokens", "--input", "4", "8", "--k", "1")
-    assert found["batch"] == "a batch of 4 × 8 whole numbers"
+    assert found["batch"] == "a batch of 4 × 8 integers"
     assert found["activation_bytes"]
 
 
@@ -387,7 +387,7 @@ def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["tests.planner.test_plan_command:TakesEightTokens", "--input", "4", "9"],
-            "; whole numbers: RuntimeError: ",
+            "; integers: RuntimeError: ",
         ),
     ],
 )
@@ -490,7 +490,7 @@ def test_times_of_images_are_not_guessed_from_tokens(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["plan", "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--batch-size", "2"])
     text = capsys.readouterr().out
-    assert "as if each weight was used 392 times in a forward" in text  # 2 images of 14 × 14 patches
+    assert "a forward uses each weight 392 times" in text  # 2 images of 14 × 14 patches
     assert "token" not in text.replace("tokens or images per batch", "")  # of any batch
 
 

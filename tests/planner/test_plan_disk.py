@@ -107,7 +107,7 @@ def test_weights_are_read_in_place_in_inference(capsys: pytest.CaptureFixture[st
 @pytest.mark.rest("a plan of a whole model; the first tier has one of them")
 def test_nothing_is_on_the_disk_where_all_of_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--disk", "1GB/s", "--host-memory", "64GiB")
-    assert answer(capsys, *asked)["disk"] == ["disk: nothing, because everything is in host memory"]
+    assert answer(capsys, *asked)["disk"] == ["disk: not used, because everything is in host memory"]
     main(["plan", *MODEL, *asked])
     assert "of the 64.0 GiB, 4.8 GiB are for the process, its libraries and batches" in capsys.readouterr().out
 
@@ -117,7 +117,7 @@ def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pyte
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, "--disk", "1GB/s", "--host-memory", memory("256MiB")])
     said = capsys.readouterr().out
-    assert "disk: as much as possible, and host memory is too small even so" in said
+    assert "disk: in use as far as possible, but host memory is still too small" in said
     assert "\nthe times are those without a disk, with enough host memory\n" in said
     assert re.search(r"^It does not fit, even with a disk: .* --host-memory [\d.]+GiB is enough", said, re.MULTILINE)
 
@@ -183,6 +183,4 @@ def test_weights_of_several_devices_are_in_memory(capsys: pytest.CaptureFixture[
 
 def test_a_plan_without_a_limit_says_why_nothing_is_on_the_disk(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1", "--disk", "1GB/s")
-    assert found["disk"] == [
-        "disk: nothing, because everything is in host memory, to which --host-memory sets no limit"
-    ]
+    assert found["disk"] == ["disk: not used, because everything is in host memory (--host-memory is not set)"]

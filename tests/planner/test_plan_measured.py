@@ -186,7 +186,7 @@ def test_a_link_is_measured_both_ways_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_memory_that_is_not_locked_is_no_measure_of_a_link() -> None:
     device = Link(room=1)
-    with pytest.raises(OSError, match="page-locks no 1 MiB of host memory: raise `ulimit -l`"):
+    with pytest.raises(OSError, match="cannot page-lock 1 MiB of host memory: raise `ulimit -l`"):
         rates.link_bytes(device, 2**20, 1)
     assert not device.locked
 
@@ -206,7 +206,7 @@ REPORT: dict[str, Any] = {
     [
         ("--from", {**REPORT, "seconds": 0}, "not a file of report .ZeroDivisionError"),
         ("--from", RATES, "not a file of report .ValueError: it is of 'rates'"),
-        ("--rates", REPORT, "not a file of rates .ValueError: it is of 'report'"),
+        ("--rates", REPORT, "not a file of rates .ValueError: its kind is 'report'"),
     ],
 )
 def test_why_a_file_is_none_is_said(option: str, found: dict[str, Any], why: str, tmp_path: Path) -> None:

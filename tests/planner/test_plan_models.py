@@ -154,7 +154,7 @@ def test_labels_of_a_factorys_model_count(capsys: pytest.CaptureFixture[str]) ->
     """Its loss was left out, without a word, and "it fits"."""
     model = f"{__name__}:WithLoss"
     found = plan(capsys, model, "--input", "1", "2048", "--precision", "32-true", "--k", "1")
-    assert found["batch"] == "a batch of 1 × 2048 whole numbers, which are the labels, too"
+    assert found["batch"] == "a batch of 1 × 2048 integers, which are also the labels"
     assert not any("No loss is counted" in note for note in found["notes"])
     bare = plan(capsys, f"{__name__}:WithoutLoss", "--input", "1", "2048", "--precision", "32-true", "--k", "1")
     assert found["activation_bytes"] > bare["activation_bytes"]
@@ -165,7 +165,7 @@ def test_labels_of_a_factorys_model_count(capsys: pytest.CaptureFixture[str]) ->
 def test_tokens_of_a_factorys_model(capsys: pytest.CaptureFixture[str]) -> None:
     """They were ignored: "no batch known"."""
     found = plan(capsys, f"{__name__}:WithLoss", "--tokens", "64", "--batch-size", "2", "--k", "1")
-    assert found["batch"] == "a batch of 2 × 64 whole numbers, which are the labels, too"
+    assert found["batch"] == "a batch of 2 × 64 integers, which are also the labels"
     with pytest.raises(SystemExit) as ended:
         main(["plan", f"{__name__}:WithLoss", "--tokens", "64", "--input", "1", "64"])
     assert ended.value.code == 2

@@ -64,7 +64,7 @@ def test_it_says_how_many_fit_and_what_binds(short: str, capsys: pytest.CaptureF
         (("--precision", "bf16-true"), "freeze the base (--lora, or a factory)"),
         (
             ("--lora", "16"),
-            "frozen float32 weights travel as casts; load the base in bfloat16 (a factory can)",
+            "frozen float32 weights are uploaded as casts; load the base in bfloat16 (in a factory)",
         ),
     ],
 )
