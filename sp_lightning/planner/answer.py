@@ -111,7 +111,8 @@ class Answer:
     def waits(self) -> dict[str, float]:
         """Seconds that the device stalls, by cause.
 
-        The cause whose removal saves the most comes first. Each cause has the seconds that remain after removing those before it.
+        The cause whose removal saves the most is the first. Its seconds are the time that its removal saves, if the causes before
+        it are removed already.
         """
         alone = self.without_waits
         seconds = self.shown.prediction.seconds

@@ -58,7 +58,7 @@ _OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # used only w
 _GENERATE = (
     "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
 )
-_IMAGE = "pixels on each side, or of diffusion models height and width, as 480x832 (what the model is made for)"
+_IMAGE = "pixels on each side; for diffusion models also height and width, as 480x832 (the model's default)"
 _CLIP = "gradients are clipped: by norm, as Trainer(gradient_clip_val=1.0), or by value (gradient_clip_algorithm)"
 _LOSS_TOKENS = "compute the loss from the logits of N tokens at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _GPU_LAYERS = (
@@ -66,24 +66,24 @@ _GPU_LAYERS = (
     "(0.5), or auto for as many as fit (%(default)s)"
 )
 _ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, else chooses for each layer (%(default)s)"
-_OPTIMIZER = "(what a factory's configure_optimizers makes, if it can be run; else adamw)"
-_STEP_SECONDS = "what the optimizer's step takes on the host, measured, if it is not fused (8-bit states, Shampoo)"
+_OPTIMIZER = "(the one of a factory's configure_optimizers, if it can be run; else adamw)"
+_STEP_SECONDS = "measured seconds of the optimizer's step on the host, if it is not fused (8-bit states, Shampoo)"
 _PCIE = "between host and each device, each way (%(default)s)"
 _LINKS = "from each device to the others, and back (%(default)s)"
 _TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)"
-_NETWORK = "from each node to the others, each way (%(default)s); in bits, as 200Gb/s, too"
+_NETWORK = "from each node to the others, each way (%(default)s); also in bits, as 200Gb/s"
 _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
 _LORA = (
     'adapters of this rank, which alone are trained: PEFT\'s LoraConfig(r=N, target_modules="all-linear"), not merged'
 )
 _TRIALS = "trainings at once that share the frozen weights by sp_lightning.SharedBase (%(default)s)"
-_VERBOSE = "also layers, windows, activations, and what the words mean"
+_VERBOSE = "also layers, windows, activations, and the meaning of the columns"
 _STATUS = (
     "exit status: 0 if it fits as asked, with plain Lightning or this strategy; 1 if it does not, even if a change would help; "
     "2 if an error occurs; 3 if activations are unknown, because a batch could not be run. Several models: the highest."
 )
-_RATES = "rates that `python -m sp_lightning rates > FILE` has measured, for those that are not given here"
-_FROM = "what a run of this model has reached, by SuperpipelineCallback(report=FILE): corrects the times by it"
+_RATES = "rates measured by `python -m sp_lightning rates > FILE`, for all rates that are not given here"
+_FROM = "the report of a run of this model, by SuperpipelineCallback(report=FILE): corrects the times by it"
 _HOURS = (
     "plan a training of N hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
     "the optimizer, of those that are not given"
@@ -222,8 +222,8 @@ class Question(argparse.Namespace):
         int, _option("per sequence or prompt (%(default)s)", type=_count, default=DefaultSize(2048), nargs="+")
     ]
     image: Annotated[int | tuple[int, int] | None, _option(_IMAGE, type=_pixels, metavar="SIZE")]
-    frames: Annotated[int | None, _option("of each video (what the model is made for)", type=_count)]
-    input: Annotated[list[int] | None, _option("shape of what a factory's module takes", type=_count, nargs="+")]
+    frames: Annotated[int | None, _option("of each video (the model's default)", type=_count)]
+    input: Annotated[list[int] | None, _option("shape of the input of a factory's module", type=_count, nargs="+")]
     gradient_checkpointing: Annotated[
         bool, _option("gradient checkpointing, of models of transformers and diffusers", action="store_true")
     ]
@@ -272,7 +272,9 @@ class Question(argparse.Namespace):
     # Planning for a given time.
     hours: Annotated[float | None, _option(_HOURS, type=positive_number)]
     least_steps: Annotated[int, _option(_STEPS, type=_count, default=1000, metavar="N")]
-    dataset_tokens: Annotated[int | None, _option("of the data, 2B for example, to say epochs", type=_amount)]
+    dataset_tokens: Annotated[
+        int | None, _option("of the data, 2B for example; adds epochs to the answer", type=_amount)
+    ]
     samples: Annotated[int | None, _option("the same, of data without tokens", type=_amount)]
     price: Annotated[float | None, _option("of an hour of the machine", type=positive_number)]
     scale: Annotated[int | None, _option(_SCALE, type=_amount, nargs="+", metavar="N")]
@@ -506,7 +508,7 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
     rates = commands.add_parser("rates", help="measure this machine for plan --rates, in about a minute")
     rates.add_argument("--accelerator", help="where layers compute, cuda or cpu (the accelerator that torch finds)")
     rates.add_argument("--disk", type=Path, help="a folder on a drive to measure as well (none)")
-    rates.add_argument("--seconds", type=positive_number, default=30, help="for what is repeated (%(default)s)")
+    rates.add_argument("--seconds", type=positive_number, default=30, help="for repeated measurements (%(default)s)")
     plan = commands.add_parser(
         "plan",
         help="estimate memory and speed of a model, without loading its weights",

@@ -75,12 +75,12 @@ class Budget:
         return None if price is None else price * self.seconds / 3600
 
 
-def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
+def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
     """Returns ways to train that fit, unsorted.
 
     Args:
         asked: the question. Given arguments are fixed; the others are searched.
-        say: is called with a message before each slow step.
+        notify: is called with a message before each slow step.
 
     Raises:
         ValueError: the model does not take the batch; the data cannot be counted; the data or the time is less than one step.
@@ -91,7 +91,7 @@ def budgets(asked: Question, say: Callable[[str], None]) -> list[Budget]:
         fastest = 0
         for batch in _BATCHES if "batch_size" not in asked.given and _takes_batches(asked) else (asked.batch_size,):
             question = asked.but(precision=precision, batch_size=batch)
-            say(f"runs a batch of {batch} in {precision}")
+            notify(f"runs a batch of {batch} in {precision}")
             try:
                 estimate = estimate_model(question)
             except ValueError as error:  # the model may take other batches or precisions

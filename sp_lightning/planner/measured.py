@@ -123,7 +123,7 @@ def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def corrected(question: Question, say: Callable[[str], None]) -> Question:
+def corrected(question: Question, notify: Callable[[str], None]) -> Question:
     """Returns the question with its times corrected by the ``--from`` report of a run.
 
     Raises:
@@ -140,7 +140,7 @@ def corrected(question: Question, say: Callable[[str], None]) -> Question:
         raise ValueError(
             f"{file} is of {devices} devices, and this plan of {here}. Plan {devices}, or leave --from out."
         )
-    say(f"runs a batch of {question.model} as {file} had it")
+    notify(f"runs a batch of {question.model} as {file} had it")
     asked = question.but(**as_reached)
     estimate = estimate_model(asked)
     for name, count in counts.items():

@@ -54,7 +54,7 @@ def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str
     if questions[0].hours is not None:
         yield from _in_hours(questions, answers)
         return
-    found = (_answer(corrected(question, _say), answers) for question in questions)
+    found = (_answer(corrected(question, _notify), answers) for question in questions)
     if questions[0].json:
         yield in_json([as_fields(each) for each in found])
     elif len(questions) > 1:
@@ -65,7 +65,7 @@ def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str
 
 
 def _with_remedies(one: Answer) -> str:
-    return as_text(one, remedies(one, _say) if one.status < 3 and not one.fits_plain else [])
+    return as_text(one, remedies(one, _notify) if one.status < 3 and not one.fits_plain else [])
 
 
 def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
@@ -73,11 +73,11 @@ def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[
     groups: dict[tuple[object, ...], list[Question]] = {}
     for question in questions:
         key = question.model, question.tokens, question.scale
-        groups.setdefault(key, []).append(corrected(question, _say))
+        groups.setdefault(key, []).append(corrected(question, _notify))
     chosen: list[Budget] = []
     found: list[dict[str, object]] = []
     for first, *more in groups.values():
-        ways = best_first(way for question in (first, *more) for way in budgets(question, _say))
+        ways = best_first(way for question in (first, *more) for way in budgets(question, _notify))
         answers.append(ways[0].answer if ways else answer(estimate_model(first)))
         if first.json:
             found.append(as_fields(answers[-1]) | (fields(ways[0]) if ways else {}))
@@ -95,12 +95,12 @@ def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[
 
 def _answer(question: Question, answers: list[Answer]) -> Answer:
     question.predict = question.predict or question.generate is not None
-    _say(f"runs a batch of {question.model} without values")
+    _notify(f"runs a batch of {question.model} without values")
     answers.append(answer(estimate_model(question)))
     return answers[-1]
 
 
-def _say(what: str) -> None:
+def _notify(what: str) -> None:
     """Prints a message before a slow step, if the standard error is a terminal."""
     if sys.stderr.isatty():
         print(f"plan {what} …", file=sys.stderr, flush=True)

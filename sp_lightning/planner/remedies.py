@@ -23,14 +23,14 @@ Changes = dict[str, Any]
 """New values of arguments, by their names."""
 
 
-def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
+def remedies(asked: Answer, notify: Callable[[str], None]) -> list[Answer]:
     """Returns the answers to changed questions that fit, four at most.
 
     These are the cheapest changes that do not contain each other, a change with which plain Lightning fits, and more memory.
 
     Args:
         asked: an answer that does not fit. If it fits only with this strategy, only changes for plain Lightning are tried.
-        say: is called with a message before each slow step.
+        notify: is called with a message before each slow step.
     """
     found: dict[frozenset[str], Answer] = {}
     estimates = [asked.estimate]
@@ -43,12 +43,14 @@ def remedies(asked: Answer, say: Callable[[str], None]) -> list[Answer]:
         ways = [changes]
         if "disk" in changes:  # gradients that are freed in backward are not written to a disk
             ways.append({**changes, "optimizer_overlap": "backward"})
-        fitting = [each for way in ways if (each := _try(asked, way, estimates, say)) is not None and each.status == 0]
+        fitting = [
+            each for way in ways if (each := _try(asked, way, estimates, notify)) is not None and each.status == 0
+        ]
         if fitting:
             found[names] = min(fitting, key=lambda each: each.shown.prediction.seconds)
-    planned = (_try(asked, changes, estimates, say) for changes in _for_plain(asked, [*found.values()]))
+    planned = (_try(asked, changes, estimates, notify) for changes in _for_plain(asked, [*found.values()]))
     without_us = next((each for each in planned if each is not None and each.fits_plain), None)
-    more = _try(asked, _more_memory(asked), estimates, say)
+    more = _try(asked, _more_memory(asked), estimates, notify)
     others = [each for each in (without_us, more) if each is not None and each.status == 0]
     return [*[*found.values()][: _MOST + 1 - len(others)], *others]
 
@@ -81,7 +83,7 @@ def _has_loss(asked: Answer) -> bool:
     return known and question.loss_tokens is None and estimate.work.largest_outside is not None
 
 
-def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Callable[[str], None]) -> Answer | None:
+def _try(refused: Answer, changes: Changes, estimates: list[Estimate], notify: Callable[[str], None]) -> Answer | None:
     """Returns the answer of a changed question; None if it cannot be answered, or if this needs too many dry runs."""
     question = refused.question.but(**changes)
     if not changes or any(contradictions(question)) or _is_too_large(refused, question):
@@ -90,7 +92,7 @@ def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Call
     if known is None:
         if len(estimates) > _MOST_RUNS:
             return None
-        say(f"tries {changed(refused.question, question)}")
+        notify(f"tries {changed(refused.question, question)}")
         try:
             known = estimate_model(question)
         except (ValueError, ImportError):

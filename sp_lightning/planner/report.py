@@ -39,7 +39,9 @@ def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
     lines = [*trials(answer), verdict(answer), *_remedies(answer, remedies), ""]
     if answer.question.verbose:
         return "\n".join([*lines, *reasons, "", *_details(answer)])
-    return "\n".join([*lines, *reasons[:_MOST_REASONS], "--verbose shows layers, windows, and what the words mean"])
+    return "\n".join(
+        [*lines, *reasons[:_MOST_REASONS], "--verbose shows layers, windows, and the meaning of the columns"]
+    )
 
 
 def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
@@ -75,7 +77,7 @@ def _reasons(answer: Answer) -> list[str]:
         _heading(estimate),
         _device(estimate, row),
         *_host(estimate),
-        _faster(answer) if estimate.host.fits else f"the times are those {without_disk}with enough host memory",
+        _faster(answer) if estimate.host.fits else f"the times are predicted {without_disk}with enough host memory",
         _assumed(estimate),
         *_disk(answer),
         *_step(estimate),
@@ -132,7 +134,7 @@ def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterat
 
 
 def _plain(answer: Answer) -> str:
-    """Returns whether plain Lightning fits, with its memory. With checkpoints of each layer if it fits only with them."""
+    """Returns "yes", "no" or "checkpointed" (it fits only with checkpoints of each layer), and the memory of plain Lightning."""
     estimate = answer.estimate
     if answer.fits_checkpointed and not answer.fits_plain:
         return f"checkpointed, {in_gib(estimate.checkpointed_bytes)}"
@@ -243,7 +245,9 @@ def _disk(answer: Answer) -> list[str]:
             placement.disk_bytes + trained.weight_bytes
         ) / question.accumulate_grad_batches + trained.gradient_bytes
         daily = written / answer.best.prediction.seconds * _DAY
-        lines.append(f"disk: {daily / 1e12:.3g} TB are written in a day of training; look up what the drive endures")
+        lines.append(
+            f"disk: {daily / 1e12:.3g} TB are written in a day of training; compare the endurance of the drive"
+        )
     return lines
 
 

@@ -74,7 +74,7 @@ def refuse_another_size(module: nn.Module, wanted: int) -> None:
     count = sum(weight.numel() for weight in module.parameters())
     if not 0.75 * wanted <= count <= 1.25 * wanted:
         raise ValueError(
-            f"--scale {wanted:,}: with width and depth in proportion this family comes to {count:,} parameters, because parts "
+            f"--scale {wanted:,}: with width and depth in proportion this family has {count:,} parameters, because parts "
             "of it do not grow with its width, or it has too few layers. Ask for a larger size, or make a config by hand."
         )
 

@@ -132,7 +132,7 @@ def _staying(answer: Answer, best: Row) -> list[str]:
 def speed(answer: Answer) -> str:
     """Returns the seconds of a batch, or of prompts and tokens, and the items per second."""
     question, seconds = answer.question, answer.shown.prediction.seconds
-    each = " on each device" * (question.devices * question.nodes > 1)
+    each = " on each device" if question.devices * question.nodes > 1 else ""
     time = f"{seconds:.3g} s per batch{each}"
     if answer.prompt_seconds is not None:
         time = (

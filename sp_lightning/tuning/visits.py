@@ -152,7 +152,7 @@ def measured(
 
 
 def _rate(by_kind: Mapping[Kind, Sequence[Interval]], kinds: Sequence[Kind], *more: Kind) -> float:
-    """Returns the bytes of these kinds per second; the seconds of ``more`` kinds, which copy the same bytes, count, too."""
+    """Returns the bytes of these kinds per second. The time includes ``more`` kinds, which copy the same bytes."""
     seconds = sum(copy.end - copy.begin for kind in (*kinds, *more) for copy in by_kind[kind])
     nbytes = sum(copy.nbytes for kind in kinds for copy in by_kind[kind])
     # The interval of a layer without gradients has no bytes.
@@ -179,7 +179,7 @@ class Prediction:
     intervals: tuple[Interval, ...]
 
     def beside(self, other: Prediction, times: int) -> Prediction:
-        """Returns the average with ``times`` as many of another prediction. The intervals are those of this one."""
+        """Returns the average of this prediction and ``times`` copies of another. The intervals are those of this one."""
 
         def mean(mine: float, its: float) -> float:
             return (mine + times * its) / (times + 1)

@@ -118,7 +118,7 @@ def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pyte
         main(["plan", *MODEL, "--disk", "1GB/s", "--host-memory", memory("256MiB")])
     said = capsys.readouterr().out
     assert "disk: in use as far as possible, but host memory is still too small" in said
-    assert "\nthe times are those without a disk, with enough host memory\n" in said
+    assert "\nthe times are predicted without a disk, with enough host memory\n" in said
     assert re.search(r"^It does not fit, even with a disk: .* --host-memory [\d.]+GiB is enough", said, re.MULTILINE)
 
 
@@ -150,7 +150,7 @@ def test_processes_take_memory_without_a_disk_too(devices: str, capsys: pytest.C
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, *asked, "900MiB"])
     said = capsys.readouterr().out
-    assert "\nthe times are those with enough host memory\n" in said
+    assert "\nthe times are predicted with enough host memory\n" in said
     (enough,) = re.findall(r"--host-memory ([\d.]+)GiB is enough", said)
     assert answer(capsys, *asked, f"{enough}GiB")["host_fits"]
     with pytest.raises(SystemExit):

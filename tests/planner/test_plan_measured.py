@@ -283,7 +283,7 @@ def test_a_size_is_that_which_was_asked_for_or_refused() -> None:
     for wanted in (80, 100, 133):
         refuse_another_size(module, wanted)
     for wanted in (79, 134):
-        with pytest.raises(ValueError, match=f"--scale {wanted}: .* this family comes to 100 parameters"):
+        with pytest.raises(ValueError, match=f"--scale {wanted}: .* this family has 100 parameters"):
             refuse_another_size(module, wanted)
 
 
