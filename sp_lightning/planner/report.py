@@ -22,7 +22,7 @@ ROUNDED = "without float32 weights each update is rounded to 8 bits of mantissa,
 _LEGEND = """
   k              layers that are usable on the device at once
   k'             layers that move as one transfer; a window is k and k' with their memory
-  weights+grads  weights on the device, and in training gradients in flight to the host
+  weights+grads  weights on the device, and in training gradients that are being offloaded
   with the rest  the device memory that is needed: also activations, caches and intermediate results
   waiting        share of the time in which the device does not compute
   binds          the resource with the most work, which bounds the time; host: Python's own time; host memory: its reads and

@@ -205,7 +205,7 @@ REPORT: dict[str, Any] = {
     ("option", "found", "why"),
     [
         ("--from", {**REPORT, "seconds": 0}, "not a file of report .ZeroDivisionError"),
-        ("--from", RATES, "not a file of report .ValueError: it is of 'rates'"),
+        ("--from", RATES, "not a file of report .ValueError: its kind is 'rates'"),
         ("--rates", REPORT, "not a file of rates .ValueError: its kind is 'report'"),
     ],
 )
