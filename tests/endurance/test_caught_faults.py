@@ -143,7 +143,6 @@ ROWS = [
     Row("enter of a call / leave", torch, "tanh", 2, calls),
     Row("leave of a call, its parts", WriteBack, "write_back", 1, writes_and_calls),
     Row("leave of a call, its parts", WriteBack, "take_back_all", 1, calls, BETWEEN),
-    Row("leave of a call, its parts", Slots, "release", 2, calls),
     Row("begin_call / end_call", Slots, "use", 3, calls),
     Row("begin_call / end_call", BoundWeights, "move_in", 3, calls),
     Row("on_demand: begin_call / end_call", Slots, "use", 2, reads, IN),

@@ -435,6 +435,6 @@ def test_it_is_converted_there_and_back(tmp_path: Path, capsys: pytest.CaptureFi
     torch.save({"a": Path("code")}, tmp_path / "code")
     with pytest.raises(SystemExit):
         main(["convert", str(tmp_path / "code"), str(tmp_path / "safe")])
-    assert "If you trust it: --trust" in capsys.readouterr().err
+    assert "If you trust it, add --trust" in capsys.readouterr().err
     main(["convert", "--trust", str(tmp_path / "code"), str(tmp_path / "safe")])
     assert read(tmp_path / "safe", False)["a"] == Path("code")
