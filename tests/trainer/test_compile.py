@@ -168,7 +168,7 @@ class WholeGraph(Module):
 )
 def test_a_graph_without_breaks_meets_the_engine_and_is_told_what_to_do(refused: str, remedy: str) -> None:
     """Dynamo said that it skips a function of ours that is disabled, and that one is to remove that."""
-    told = r"Superpipeline moves weights.*without fullgraph=True.*weight\.clone\(\)"
+    told = r"Superpipeline copies weights.*without fullgraph=True.*weight\.clone\(\)"
     with pytest.raises(RuntimeError, match=told):
         trainer_for(superpipeline()).fit(WholeGraph(refused), loader(vectors()))
     torch._dynamo.reset()

@@ -435,7 +435,7 @@ def changed(**changes: Tensor | None) -> Callable[[dict[str, Tensor]], dict[str,
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "missing": (
         changed(**{"stem.weight": None}),
-        r"its 'net'\. It lacks 'net\.stem\.weight' of shape \(16, 16\)\. A file",
+        r"its 'net'\. It lacks 'net\.stem\.weight' of shape \(16, 16\)\. The file",
     ),
     "unexpected": (changed(more=torch.ones(3)), r"its 'net'\. The module has no 'more' of shape \(3,\)"),
     "another": (
