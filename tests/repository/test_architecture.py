@@ -43,17 +43,17 @@ BETWEEN = {
 """Capabilities that may import other capabilities, with the reason."""
 
 
-def wing(file: str) -> str:
+def top_folder(file: str) -> str:
     return file.split(".")[0]
 
 
 def offences(file: str, source: str) -> list[str]:
     """What a file imports that it may not."""
-    here = wing(file)
+    here = top_folder(file)
     wrong: list[str] = []
     for module in imports(source):
         top, _, rest = module.partition(".")
-        there = wing(rest)
+        there = top_folder(rest)
         if top in ("lightning", "pytorch_lightning") and here not in MAY_IMPORT_LIGHTNING:
             wrong.append(module)
         if top == "sp_lightning" and file != "registry" and here not in TOP and not _may_import(here, there):
@@ -72,12 +72,12 @@ def _may_import(here: str, there: str) -> bool:
 
 @pytest.mark.parametrize("file", FILES)
 def test_imports_go_down(file: str) -> None:
-    assert wing(file) in {*CORE, *TOP, *CAPABILITIES}, "a new folder needs its place in the order"
+    assert top_folder(file) in {*CORE, *TOP, *CAPABILITIES}, "a new folder needs its place in the order"
     assert offences(file, FILES[file]) == []
 
 
 def circle(name: str, files: dict[str, str], *, for_types: bool) -> list[str]:
-    """Files of a wing that import each other in a circle; none if there is no circle."""
+    """Files of a folder that import each other in a circle; none if there is no circle."""
     within = {
         file: {
             other
@@ -86,7 +86,7 @@ def circle(name: str, files: dict[str, str], *, for_types: bool) -> list[str]:
         }
         - {file}
         for file, source in files.items()
-        if wing(file) == name
+        if top_folder(file) == name
     }
     try:
         list(graphlib.TopologicalSorter(within).static_order())
@@ -95,8 +95,8 @@ def circle(name: str, files: dict[str, str], *, for_types: bool) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("name", sorted({wing(file) for file in FILES}))
-def test_no_file_of_a_wing_imports_itself_by_way_of_others(name: str) -> None:
+@pytest.mark.parametrize("name", sorted({top_folder(file) for file in FILES}))
+def test_no_file_of_a_folder_imports_itself_by_way_of_others(name: str) -> None:
     """Imports for annotations alone count, too: a reader follows them as well."""
     assert circle(name, FILES, for_types=True) == []
 
@@ -311,7 +311,7 @@ def test_the_check_for_privates_can_fail() -> None:
 
 
 @pytest.mark.parametrize("name", [each for each in (*CORE, *CAPABILITIES) if f"{each}.__init__" in FILES])
-def test_each_wing_says_what_lives_there(name: str) -> None:
+def test_each_folder_says_what_lives_there(name: str) -> None:
     tree = ast.parse(FILES[f"{name}.__init__"])
     assert len(ast.get_docstring(tree) or "") > 200
     assert len(tree.body) == 1, "it imports nothing and passes nothing on"

@@ -1,4 +1,4 @@
-"""The shape of the test-suite: a folder for each wing, and helpers in ``tests/support``."""
+"""The shape of the test-suite: a folder for each folder of the package, and helpers in ``tests/support``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.source import imports
 
 TESTS = Path(__file__).parents[1]
 FILES = {path.relative_to(TESTS).as_posix(): path.read_text() for path in sorted(TESTS.rglob("*.py"))}
-BESIDE_THE_WINGS = {
+BESIDE_THE_PACKAGE = {
     "conformance",
     "endurance",
     "equality",
@@ -43,9 +43,9 @@ def test_the_import_check_can_fail() -> None:
     assert imported_test_files("from tests.support.models import test_case") == []
 
 
-def test_the_folders_are_those_of_the_wings() -> None:
+def test_the_folders_are_those_of_the_package() -> None:
     package = Path(sp_lightning.__file__).parent
-    wings = {path.parent.name for path in package.glob("*/__init__.py")}
+    folders_of_package = {path.parent.name for path in package.glob("*/__init__.py")}
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders - BESIDE_THE_WINGS <= wings
+    assert folders - BESIDE_THE_PACKAGE <= folders_of_package
     assert [path.name for path in TESTS.glob("test_*.py")] == []
