@@ -1,7 +1,11 @@
 """The engine: it streams the layers of one module while steps run. **Start reading here.**
 
-The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *prefetch window*, *master weight and cast*, *trace*.
-The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* and *where*.
+The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *ring*, *window*, *master*, *cast*, *trace*, *land*. One
+Parameter of the user is on the host (*host parameter*). In its place, modules hold another one while a step runs (*device
+parameter*). A device parameter without memory is a *stand-in*.
+
+The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* and *where*, and
+:func:`sp_lightning.plan.update_policy.decide` decides when and where optimizers update layers.
 
 **One layer, forward and backward.** Each number stands as a comment beside the code line that does it::
 
@@ -13,20 +17,21 @@ The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan
 ==  =========================  =======================================================================================
     where                      what happens
 ==  =========================  =======================================================================================
-1   Residency._fetch           Copies layers to slots, in one transfer. Ahead of their use if the prefetch has guessed well.
+1   Residency._fetch           Copies layers to slots, in one transfer. If the prefetch has guessed well, before their use.
 2   Residency.require          Locks a layer's slot. Compute waits for the transfer (``USE_AFTER_FETCH``).
-3   BoundWeights.move_in       Makes the device parameters, which modules hold, views of the slot.
+3   BoundWeights.attach        Makes the device parameters, which modules hold, views of the slot.
 4   Access.leave               The module call has returned.
 5   BoundWeights.release       Makes the device parameters stand-ins again, and records when the slot may be overwritten.
-6   SavedTensors._bring        Autograd unpacks a saved weight: a view of the layer's slot, which is fetched for it if necessary.
+6   SavedTensors._bring        Autograd unpacks a saved weight. It gets a view of the layer's slot. If necessary, the layer is
+                               fetched first.
 7   Backward.gradient_arrived  Takes a gradient from the device parameter.
 8   GradientSink.send          Copies the gradients of a layer to host memory, in one transfer.
-9   Gradients._land            Adds them to ``param.grad`` of the user's parameters, which are on the host.
+9   Gradients._land            Makes each gradient ``param.grad`` of its host parameter, or adds it to ``param.grad``.
 ==  =========================  =======================================================================================
 
-**States.** The weights of a layer are always on the host. What exists beside them is the layer's
-:class:`~sp_lightning.layers.states.LayerState`; ``layers/states.py`` has this diagram as a table, with the methods that make each
-transition, and every test checks it::
+**States.** A layer always has memory on the host. Its :class:`~sp_lightning.layers.states.LayerState` tells which copy exists on
+the device, and who may use the copy. ``layers/states.py`` has this diagram as a table, with the methods that make each
+transition. Every test checks the table::
 
         ┌──────────────────────────── release, if the copy is out of date ───────────────────────────────┐
         ▼                                                                                                │
@@ -41,65 +46,88 @@ transition, and every test checks it::
         └─────────── │  HELD  │ ◀──────────────────────────────────────┘
                      └────────┘ ──▶ UNPACKED, by lock
 
-- *lock* and *release* surround each use: no other layer may overwrite the slot in between.
-- Layers are RESTING only in inference, if every layer has a slot of its own. Then nothing is copied at all.
-- HELD protects views that user code or a graph keeps after the use. Overwriting the slot would change them.
+- *lock* and *release* surround each use of a layer. Between the two, no other layer may overwrite the slot.
+- Layers are RESTING only in inference, if every layer of their ring has a slot. Then nothing is copied any more.
+- HELD protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
 
-**The parts**, from below. Each imports only parts above it in this list:
+**The parts**, from below. Each part imports only parts above it in this list:
 
 =======================  ============================================================================================
 ``residency``            The schedule: which layers are fetched, locked, attached and released (1) (2). The planner's simulator
                          runs this very class with a device of clocks.
-``layers.lent_weights``  What modules hold: gives them the slot's memory, and takes it from them (3) (5).
-``layers.write_back``    Copies to the host what user code has written to weights on the device.
+``layers.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
+``layers.write_back``    Copies weights to the host that user code has written on the device.
 ``host_source``          A layer's bytes on the host, updated and cast, before a transfer reads them.
 ``step``                 A step, from its first fetch until modules hold the host's parameters again.
 ``backward``             Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9).
 ``saved_tensors``        Packs weights that autograd saves as places in a slot, and unpacks them (6).
 ``module_calls``         Calls :class:`~sp_lightning.engine.access.Access` before and after each module call.
 ``access``               All requests for a layer: a module call (4), a use of a weight elsewhere, a look-up of rows.
-``updating``             What an optimizer's step needs of the engine. ``layerwise`` divides such a step into updates of
-                         layers; ``clipping`` measures gradient norms during backward.
+``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;
+                         ``clipping`` measures gradient norms during backward.
 ``placement``            Chooses the parts that differ with several devices or a disk.
 ``assembly``, ``streamer``  Build the parts. :class:`~sp_lightning.engine.streamer.Streamer` passes each call of ``trainer`` to
                          one of them.
 =======================  ============================================================================================
 
-Lower packages call the engine in two ways only: device parameters by the protocol
-:class:`~sp_lightning.layers.parameter_group.EngineCallbacks`, which ``Access`` implements, and recomputed activations by
-``Access.rerun``. The engine imports nothing of Lightning.
+**Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine through two interfaces only:
 
-**Where things wait.** Every wait of a stream or of the host has a name in :class:`~sp_lightning.device.device.Wait`, whose value
-says what is true because of it. ``tests/device/test_waits.py`` leaves out each of them and shows that a run then fails. The
-three of the diagram:
+- device parameters through :class:`~sp_lightning.layers.parameter_group.EngineCallbacks`, which ``Access`` implements;
+- residents, which need their bytes on the host, through :class:`~sp_lightning.layers.slots.BlockSource`, which ``HostSource``
+  implements.
+
+The capability ``activations`` gets ``Access.rerun`` for forwards that run again. The engine imports nothing of Lightning.
+
+**Waits.** Every wait of a stream or of the host has a name in :class:`~sp_lightning.device.device.Wait`. The value of the name
+says what the wait guarantees. ``tests/device/test_waits.py`` leaves out each wait and shows that a run then fails. Three waits of
+the diagram:
 
 - ``FETCH_AFTER_USE``: the upload stream waits for ``slot.idle``, the event after the last kernel that read the slot, before (1).
 - ``USE_AFTER_FETCH``: compute waits for ``slot.filled``, the event after the transfer, in (2). This is the stall that k hides.
-- ``UPDATE_AFTER_FETCH``: the host waits for ``layer.transfer`` before anything may write the weights that it reads.
+- ``UPDATE_AFTER_FETCH``: before any code writes host weights, the host waits for the last transfer that reads them
+  (``layer.transfer``).
 
-The lock of the engine (``Part.lock``) guards its data. It is not held while user code runs.
+**Threads.** The engine's lock (``Part.lock``) guards the engine's data. It is not held while user code runs.
 
-**Who may write weights, and when.** One Parameter of the user is on the host (*host parameter*); modules hold another one in a
-step (*device parameter*).
+====================  ===============================================================================================
+thread                runs
+====================  ===============================================================================================
+main thread           begins and ends steps; module calls, fetches, user code, optimizer steps that do not overlap
+autograd's threads    backward: hooks, (6) to (9), recomputed forwards. On the CPU this is the thread that calls backward
+background thread     updates of layers, norms of gradients (``Device.later``), one piece of work at a time
+helpers, foreign      other threads of user code: "Note: threads of a run" in ``device/own_threads.py``
+====================  ===============================================================================================
+
+**Modules hold host parameters** in these moments, and device parameters otherwise: between steps; while an optimizer steps inside
+a step; after each backward of manual optimization; before the backward of a loss if a hook may read weights; while a checkpoint
+is saved. A foreign thread finds host parameters at any time.
+
+**Who may write weights, and when.**
 
 - Between steps, user code and optimizers write host parameters. ``Step.end`` has released all layers and, in training, marked
   their copies as out of date.
-- In a step, user code writes device parameters. Version counters show it, and (5) copies such weights back to the host.
+- In a step, user code writes device parameters. Version counters show such writes, and (5) copies the weights back to the host.
 - A write that no version counter shows (through ``.data``, a kept view, ``param.data = other``) needs
-  :class:`~sp_lightning.layers.write_guard.WriteGuard`. A layer has one only once user code has touched something in this way.
-- The background thread writes host parameters while an update runs. ``layer.update`` is set then, and a fetch of that layer
-  waits for it (``FETCH_AFTER_UPDATE``).
-- A layer that stays on the GPU (``layer.kept``) is written in its slot, by its optimizer step.
+  :class:`~sp_lightning.layers.write_guard.WriteGuard`. A layer has a guard only after user code has made such a write possible.
+- The background thread writes host parameters while it runs an update. ``layer.update`` is set then, and a fetch of the layer
+  waits for the update (``FETCH_AFTER_UPDATE``).
+- The optimizer step of a layer that stays on the GPU writes the layer's slot. ``layer.kept`` is set as long as the copy in the
+  slot is the valid one.
 
-The rule throughout: a wrong guess of the prefetch costs an upload, never a result.
+A wrong guess of the prefetch costs an upload, never a result.
 
 **On an error**, the state of every layer stays one of the six, because each transition is completed or undone:
 
-- User code raises in forward: each module call still ends (``ModuleCalls``). ``Streamer.abort`` then releases all layers, drops
-  gradients in flight and marks all copies as out of date. User code may catch the error and continue.
-- User code raises in backward: autograd ends its graph tasks, and ``Backward.failed`` ends ours. Gradients that had arrived by
-  then are in ``param.grad``, as in plain PyTorch.
-- A transfer cannot be issued (out of memory, another rank failed): its layers are HOST again.
+- User code raises in forward: each module call still ends (``ModuleCalls``).
+
+  - If the step itself catches the error, the step continues. The next module call releases the layers of the failed call.
+  - Otherwise ``trainer`` calls ``Streamer.abort``, which releases all layers, drops gradients in flight and marks all copies as
+    out of date.
+
+- User code raises in backward: autograd ends its graph tasks, and ``Backward.failed`` ends the engine's. Gradients that had
+  arrived before are in ``param.grad``, as in plain PyTorch.
+- A transfer cannot be issued (out of memory, another rank failed): its layers are HOST again. A layer whose slot is locked or
+  viewed keeps the slot, and its next use fetches it again.
 - An update raises in the background: the next wait for an update raises that error, with a note that names the layer.
-- The host and the device have written the same weight: taking it back raises a ``RuntimeError``. The layer is released anyway.
+- The host and the device have written the same weight: copying it back raises a ``RuntimeError``. The layer is released anyway.
 """

@@ -1,8 +1,8 @@
 """Access: all requests for a layer at the moment when its weights are needed.
 
-- a module is called (:meth:`Access.enter`, :meth:`Access.leave`, by way of :mod:`sp_lightning.engine.module_calls`),
+- a module is called (:meth:`Access.enter`, :meth:`Access.leave`, called by :mod:`sp_lightning.engine.module_calls`),
 - autograd unpacks a weight that it saved (:mod:`sp_lightning.engine.saved_tensors`),
-- another operation computes with a stand-in (:meth:`Access.on_demand`, by way of the stand-in's class),
+- another operation computes with a stand-in (:meth:`Access.on_demand`, called by the stand-in's class),
 - a batch looks up rows of a table (:meth:`Access.reading_rows`).
 
 A wrong guess of the prefetch costs a fetch and never a result.
@@ -41,8 +41,8 @@ class Access(Part):
     """Fetches and attaches layers on request. It is the ``EngineCallbacks`` of device parameters.
 
     Args:
-        saved_tensors: the hooks for what autograd saves.
-        fast_paths: the modules that compute on another path if a weight is noticed before its use.
+        saved_tensors: the saved-tensor hooks.
+        fast_paths: the modules that compute in another way if the use of a weight is noticed.
 
     Attributes:
         calls: the calls of modules that are running.
@@ -76,11 +76,13 @@ class Access(Part):
     def enter(self, visits: Visits, inputs: Any) -> Visits:
         """Locks and attaches the layers of a module before its call. Returns the layers for :meth:`leave`.
 
+        Outside a step the call is a short step of its own: :meth:`leave` ends it.
+
         Raises:
             RuntimeError: another thread makes the call, and no forward runs in which it could help.
         """
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
-            visits = ()  # only rows are needed
+            visits = ()  # the look-up itself fetches the rows that it needs
         if torch.jit.is_tracing() or interpreter_stack():
             self._refuse_transforms_and_traces(visits)
         if self._casts and hides_stand_ins(inputs):
@@ -92,16 +94,15 @@ class Access(Part):
             helps = self.threads.began or not self.threads.own
             if helps:
                 self._admit(visits)
-            outside = not (
-                step.running or self._backward.tasks or self.calls.depth
-            )  # no step, backward or call is running
+            # True if no step, backward or call is running.
+            outside = not (step.running or self._backward.tasks or self.calls.depth)
             try:
                 if outside:
                     step.begin_outside()
                 step.activate(in_backward=bool(self._backward.tasks))
                 self.residents.group.sync_requires_grad()
                 self.residency.begin_call(visits, backward=bool(self._backward.tasks))
-            except BaseException:  # user code may catch it: no call has begun then
+            except BaseException:  # user code may catch the error, so undo everything: no call has begun
                 if outside:
                     step.end(writes_follow=True)
                 if helps:
@@ -115,7 +116,7 @@ class Access(Part):
         return visits
 
     def _admit(self, visits: Visits) -> None:
-        """Admits this thread, which is not the run's, as a helper in the running forward: it calls a module.
+        """Admits this thread, which is outside the run and calls a module, as a helper in the running forward.
 
         Raises:
             RuntimeError: no forward runs, or the forward in which the thread helped has ended.
@@ -127,7 +128,7 @@ class Access(Part):
         self.threads.begin()
 
     def _may_help(self) -> bool:
-        """Whether a forward runs that other threads may help in."""
+        """Returns True if a forward runs in which other threads may help."""
         return (self._step.admits or self.calls.depth > 0) and not self._backward.tasks
 
     def leave(self, visits: Visits, output: Any) -> None:
@@ -151,10 +152,10 @@ class Access(Part):
                     self._watch(visits, output)
                 if self._step.shown:
                     self._step.renew_shown()
-                # The frames of an exception hold the weights as long as it is handled. Checkpoints stop their recompute by
-                # one, so the layers are released later.
+                # The frames of an exception hold the weights as long as the exception is handled. So the layers are
+                # released later. This is common: checkpoints end their recompute by an exception.
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)
-            finally:  # taking back writes may raise
+            finally:  # releasing a layer copies writes back, which may raise
                 self.calls.end(helps=helps)
                 outside = not (self._step.running or self._backward.tasks or self.calls.depth)
                 if outside:
@@ -173,24 +174,25 @@ class Access(Part):
             self.leave(entered, None)
 
     def _watch(self, visits: Visits, output: Any) -> None:
+        """Adds a hook to the outputs of a call, which tells when the backward of the call begins."""
         pre_backward = self._backward.awaited(self._pre_backward, tuple(visits))
         for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(pre_backward)
 
     def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
-        """Hook on the outputs of a module: the backward of its layers begins, so that of later layers is over."""
+        """Hook on the outputs of a module: the backward of its layers begins, so the backward of later layers is over."""
         with held(self.lock):
             self._backward.join()
             self._step.activate(in_backward=True)
             self.residency.pre_backward(visits)
         self._backward.make_room(visits)
 
-    # ------------------------------------------------------------------ weights are read elsewhere
+    # ------------------------------------------------------------------ weights are used outside module calls
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
-        """A context for the user code of a step: saved tensors are packed, so that the graph holds no slot."""
+        """A context for the user code of a step. Saved tensors are packed in it, so that the graph holds no slot."""
         with self._saved_tensors.hooks() if self._moves else nullcontext():
             try:
                 yield
@@ -198,7 +200,7 @@ class Access(Part):
                 self.calls.reset()
 
     def saves_raw(self) -> bool:
-        """Whether autograd would now save tensors as they are, because the engine's saved-tensor hooks are not active."""
+        """Returns True if autograd would now save tensors as they are: the engine's saved-tensor hooks are not active."""
         return torch.is_grad_enabled() and not packs()
 
     @contextmanager
@@ -229,7 +231,7 @@ class Access(Part):
             if residents:
                 with held(self.lock):
                     self.residents.refresh()
-                    self.residents.group.ask(before_use=False)
+                    self.residents.group.notice_uses(False)
             for layer in layers if torch.is_grad_enabled() else ():
                 layer.rows.read_whole()
             if self._backward.tasks:
@@ -244,9 +246,9 @@ class Access(Part):
         self.residency.end_call(layers, release=False)
         if residents and not self.swap.on_device:
             self.residents.take_back_writes()
-            self.residents.group.ask(before_use=True)
+            self.residents.group.notice_uses(True)
         if self.saves_raw() or not self.swap.on_device:
-            self.residency.release_unpinned()  # so that the next operation is noticed as well
+            self.residency.release_unpinned()  # the parameters are stand-ins again, so that the next operation is noticed, too
         self.residency.fetch_ahead()
 
     @contextmanager
@@ -283,12 +285,12 @@ class Access(Part):
         with held(self.lock):
             if self.swap.on_device and layer.parameters.written():
                 self._step.take_back_writes()
-            if layer is self.residents.layer:  # they are always IN_USE, so their next use must be noticed explicitly
-                self.residents.group.ask(before_use=True)
+            if layer is self.residents.layer:  # residents are always attached, so notice their next use explicitly
+                self.residents.group.notice_uses(True)
             self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
 
     def host_was_used(self, layer: StreamedLayer, *, viewed: bool) -> None:
-        """Uploads host weights that user code has written, if the layer is in use on the device, or viewed."""
+        """Uploads host weights that user code has written, if the layer is in use on the device, or its slot is viewed."""
         with held(self.lock):
             if layer is self.residents.layer:
                 if self.swap.on_device or self.calls.depth:
@@ -304,7 +306,7 @@ class Access(Part):
                     self.residency.renew_views()
 
     def host_is_shown(self, layer: StreamedLayer) -> None:
-        """Prepares for writes of the host's weights that no version shows: marks copies on the device as out of date."""
+        """Prepares for writes of host weights that no version shows: marks the copies on the device as out of date."""
         self.host_is_used(layer)
         with held(self.lock):
             if layer is self.residents.layer:
@@ -316,13 +318,13 @@ class Access(Part):
                 self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
 
     def _show_used(self, layer: StreamedLayer) -> None:
-        """Notes that user code gets the host's memory of a layer in use."""
-        if not self.swap.on_device:  # otherwise another thread only reads it
-            self.lent.refuse_viewed(layer)
+        """Records that user code gets the host's memory of a layer in use."""
+        if not self.swap.on_device:  # otherwise another thread gets the memory, and only reads it
+            self.bound_weights.refuse_viewed(layer)
             self._step.shown.add(layer)
 
     def device_is_used(self, layer: StreamedLayer) -> None:
-        """Uploads the host's weights, which modules hold at the moment, to a layer in use that is out of date."""
+        """Uploads a layer in use again if its host weights were written, which modules hold at the moment."""
         with held(self.lock):
             written = layer.outdated or layer in self._step.shown
             if written and layer in self.residency.used and not self.swap.on_device:
@@ -359,20 +361,21 @@ class Access(Part):
         self._closed = True
 
     def at_host(self) -> bool:
-        """Whether this thread gets the host's parameters: no step, call or backward runs, or they are another thread's."""
+        """Returns True if this thread gets host parameters: no step, call or backward runs, or the thread is outside the run."""
         return self._backward.at_host() or not (self._closed or self.threads.own)
 
     @contextmanager
     def helping(self) -> Iterator[bool]:
-        """A context for one operation of a thread other than the run's, which computes with weights for a graph, or writes them.
+        """A context for one operation of a thread outside the run that computes with weights for a graph, or writes them.
 
-        It yields whether the thread helps in a forward. Otherwise the operation gets the host's parameters.
+        It yields True if the thread helps in a forward. Otherwise the operation gets host parameters.
 
         Raises:
             LateError: the thread helped, and the forward has ended meanwhile.
         """
         helps = False
-        # A thread of another run must not wait for the lock, which this run may hold during that run's turn.
+        # If several runs take turns, this run may hold its lock while it waits for its turn. So a thread of the other
+        # run, whose turn it is, must not wait for the lock.
         if not elsewhere(self._scope):
             with held(self.lock):
                 helps = self._may_help()
@@ -397,7 +400,9 @@ class Access(Part):
         if not self._step.shared:
             if any(not module.training for module in self._fast_paths):
                 raise RuntimeError(LEAVES_FAST_PATH)
-            for layer in self.residency.used:  # uses of these were not noticed, so they stay locked until the step ends
+            # Uses of attached layers were not noticed so far. Another thread may still use them, so they are locked
+            # until the step ends.
+            for layer in self.residency.used:
                 layer.running_calls += 1
             self._step.share(True)
 

@@ -1,7 +1,8 @@
-"""What becomes of activations: the interface of the capability ``activations``, and its default, which keeps them all.
+"""The interface of the capability ``activations``, and its default, which keeps all activations on the device.
 
-Activations are the tensors that autograd saves in forward for backward. A *unit* is a layer, or a part beside the layers that
-stays on the device. ``activations=`` gives each unit a mode. The mode ``"keep"`` needs none of this.
+Activations are the tensors that autograd saves in forward for backward. A *unit* is a layer, or a part of the model beside the
+layers. ``activations=`` gives each unit a mode: ``"keep"``, or one of the modes of the capability, which offload activations or
+compute them again.
 
 ``registry.activations`` makes an :class:`ActivationPlan` at set-up. The streamer calls its ``make``, and the engine calls the
 :class:`Activations` that this returns.
@@ -24,7 +25,7 @@ from sp_lightning.plan.choices import Mode, Modes
 
 
 class Saved(Protocol):
-    """What a graph holds in place of a saved tensor that may leave the device."""
+    """The object that a graph holds in place of a saved tensor that may be offloaded."""
 
     def load(self) -> tuple[Tensor, int, int]:
         """Returns the tensor on the device, its version when it was saved, and its version now."""
@@ -41,7 +42,7 @@ class ActivationSetup:
         layers_of: the layers that each unit uses.
         rows: the row of each unit in timelines.
         device: the device.
-        pin: whether host memory is page-locked.
+        pin: True if host memory is page-locked.
         stays: the addresses of storages that are on the device in any case. The set grows.
         rerun: a context for a forward that runs again in backward, for which no module is called. It takes the layers that the
             forward uses, and its positional arguments.
@@ -65,7 +66,7 @@ class ActivationSetup:
 
 
 class Activations(Protocol):
-    """Carries out the mode of each unit while steps run. ``None`` of an attribute that is called spares the call."""
+    """Carries out the mode of each unit while steps run. Attributes that are called may be None, which saves the call."""
 
     @property
     def modes(self) -> Modes:
@@ -80,9 +81,9 @@ class Activations(Protocol):
 
     @property
     def store(self) -> Callable[[Tensor], Saved | None] | None:
-        """Takes a tensor that autograd saves. Returns what the graph is to hold in its place; None if it stays as it is.
+        """Takes a tensor that autograd saves. Returns the object for the graph to hold in its place; None to keep the tensor.
 
-        None: all stay. The engine asks once before each step and each outermost call of a module.
+        None: all tensors are kept. The engine reads this attribute once before each step and each outermost module call.
         """
 
     @property
@@ -91,9 +92,9 @@ class Activations(Protocol):
 
     @property
     def make_room(self) -> Callable[[Sequence[StreamedLayer], Any], None] | None:
-        """Called before layers are used, with the arguments of the call, so that activations can leave device memory before.
+        """Called before layers are used, with the arguments of the call, to offload activations before.
 
-        None: none leave in this way.
+        None: no activations are offloaded at this moment.
         """
 
     @property
@@ -110,7 +111,7 @@ class Activations(Protocol):
         """Called when units are called again in a step, after :meth:`remove`."""
 
     def remove(self) -> None:
-        """Called when a step ends, or user code runs in its midst that is to find modules as they are outside of steps."""
+        """Called when a step ends, or before user code in the middle of a step that must find modules as outside of steps."""
 
     def flush(self) -> None:
         """Called when a step or a backward has ended: no copy is in flight afterwards."""
@@ -163,12 +164,12 @@ class KeepAll:
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """What becomes of activations in a run, as decided at set-up.
+    """The treatment of activations in a run, as decided at set-up.
 
     Attributes:
-        make: makes what carries it out.
-        reruns: whether forwards of units run again in backward. Then a unit is one layer, with all experts in it.
-        chooses: whether modes are chosen while the run lasts, if activations do not fit.
+        make: makes the part that carries it out.
+        reruns: True if forwards of units run again in backward. Then a unit is one layer, with all experts in it.
+        chooses: True if modes are chosen while the run lasts, if activations do not fit.
         why_kept: a line to log if device memory ends, because a part that is not installed could have prevented that.
     """
 

@@ -41,7 +41,7 @@ def make_layers(
         staging: host memory for gradients.
         allocate: returns host memory for weights.
         make_block: makes a layer's block, as the class :class:`~sp_lightning.store.block.HostBlock` does.
-        pin: whether host memory is page-locked.
+        pin: True if host memory is page-locked.
     """
     found_layers = (*found.layers, *found.masters, *found.tables, found.residents)
     layers: list[StreamedLayer] = []
@@ -88,16 +88,16 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
     made = {}
     for host in found.wrapped:
         members = [where[id(part)] for _, part in parts("", host)]
-        away = iter([group.away[index] for group, index in members])
-        made[host] = stand_in(host, away, partial(_bring, members), partial(_expose, members))
+        data = iter([group.stand_in_data[index] for group, index in members])
+        made[host] = stand_in(host, data, partial(_bring, members), partial(_expose, members))
     return made
 
 
 def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns the plain tensors of a wrapped parameter on the device. While they are referenced, their slots are not reused."""
+    """Returns the plain tensors of a wrapped parameter on the device. As long as they are referenced, slots are not reused."""
     if members[0][0].layer.rows.may_compute_with_wrapped(use, args, kwargs):
         return [group.alias(index) for group, index in members]
-    with members[0][0].doors.on_demand([group.all[index] for group, index in members]):
+    with members[0][0].engine.on_demand([group.all[index] for group, index in members]):
         return [group.alias(index) for group, index in members]
 
 

@@ -1,7 +1,10 @@
 """Backward: follows autograd's graph tasks, takes the gradients that arrive in them, and notices their end.
 
-On an accelerator autograd runs hooks in a thread of its own, and those of CPU tensors in the caller's at the same time. One of
-them may still be in a hook of a backward that has failed elsewhere, when user code has caught the error and gone on.
+A *graph task* is one call of autograd's engine. A backward inside a hook or a recomputed forward is a nested graph task.
+
+On an accelerator autograd runs hooks in its own thread, and hooks of CPU tensors in the caller's thread at the same time. If a
+hook in one thread raises, user code may catch the error and continue, while the other thread is still in a hook of the failed
+backward.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from sp_lightning.torch_compat.private import current_graph_task, queue_callback
 
 
 class PendingCall:
-    """A call of a module in forward, whose backward is to come. It is a hook on its outputs, so that their graph holds it.
+    """A module call whose backward has not begun. It is a hook on the call's outputs, so their graph keeps it alive.
 
     Args:
-        begins: called whenever backward comes to an output.
+        begins: called whenever backward reaches an output.
         visits: the module's layers.
 
     Attributes:
-        begun: whether it has.
+        begun: True if backward has reached an output.
     """
 
     def __init__(
@@ -47,12 +50,12 @@ class PendingCall:
 
 
 class Backward(Part):
-    """The graph tasks that are under way.
+    """The running graph tasks.
 
     Attributes:
-        tasks: the identifiers of the graph tasks under way, outermost first.
-        on_complete: called in the backward that was announced, for each layer whose gradients are all in ``param.grad``.
-        wanted: says whether a step waits for a layer, to update it in that backward; None if none does.
+        tasks: the identifiers of the running graph tasks, outermost first.
+        on_complete: called in the announced backward for each layer whose gradients are all in ``param.grad``.
+        wanted: returns True if a step waits for a layer, to update it in that backward; None if no step waits.
     """
 
     def __init__(self, below: Part, step: Step) -> None:
@@ -61,21 +64,22 @@ class Backward(Part):
         self.tasks: list[int] = []
         self.on_complete: Callable[[StreamedLayer], None] | None = None
         self.wanted: Wanted | None = None
-        # Guards the sink, in which several of autograd's threads may be at once. It is taken before the engine's lock, which
-        # is not held while ranks wait for each other in the sink, and left before hooks of the user's run.
+        # Guards the gradient sink, which several of autograd's threads may use at once. It is taken before the engine's lock,
+        # because ranks may wait for each other in the sink, and must not hold the engine's lock then. It is released
+        # before hooks of the user run.
         self._arrivals = threading.RLock()
         self._failed: set[int] = set()  # graph tasks that have failed
-        self._nested = False  # whether a graph task has run inside another one
-        self._announced = False  # whether the running backward is that of the loss
-        self._accumulates = False  # whether gradients are accumulated; torch.autograd.grad only returns them
+        self._nested = False  # True if a graph task has run inside another one
+        self._announced = False  # True if the running backward is the one of the loss
+        self._accumulates = False  # True if gradients are accumulated; torch.autograd.grad only returns them
         # The weights that gradients have arrived for in nested and manual backwards, with the depths of their graph tasks.
         self._given: list[tuple[int, str]] = []
         self._closed = False
-        # Of a step that updates layers in backward: the calls of each layer whose graphs are alive.
+        # For a step that updates layers in backward: by layer, the calls in forward whose graphs are alive.
         self._awaited: defaultdict[StreamedLayer, WeakSet[PendingCall]] = defaultdict(WeakSet)
 
     def at_host(self) -> bool:
-        """Whether no step, call or backward runs, so that modules hold the host's parameters. Not once the run is over."""
+        """Returns True if no step, call or backward runs, so that modules hold host parameters. False after the run."""
         return not (self._step.running or self._step.on_device or self.tasks or self._closed)
 
     # ------------------------------------------------------------------ it begins
@@ -85,7 +89,7 @@ class Backward(Part):
 
         Args:
             loss: the tensor that ``backward`` is called on.
-            quiet: whether nothing can write weights between forward and backward.
+            quiet: True if no code can write weights between forward and backward.
         """
         with self.lock:
             self._step.resume()
@@ -93,7 +97,7 @@ class Backward(Part):
             loss.register_hook(partial(self._begins, quiet))
 
     def _begins(self, quiet: bool, gradient: Tensor) -> None:
-        """Hook of the loss: the announced backward begins. Copies that may be out of date are given up."""
+        """Hook of the loss: the announced backward begins. Drops copies of layers that may be out of date."""
         self.join()
         self._announced = True
         self._accumulates = True
@@ -107,7 +111,7 @@ class Backward(Part):
                 self._step.invalidate_unused()
 
     def join(self) -> None:
-        """Has autograd call :meth:`_ends` when the present graph task, which may be a nested one, ends.
+        """Registers the present graph task, if it is new. Autograd will call :meth:`_ends` when the task ends.
 
         Raises:
             RuntimeError: the run is over, or the graph task has failed already.
@@ -124,13 +128,13 @@ class Backward(Part):
                     "Call it before trainer.fit (validate, test, predict) returns."
                 )
             if task in self._failed:
-                # Usually this is not seen: of a graph task autograd tells the first error alone.
+                # Usually user code does not get this error, because autograd raises only the first error of a graph task.
                 raise RuntimeError(
                     "A backward that ran at the same time in another thread has failed, and this one was given up with it: its "
                     "gradients would be incomplete. Call backward in one thread at a time."
                 )
             if not self.tasks:
-                if not self.threads.helps:  # it computes gradients within its help
+                if not self.threads.helps:  # a helper may compute gradients, and the forward continues after that
                     self.threads.end_forward()
                 self._step.compute_on_host(True)
             self.tasks.append(task)
@@ -140,18 +144,22 @@ class Backward(Part):
     # ------------------------------------------------------------------ gradients arrive
 
     def gradient_arrived(self, layer: StreamedLayer, index: int, parameter: Tensor) -> None:
-        """Takes a gradient that autograd has put on a device parameter, and sends it to the host.
+        """Takes a gradient from a device parameter, and passes it to the gradient sink, which copies it to the host.
+
+        Hook of each device parameter, after autograd has set its ``.grad``.
 
         Raises:
             RuntimeError: the running backward has updated the layer already, or the gradient has a graph of its own.
         """
-        with Untouched():  # autograd has put it on the device parameter itself
+        with (
+            Untouched()
+        ):  # autograd has set the attribute of the device parameter itself, and not that of the host parameter
             gradient = tensor_grad.__get__(parameter)
             tensor_grad.__set__(parameter, None)
         group = layer.parameters
         host = group.hosts[index]
-        # The user may have frozen the host's parameter since the forward. Once it has arrived, a gradient counts as one that
-        # is in param.grad already, whether its parameter is frozen later or not.
+        # The user may have frozen the host parameter since the forward, so its gradient is dropped. If the parameter is frozen
+        # after this moment, its gradient is kept, as a gradient that is already in param.grad.
         if gradient is None or not host.requires_grad:
             return
         of_cast = type(gradient) is CastGradient
@@ -161,7 +169,8 @@ class Backward(Part):
                 "lost on the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
             )
         if gradient.dtype is not host.dtype:
-            # param.data = other: the host's parameter takes the other dtype before the gradient
+            # User code has given the weight another dtype (param.data = other). The host parameter must get it before
+            # the gradient.
             self.writes.take_back(layer)
         if of_cast:
             gradient = gradient.inner_tensor
@@ -169,7 +178,7 @@ class Backward(Part):
             if current_graph_task() not in self.tasks:
                 self.join()
             self._accumulates = True
-            if layer.owner.updated_early:  # nearly never; this comes for each gradient
+            if layer.owner.updated_early:  # tested here, so that the common case has no call
                 layer.refuse_updated("another gradient arrived for it")
             if len(self.tasks) > 1 or not self._announced:
                 self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
@@ -181,38 +190,40 @@ class Backward(Part):
             self.gradients.land()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
-        """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
+        """Issues the transfer of other layers' gradients, because the backward of ``layers`` begins."""
         if self.gradients.arriving:
             with self._arrivals:
                 self.gradients.make_room(layers)
             self.gradients.land()
 
     def given_by_nested(self) -> Callable[[], str | None]:
-        """Looks at backwards that begin from now on inside of what runs now, a forward or a forward that runs again.
+        """Watches backwards that begin from now on inside the running forward, or the forward that runs again.
 
         Returns:
-            A function that names a weight to which such a backward has given a gradient; None if there is none.
+            A function that returns the name of a weight to which such a backward has given a gradient; None if there is no such
+            weight.
         """
         depth, before = len(self.tasks), len(self._given)
         return lambda: next((name for at, name in self._given[before:] if at >= depth), None)
 
     def complete(self, layer: StreamedLayer) -> None:
-        """Tells an optimizer's step that all gradients of a layer are in ``param.grad``."""
-        # Nested backwards (a reentrant checkpoint's) may each give the same layer gradients, so none is the last.
+        """Called when all gradients of a layer are in ``param.grad``. Calls ``on_complete`` if these are the last gradients."""
+        # Nested backwards (of reentrant checkpoints) may each give the same layer gradients, so the last ones are not known.
         if self.on_complete is not None and self._announced and not self._nested and not self._awaits(layer):
             self.on_complete(layer)
 
     def _wants(self, layer: StreamedLayer) -> bool:
-        """Whether :meth:`complete` would begin a layer's update now."""
+        """Returns True if :meth:`complete` would begin a layer's update now."""
         return self.wanted is not None and not self._nested and not self._awaits(layer) and self.wanted(layer)
 
     def awaited(
         self, begins: Callable[[Any, Tensor], None], visits: Sequence[StreamedLayer]
     ) -> Callable[[Tensor], None]:
-        """A hook for the outputs of a call of a module, which calls ``begins`` with the module's layers and a gradient.
+        """Returns a hook for the outputs of a module call. It calls ``begins`` with the module's layers and a gradient.
 
-        While a step updates layers in backward, no layer is updated before the backward of all its calls has begun. A layer's
-        gradients may be complete before: two adapters of frozen weights, for example, may be used by a forward each.
+        If a step updates layers in backward, the hook is a :class:`PendingCall`: no layer is updated before the backward of all
+        its calls has begun. Complete gradients do not suffice. For example, a layer may have frozen weights with two adapters,
+        each of which is used by one of two forwards.
         """
         if self.wanted is None or self.tasks:
             return partial(begins, visits)
@@ -222,13 +233,13 @@ class Backward(Part):
         return call
 
     def _awaits(self, layer: StreamedLayer) -> bool:
-        """Whether the backward of a call of a layer has not begun."""
+        """Returns True if the backward of a call of a layer has not begun."""
         return any(not call.begun for call in self._awaited.get(layer.owner, ()))
 
     # ------------------------------------------------------------------ it ends
 
     def abandon(self) -> None:
-        """Drops a backward that failed, with the gradients that are on their way."""
+        """Drops a backward that failed, with its gradients in flight."""
         self.tasks.clear()
         self._given.clear()
         self._awaited.clear()
@@ -237,22 +248,30 @@ class Backward(Part):
         self.gradients.drop()
 
     def close(self) -> None:
-        """The run is over."""
+        """Ends at the end of the run. A later backward raises an error."""
         self._closed = True
 
     def failed(self, before: Sequence[int]) -> None:
-        """A call of autograd's engine has raised. That ends its graph tasks as well, in the thread that goes on now.
+        """Called after autograd's engine has raised, in the thread that continues. Ends the graph tasks of that call.
 
-        Gradients that had arrived by then are in ``param.grad`` afterwards, as after any backward that fails.
+        Gradients that had arrived before are in ``param.grad`` afterwards, as after any backward that fails.
+
+        Args:
+            before: the graph tasks that ran before the call.
         """
         with self._arrivals:
             given_up = [task for task in self.tasks if task not in before and task != current_graph_task()]
             self._failed.update(given_up)
-        for task in given_up[:1]:  # the others are inside of it
+        for task in given_up[:1]:  # the other tasks are nested in it, and end with it
             self._ends(task, well=False)
 
     def _ends(self, task: int, *, well: bool = True) -> None:
-        """Brings all gradients to the host as a graph task ends, and ends the backward with the outermost one."""
+        """Called when a graph task ends. Applies all gradients. If the task is the outermost one, ends the backward.
+
+        Args:
+            task: the graph task.
+            well: False if the backward has failed.
+        """
         with self._arrivals, self.lock:
             if self._closed or task not in self.tasks:
                 return
@@ -261,12 +280,13 @@ class Backward(Part):
         try:
             with self._arrivals:
                 self.gradients.end(last=not self.tasks)
-            if well:  # otherwise there is an error already
+            if well:  # otherwise an error is being raised already
                 self.activations.check(everything=True)
             self.gradients.land(everything=True)
         except BaseException:
             with self._arrivals:
-                self.gradients.drop()  # a user's hook has raised: plain autograd would not have computed the other gradients
+                # A user's hook has raised. Plain autograd would not have computed the other gradients.
+                self.gradients.drop()
             raise
         finally:
             if not self.tasks:
@@ -282,7 +302,7 @@ class Backward(Part):
             for layer in self.layers:
                 layer.rows.sparse_on_device = False  # in case an earlier backward has failed
             if not step.running or (accumulated and step.ends_with_backward):
-                step.end(compare=well)  # otherwise there is an error already
+                step.end(compare=well)
             elif accumulated and step.kind is StepKind.MANUAL:
                 step.pause()
             else:

@@ -1,4 +1,4 @@
-"""Clips for steps that are taken apart: norms are computed during backward, and updates multiply."""
+"""Clips gradients for steps that are divided into layers: norms are computed during backward, and updates multiply."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sp_lightning.device.device import Stream
 from sp_lightning.engine.updating import Updating
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.narrow_gradient import Change, Factor, Norms, as_it_came, change, stored
+from sp_lightning.layers.narrow_gradient import Change, Factor, Norms, change, stored, unwidened
 from sp_lightning.torch_compat.private import accumulation_hooks
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
@@ -24,24 +24,24 @@ class Clipping:
     """Clips an optimizer's gradients as Lightning's precision plugins do, with the bits of torch's functions.
 
     Args:
-        optimizer: whose gradients they are.
-        engine: the engine whose layers have them.
-        norms: makes what computes norms with the bits of a GPU; None for the bits of the CPU.
+        optimizer: the optimizer whose gradients are clipped.
+        engine: the engine, which has the layers of these gradients.
+        norms: makes an object that computes norms with the bits of a GPU; None for the bits of the CPU.
 
     Attributes:
-        pending: how the updates have to clip gradients; None if they do not.
-        at_once: whether gradients are clipped here, layer by layer, and not in the updates.
-        like_gpu: whether norms have the bits of a GPU.
+        pending: the change by which the updates clip gradients; None if they do not clip.
+        at_once: True if gradients are clipped by this class, layer by layer, and not in the updates.
+        like_gpu: True if norms have the bits of a GPU.
     """
 
     def __init__(self, optimizer: Optimizer, engine: Updating, norms: Callable[[], Norms] | None = None) -> None:
         self._optimizer = optimizer
-        self._on_gpu = engine.stepper.steps_all  # norms are taken where layers are stepped
+        self._on_gpu = engine.stepper.steps_all  # norms are computed where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
         self.like_gpu = norms is not None
         self._make_norms = norms or Norms
-        self._norms = self._make_norms()  # the background's
+        self._norms = self._make_norms()  # used by the background thread only
         self.pending: Change | None = None
         self.at_once = False
 
@@ -49,11 +49,11 @@ class Clipping:
         """Clips by the norm of all gradients together. Computes norms that are not known yet."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
         measured, self._measured = self._measured, {}
-        if any(map(accumulation_hooks, parameters)):  # these may have written gradients after the measurement
+        if any(map(accumulation_hooks, parameters)):  # a hook may have written a gradient after its norm was measured
             measured = {}
         if self._on_gpu:
             total = get_total_norm(self._norms_on_device(parameters))
-        elif parameters and all(self._norms.replaces_torch(as_it_came(stored(each))) for each in parameters):
+        elif parameters and all(self._norms.replaces_torch(unwidened(stored(each))) for each in parameters):
             total = self._norms.total(self._all_norms(parameters, measured))
         else:
             of_host = Norms()
@@ -82,7 +82,7 @@ class Clipping:
         return [next(norms) if gradient.layout is torch.strided else gradient for gradient in gradients]
 
     def _all_norms(self, parameters: Sequence[nn.Parameter], measured: Measured) -> list[Tensor]:
-        """Returns the norms of gradients, none of them from torch's operators on the CPU."""
+        """Returns the norms of gradients without torch's operators on the CPU: known ones, or computed by :class:`Norms`."""
         norms, unknown, found = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor](), self._make_norms()
         for parameter in parameters:
             gradient = stored(parameter)
@@ -93,7 +93,7 @@ class Clipping:
             known, version, norm = measured.get(parameter, (None, None, gradient))
             if known is gradient and version == gradient._version:
                 norms[parameter] = norm
-            elif self._in_memory(parameter):  # the next gradient may take its memory
+            elif self._in_memory(parameter):  # now, because the next gradient may take the memory of this one
                 norms[parameter] = found.of([gradient])[0]
             else:
                 unknown[parameter] = gradient
@@ -107,7 +107,7 @@ class Clipping:
         return self._engine.stepper.norms([gradient])[0]
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
-        """Returns a gradient's norm if it is known, or if the gradient is narrow or may leave memory; else the gradient."""
+        """Returns a gradient's norm if the norm is known, or if the gradient is narrow or may leave memory; else the gradient."""
         gradient = stored(parameter)
         assert gradient is not None
         if (norm_there := self._norm_there(gradient)) is not None:
@@ -115,7 +115,7 @@ class Clipping:
         known, version, norm = measured.get(parameter, (None, None, gradient))
         if known is gradient and version == gradient._version:
             return norm
-        here = as_it_came(gradient) is gradient and not self._in_memory(parameter)
+        here = unwidened(gradient) is gradient and not self._in_memory(parameter)
         return gradient if here else norms.of([gradient])[0]
 
     def _in_memory(self, parameter: nn.Parameter) -> bool:
@@ -124,9 +124,9 @@ class Clipping:
         return layer is not None and layer.use_gradients()
 
     def measure(self, layer: StreamedLayer) -> None:
-        """Computes the norms of a layer's gradients during backward.
+        """Computes the norms of a layer's gradients during backward, in the background thread.
 
-        Leaves out float16 gradients if norms have the bits of the CPU, which depend on the number of threads.
+        Leaves out layers with float16 gradients if norms have the bits of the CPU, because these depend on the number of threads.
         """
         if layer.own_slot is not None:
             return
@@ -138,8 +138,8 @@ class Clipping:
         measured, device = self._measured, self._engine.device
 
         def work(by: Stream | None, norms: Norms) -> None:
-            if measured is self._measured:  # else the step has continued without these norms
-                device.access([as_it_came(gradient) for _, gradient in gradients], by, write=False)
+            if measured is self._measured:  # otherwise the step has continued without these norms
+                device.access([unwidened(gradient) for _, gradient in gradients], by, write=False)
                 found = norms.of([gradient for _, gradient in gradients])
                 for (parameter, gradient), norm in zip(gradients, found, strict=True):
                     measured[parameter] = gradient, gradient._version, norm
@@ -150,7 +150,7 @@ class Clipping:
             device.later(partial(work, Stream.UPDATE, self._norms))
 
     def finish(self) -> None:
-        """Clips here if no update does: the step was not taken apart, or the scaler has skipped it."""
+        """Clips gradients if no update does it: the step was not divided, or the gradient scaler has skipped it."""
         clip, self.pending = self.pending, None
         if clip is not None:
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:

@@ -1,4 +1,7 @@
-"""The host store as the source of uploads: waits for updates, refreshes casts, absorbs memory that parameters got."""
+"""The host store as the source of uploads: waits for updates, refreshes casts, and adopts memory of user code.
+
+To *adopt* memory is to copy the values of ``other`` into the layer's block after ``param.data = other``.
+"""
 
 from __future__ import annotations
 
@@ -41,34 +44,36 @@ class HostSource(BlockSource):
         self._watch = watch
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Returns True if an upload need not wait: the update is done, and its results are on the host, or the upload copies them
-        on the device.
+        """Returns True if an upload need not wait for the layer's update.
+
+        The update has ended, and its results are on the host, or the upload copies them on the device.
         """
         update = layer.owner.update
         if update is None:
             return True
-        return update.done() and (bool(layer.made) or self._device.has_happened(layer.owner.landed))
+        return update.done() and (bool(layer.step_results) or self._device.has_happened(layer.owner.landed))
 
     def wait(self, layer: StreamedLayer) -> None:
         """Waits for the layer's update, so that an upload may follow."""
         self._landing(layer)
 
     def _landing(self, layer: StreamedLayer) -> Any:
-        """Waits for the layer's update. If an upload can copy its results on the device, the host does not wait for the download.
+        """Waits for the layer's update and, if necessary, for the download of its results.
 
-        Otherwise the host waits: an upload that waits on the upload stream would delay the uploads behind it.
+        If an upload can copy the results on the device, the host does not wait for the download. Otherwise it waits: if the
+        upload stream waited instead, the uploads of other layers would be delayed.
 
         Returns:
-            The event after which the host has the results; None if it has them.
+            The event after which the host has the results; None if the host already has them.
         """
         landed = self._updates.wait_until_issued(layer)
-        if landed is None or (layer.made and self._fetches_as_updated(layer)):
+        if landed is None or (layer.step_results and self._fetches_as_updated(layer)):
             return landed
         self._updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
         return None
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns the bytes of the layer's block, with casts of the present masters."""
+        """Returns the bytes of the layer's block, after adopting memory and casting the present masters if necessary."""
         landed = self._landing(layer)
         if landed is not None:
             return layer.block.weights, landed
@@ -107,7 +112,7 @@ class HostSource(BlockSource):
         for layer in self._layers:
             if layer.kind is Kind.RESIDENTS:
                 self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-            # An optimizer, a hook or a callback may write it now.
+            # An optimizer, a hook or a callback may write the layer now.
             if layer.owner.update is None and not layer.owner.kept:
                 self._device.access(layer.block.weights, None, write=True)
 
@@ -115,19 +120,19 @@ class HostSource(BlockSource):
         """Marks copies of these layers as stale, because their weights may have been written on the host."""
         for layer in layers:
             layer.invalidate()
-            # User code that writes weights waits for updates and downloads first. So a layer whose update is in flight, or that
-            # only the device has, was not written.
+            # User code that writes weights waits for updates and downloads first. So a layer was not written if its update is in
+            # flight, or if only the device has its values.
             if layer.owner.update is None and not layer.owner.kept:
                 layer.casts.invalidate()
 
     def adopt(self) -> None:
-        """Absorbs memory that the user has given to parameters of any layer."""
+        """Adopts memory that user code has given to parameters of any layer."""
         for layer in self._layers:
             if displaced := layer.block.displaced:
                 self._adopt(layer, displaced)
 
     def _adopt(self, layer: StreamedLayer, displaced: Sequence[int]) -> None:
-        """Absorbs memory that the user has given to these of the layer's parameters (``param.data = other``)."""
+        """Adopts memory that user code has given to some of the layer's parameters. ``displaced``: their indices."""
         block = layer.block
         self._refuse_tied(block, displaced)
         self.synchronize()

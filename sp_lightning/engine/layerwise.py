@@ -1,9 +1,12 @@
-"""Takes an optimizer's step apart: torch's own code runs it layer by layer, in the background.
+"""Divides an optimizer's step into updates of layers. torch's own code runs each update, in the background.
 
-With ``optimizer_overlap="forward"`` updates begin after backward, once the norm is known. They run during the next forward, in
-the order in which that needs the layers. With ``"backward"`` each layer may be updated as soon as its gradients are complete. If
-several may, the layer that the next forward needs first is updated first. Updates for which backward leaves no time run during
-the next forward. If gradients are freed, at most one layer waits.
+- ``optimizer_overlap="forward"``: updates begin after backward, when the norm of the gradients is known. They run during the next
+  forward, in the order in which that forward needs the layers.
+- ``"backward"``: a layer may be updated as soon as its gradients are complete. If several layers may, the layer that the next
+  forward needs first is updated first. Updates that have not begun when backward ends run during the next forward. If gradients
+  are freed, at most one layer waits for its update.
+
+:func:`sp_lightning.plan.update_policy.decide` chooses between them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +30,7 @@ from sp_lightning.engine.clipping import Clipping, by_value
 from sp_lightning.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.engine.updating import Updating
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.narrow_gradient import Change, as_it_came, change, stored
+from sp_lightning.layers.narrow_gradient import Change, change, stored, unwidened
 from sp_lightning.plan.update_policy import EarlyUpdates, OptimizerPolicy, UpdatePolicy
 from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import tree_map
@@ -45,27 +49,89 @@ from sp_lightning.updates.step_context import StepContext, compiles, reads_setti
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
 Groups = list[dict[str, Any]]
 _LIKE = "whose bits"
-"""The setting, in a layer's part of a group, of what updates its parameters with a GPU's bits. Users' groups do not have it."""
+"""A key that `_groups_by_layer` adds to a layer's part of a group: the object that updates with a GPU's bits."""
 _OWN = 4
-"""The number of references to a parameter's state if user code has none: the optimizer's, and those of the counting code."""
+"""References to a parameter's state if user code has none: the optimizer's, and those of the code that counts."""
 _OF_EACH = ("params", "param_names")
 """The settings of a group that are lists with one entry for each parameter."""
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """How the steps of one optimizer run. Nothing of this changes after set-up.
+
+    Attributes:
+        on_gpu: all layers step on the GPU, and the optimizer has its user's form. If this is False, layers that stay on the GPU
+            step there nevertheless.
+        waits: the step returns only when all updates have ended (``optimizer_overlap="off"``).
+        lands: an update ends only when its results are in host memory, because the next update may take that memory.
+        ends_first: the step of a layer that stays on the GPU ends before the next forward begins.
+        early: when backward may begin updates, and what becomes of gradients then.
+        fuse: torch's fused step runs on the CPU if the user has set neither ``fused`` nor ``foreach``.
+        separable: an unfused step may be divided into layers: it does to each parameter what the whole step does to it.
+        checked: only the user's class says that its step may be divided, so the stepper compares what each step has written.
+        keeps_narrow: gradients keep the dtype of backward until their update. An unfused step on the CPU reads whole gradients,
+            and a checked step may write them, so both get gradients in the dtype of the parameter.
+        compiles: the step is compiled. The first step of a layer then runs before any other code.
+        settings_of: the name of the optimizer's class, if updates in the background depend on settings of the process; else None.
+        constants: names of state that parameters share and no step writes.
+    """
+
+    on_gpu: bool
+    waits: bool
+    lands: bool
+    ends_first: bool
+    early: EarlyUpdates
+    fuse: bool
+    separable: bool
+    checked: bool
+    keeps_narrow: bool
+    compiles: bool
+    settings_of: str | None
+    constants: frozenset[str]
+
+
+def _traits(
+    optimizer: Optimizer, engine: Updating, policy: UpdatePolicy, own: OptimizerPolicy, like: StepsLikeGpu | None
+) -> _Traits:
+    on_gpu = engine.stepper.steps_all
+    waits = policy.overlap == "off"
+    separable = (waits and like is None) or on_gpu or is_separable(optimizer)
+    checked = on_gpu and engine.stepper.is_declared(optimizer)
+    return _Traits(
+        on_gpu=on_gpu,
+        waits=waits,
+        lands=policy.lands,
+        ends_first=own.ends_first,
+        early=policy.early,
+        fuse=policy.fused and has_fused_step(optimizer),
+        separable=separable,
+        checked=checked,
+        keeps_narrow=own.narrow and not checked and (on_gpu or not separable),
+        compiles=compiles(optimizer),
+        settings_of=type(optimizer).__name__ if not waits and reads_settings(optimizer) else None,
+        constants=constants_of(optimizer),
+    )
 
 
 class LayerwiseStep:
     """Runs the steps of one optimizer layer by layer: a fused one, or one that is separable.
 
     torch's fused kernels treat each tensor by itself and give the same bits on any number of threads. So it does not matter where
-    and when a layer is updated. A step that cannot be taken apart (sparse gradients, a group that is not fused, parameters that
-    the module does not have) runs as torch runs it, all layers at once.
+    and when a layer is updated. A step that cannot be divided (sparse gradients, a group that is not fused, parameters that the
+    module does not have) runs as torch runs it, all layers at once.
+
+    One step calls in this order: :meth:`deferring` around the whole step; during backward ``_on_complete``, which
+    :class:`~sp_lightning.engine.backward.Backward` calls for each layer; :meth:`submit` for the layers that are left;
+    :meth:`give_back_groups` after torch's own step.
 
     Args:
         optimizer: the user's optimizer, which keeps its groups and its state.
         engine: the engine whose layers are updated.
         policy: where, when and how layers are updated.
         own: how this optimizer's steps run.
-        clip_value: the limit to which each element of a gradient is clipped; None if it is not.
-        state: brings the optimizer's state before each update, and takes it afterwards.
+        clip_value: the limit to which each element of a gradient is clipped; None if gradients are not clipped so.
+        state: brings the optimizer's state before each update, and stores it afterwards.
         like: updates parameters with the bits of a GPU; None for the bits of torch's operators on the CPU.
 
     Attributes:
@@ -87,57 +153,56 @@ class LayerwiseStep:
         state: StateStore = IN_MEMORY,
         like: StepsLikeGpu | None = None,
     ) -> None:
-        early, waits = policy.early, policy.overlap == "off"
+        self._traits = traits = _traits(optimizer, engine, policy, own, like)
         self._optimizer = optimizer
+        self._class = type(optimizer)  # while updates run, the optimizer has another class
         self._engine = engine
         self._updates = engine.updates
         self._state = state
-        # If all layers step on the GPU, the optimizer has its user's form. Layers that stay on the GPU step there in any case.
-        self._on_gpu = on_gpu = engine.stepper.steps_all
-        self._waits = waits
-        self._lands = policy.lands
-        self._ends_first = own.ends_first
         self._like = like
-        self._warned = False
-        self._of_gpu: set[int] = set()  # the ids of parameters whose steps may have the GPU's bits
-        self._fuse = policy.fused and has_fused_step(optimizer)
-        self._early = early
-        self.clip_value = clip_value if early.in_backward else None
-        self._separable = (waits and like is None) or on_gpu or is_separable(optimizer)
-        self._closure: Callable[[], Any] | None = None
-        engine.stepper.arrange(loose=state.elsewhere, ahead=not (early.in_backward or waits))
-        self._constants = constants_of(optimizer)
-        self._declared = on_gpu and engine.stepper.is_declared(optimizer)
-        # On the CPU an unfused step reads whole gradients. The step of a user's class may write them.
-        self._narrow = own.narrow and not self._declared and (on_gpu or not self._separable)
+        in_backward = traits.early.in_backward
+        engine.stepper.arrange(loose=state.elsewhere, ahead=not (in_backward or traits.waits))
         self.clipping = Clipping(optimizer, engine, None if like is None else like.norms)
-        # Called with a layer whose gradients are complete; and, before that, whether all of them have to be complete.
+        self.clip_value = clip_value if in_backward else None
+
+        # Backward calls the first with each layer whose gradients are complete. Ranks ask the second before that: it returns True
+        # for a layer whose gradients all have to be complete first.
         self._on_complete, self._wanted = self.clipping.measure if policy.measure_norms else None, None
-        if early.in_backward:
+        if in_backward:
             self._on_complete, self._wanted = self._update_early, lambda layer: layer in self._early_groups()
-        elif early is EarlyUpdates.TRIED:
+        elif traits.early is EarlyUpdates.TRIED:
             self._on_complete, self._wanted = self._do_without, lambda layer: False
+
+        # Of all steps so far.
         self.tried = False
         self.needed: list[str] = []
-        self._armed: dict[StreamedLayer, Groups] | None = None
+        self._stepped: set[int] = (
+            set()
+        )  # ids of the parameters that had a step, so that their state exists if there is any
+        self._of_gpu: set[int] = set()  # ids of the parameters whose steps may have the GPU's bits
+        self._warned = False  # True if a step with the CPU's bits was logged
+
+        # Of the running step.
         self.begun: set[StreamedLayer] = set()
-        self._class = type(optimizer)
-        self._settings_of = self._class.__name__ if not waits and reads_settings(optimizer) else None
-        self._compiles = compiles(optimizer)
-        self._stepped: set[int] = set()  # the ids of parameters whose state is made if the optimizer makes any
+        self._armed: dict[StreamedLayer, Groups] | None = (
+            None  # groups of layers that backward may update; None: not known yet
+        )
+        self._closure: Callable[[], Any] | None = None
         self._context: StepContext
-        self._groups = self._none = Groups()  # the user's groups while the optimizer has none
-        self._ordered = False  # whether new state of this step will have the order of torch's step
+        self._groups = self._none = Groups()  # `_groups` are the user's while the optimizer has the empty `_none`
+        self._ordered = False  # True if `_submit` has put the state of all parameters in the order of torch's step
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """A context for a step of the optimizer whose updates :meth:`submit` submits."""
         # The last step's gradients still exist. If one is sparse, no layer is updated before all gradients are known.
-        self._armed = None if not self._early.in_backward or all(map(self._cuts, self._optimizer.param_groups)) else {}
+        self._armed = (
+            None if not self._traits.early.in_backward or all(map(self._cuts, self._optimizer.param_groups)) else {}
+        )
         self._context = self._context_here()
         self._engine.backward.on_complete = self._on_complete
         self._engine.backward.wanted = self._wanted
-        self._engine.gradients.keep_narrow = self._narrow
+        self._engine.gradients.keep_narrow = self._traits.keeps_narrow
         try:
             yield
         finally:
@@ -151,7 +216,7 @@ class LayerwiseStep:
 
     def _context_here(self) -> StepContext:
         """Returns the settings that the optimizer's step would find if this thread ran it now."""
-        return StepContext({"cpu", self._engine.device.device.type}, self._settings_of)
+        return StepContext({"cpu", self._engine.device.device.type}, self._traits.settings_of)
 
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed."""
@@ -161,8 +226,8 @@ class LayerwiseStep:
         ):  # the step in its own slot writes weights that backward may still read
             return
         held = self._is_held(layer, _parameters(armed[layer]))
-        if held and self._early is EarlyUpdates.KEEPS:
-            return  # user code may read or write what it holds in this backward
+        if held and self._traits.early is EarlyUpdates.KEEPS:
+            return  # user code may read or write, in this backward, the tensors that it holds
         groups = armed.pop(layer)
         if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
             self._armed = {}  # if no layer is updated yet, all are updated at once
@@ -174,8 +239,8 @@ class LayerwiseStep:
         self.begun.add(layer)
         self._engine.before_early_update(layer)
         self._submit(layer, groups, held=held)
-        if self._early is EarlyUpdates.FREES:
-            self._updates.bound(1)  # this bounds the memory of gradients that wait, too
+        if self._traits.early is EarlyUpdates.FREES:
+            self._updates.bound(1)  # so the gradients of one layer at most wait in memory
 
     def _do_without(self, layer: StreamedLayer) -> None:
         """Tests, after a layer's gradients are complete, if backward still uses the layer."""
@@ -186,13 +251,14 @@ class LayerwiseStep:
         self._updates.do_without(layer, self.needed.append)
 
     def _order(self) -> list[StreamedLayer]:
-        """Returns all layers by the urgency of their updates: those that stay, then the others as the next forward needs them.
+        """Returns all layers by the urgency of their updates: first those that stay on the GPU, then as the next forward needs
+        them.
 
         On the GPU, on several ranks, and if state is not in memory, updates run in the order in which they are submitted.
         """
-        # Layers that stay are first: issuing their steps takes the background little time, and the GPU begins soon.
+        # Layers that stay on the GPU are first: issuing their steps takes the background little time, and the GPU begins soon.
         order = sorted(self._engine.order(), key=lambda layer: layer.own_slot is None)
-        in_order = self._engine.several or self._state.elsewhere or self._on_gpu
+        in_order = self._engine.several or self._state.elsewhere or self._traits.on_gpu
         self._updates.urgency = {} if in_order else {layer: at for at, layer in enumerate(order)}
         return order
 
@@ -227,7 +293,7 @@ class LayerwiseStep:
         except _UndividedError as undivided:
             self._refuse(undivided)
             self.warn_of_bits(undivided.args[0])
-            if self._early is EarlyUpdates.TRIED:
+            if self._traits.early is EarlyUpdates.TRIED:
                 self.needed.append(undivided.args[0])
             self.clipping.finish()
             by_layer = {}
@@ -237,21 +303,21 @@ class LayerwiseStep:
             self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._order():
                 if layer in by_layer:
-                    held = not self._waits and self._is_held(layer, _parameters(by_layer[layer]))
+                    held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
                     self._submit(layer, by_layer[layer], held=held)
             self._keep_frozen()
             self.clipping.pending = None
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self.begun.clear()
         if type(self._optimizer) is self._class:  # all updates have ended in backward
-            self._drop_places()
+            self._drop_empty_state()
         self._updates.torn = None
-        if self._waits:
-            self._updates.settle()
+        if self._traits.waits:
+            self._updates.wait_for_all()
         return self._optimizer.param_groups is self._none
 
     def _keep_frozen(self) -> None:
-        """Uploads frozen layers that stay, once, instead of in each step."""
+        """Uploads frozen layers that stay on the GPU to their own slots, once, instead of in each step."""
         for layer in self._engine.layers:
             if layer.own_slot is not None and not layer.kept and layer.frozen and self._engine.staying(layer):
                 self._updates.submit(layer, partial(self._engine.stepper.bring, layer))
@@ -273,19 +339,19 @@ class LayerwiseStep:
             )
 
     def _refuse(self, undivided: _UndividedError) -> None:
-        """Raises an error if layers have to be updated one by one."""
+        """Raises an error if this step cannot be divided, although an option needs updates of single layers."""
         what, instead = undivided.args
         needs = {
             'optimizer_overlap="backward"': self.begun,
             self._state.option: self._state.elsewhere,
-            'optimizer_on="gpu"': self._on_gpu,
+            'optimizer_on="gpu"': self._traits.on_gpu,
             "Training on several devices": self._engine.several,
         }
         for name, needed in needs.items():
             if needed:
-                names = [self._state.option] * self._state.elsewhere + ["optimizer_on"] * self._on_gpu
+                names = [self._state.option] * self._state.elsewhere + ["optimizer_on"] * self._traits.on_gpu
                 otherwise = f"leave {' and '.join(names)} out" if names else ""
-                if not self._on_gpu:
+                if not self._traits.on_gpu:
                     otherwise += f"{' and ' * bool(names)}pass optimizer_overlap='off'"
                 raise RuntimeError(
                     f"{name} updates layers one by one, but {what}. {instead}, or {otherwise}."
@@ -300,7 +366,7 @@ class LayerwiseStep:
 
     def _cuts(self, group: dict[str, Any]) -> bool:
         """Returns True if the step of a group can be taken apart."""
-        return self._separable or runs_fused(self._optimizer, self._on_host(group), fuse=self._fuse)
+        return self._traits.separable or runs_fused(self._optimizer, self._on_host(group), fuse=self._traits.fuse)
 
     def _on_host(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a group with the parameters that the CPU steps."""
@@ -321,34 +387,42 @@ class LayerwiseStep:
             self._optimizer.param_groups = self._groups
 
     def _groups_by_layer(self) -> dict[StreamedLayer, Groups]:
-        """Returns the parts of the groups by layer.
+        """Returns each layer's part of the groups: the same settings, and only the layer's parameters.
 
-        Settings are copied, because schedulers change them after the step, while updates may still run.
+        Settings are copied, because schedulers change them after the step, while updates may still run. Layers that step on the
+        GPU get the user's settings. Layers that step on the CPU may get ``fused=True``, or the object that updates with a GPU's
+        bits.
 
         Raises:
             _UndividedError: they cannot be cut.
         """
         by_layer, state = defaultdict(list), state_of(self._optimizer)
-        if not self.begun and shares_state(self._optimizer.param_groups, state, self._constants):
+        if not self.begun and shares_state(self._optimizer.param_groups, state, self._traits.constants):
             raise _UndividedError("two parameters share a state", "Give each parameter a state of its own")
         for group in self._optimizer.param_groups:
-            # A group that was fused for the first layer is fused for the others. Their state may lack buffers that the first has.
+            # If an update has begun in this step, the group was checked before it. Now the state of some layers has buffers that
+            # the state of others lacks, so a second check would fail.
             if not self.begun and not self._cuts(group):
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
             name_of = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
-            there, of_host = settings, self._on_host(group)
-            if not self._on_gpu:
+            gpu_settings, of_host = settings, self._on_host(group)
+            if not self._traits.on_gpu:
                 settings = {**settings}
                 if self._like is not None:
                     if why := self._like.against_group(of_host, self._of_gpu):
                         self.warn_of_bits(why)
                     else:
                         settings[_LIKE] = self._like.of(group)
-                if self.begun or runs_fused(self._optimizer, of_host, fuse=self._fuse):
+                if self.begun or runs_fused(self._optimizer, of_host, fuse=self._traits.fuse):
                     settings["fused"] = True
             trained = [p for p in of_host["params"] if p.requires_grad]
-            if self._early.in_backward and not self.begun and not self._on_gpu and lacks_buffers(group, state, trained):
+            if (
+                self._traits.early.in_backward
+                and not self.begun
+                and not self._traits.on_gpu
+                and lacks_buffers(group, state, trained)
+            ):
                 what = "some parameters of a group have momentum and others have none yet"
                 raise _UndividedError(what, "Pass optimizer_overlap='forward'")
             parts = defaultdict(list)
@@ -363,18 +437,26 @@ class LayerwiseStep:
                     parts[layer].append(parameter)
             for layer, parameters in parts.items():
                 named = {"param_names": [name_of[id(p)] for p in parameters]} if name_of else {}
-                chosen = there if self._engine.stepper.steps(layer) else settings
+                chosen = gpu_settings if self._engine.stepper.steps(layer) else settings
                 by_layer[layer].append({**chosen, **named, "params": parameters})
         return by_layer
 
     def _submit(self, layer: StreamedLayer, groups: Groups, *, held: bool) -> None:
-        """Submits the update of a layer. Waits for it if user code holds tensors that it writes (``held``)."""
+        """Submits the update of a layer to the background thread.
+
+        Args:
+            layer: the layer.
+            groups: the layer's part of the groups.
+            held: True if user code holds tensors that the update writes. Then this waits for the update.
+        """
         parameters = _parameters(groups)
         if not self._ordered:
+            # torch's step makes new state in the order of the parameters; updates would make it in the order of the
+            # layers. So each parameter gets an empty entry now, before the first update.
             self._ordered, state = True, state_of(self._optimizer)
             everything = [p for group in self._optimizer.param_groups for p in group["params"]]
             if not all(dict.get(state, parameter) or self._has_state_there(parameter) for parameter in everything):
-                self._updates.settle()  # the last step's updates, whose new state comes first
+                self._updates.wait_for_all()  # of the last step: their new state is before this step's
                 for parameter in everything:
                     if not (dict.get(state, parameter) or self._has_state_there(parameter)):
                         dict.pop(state, parameter, None)
@@ -389,7 +471,8 @@ class LayerwiseStep:
         clip, engine, context = self.clipping.pending, self._engine, self._context
         if clip is None and self.clip_value is not None:  # in backward, before the precision plugin clips
             clip = by_value(self.clip_value)
-        # The update clips only gradients that ``change`` did not record. A recorded change is applied if a thread widens one.
+        # ``change`` records the clipping of a narrow gradient, to be applied when the gradient is widened. The update clips the
+        # other gradients, by the id of their parameter.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
         stays = layer.own_slot is not None
@@ -397,7 +480,7 @@ class LayerwiseStep:
             stays = False
             self._updates.land(
                 layer
-            )  # another thread may hold tensors that it has landed, and the GPU's copy still counts
+            )  # another thread may hold tensors of the landed layer, and the copy on the GPU is still marked as valid
         stays = stays and self._engine.staying(layer)
 
         def update() -> None:
@@ -405,19 +488,23 @@ class LayerwiseStep:
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             # torch makes the state of a parameter without a gradient in a later step, after the others' state.
             for parameter in parameters:
-                unused = parameter.grad is None and not self._declared and dict.get(state_of(part), parameter) == {}
+                unused = (
+                    parameter.grad is None and not self._traits.checked and dict.get(state_of(part), parameter) == {}
+                )
                 if unused and not self._has_state_there(parameter):
                     dict.pop(state_of(part), parameter)
             self._step_layer(layer, part, trained, clips, context, stays=stays)
-            if self._lands:
+            if self._traits.lands:
                 engine.device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             self._state.store((layer, self._optimizer), part)
 
-        ends = self._ends_first and layer.own_slot is not None
-        at_once = self._compiles or self._makes_state(layer, parameters) or held or ends
-        release = partial(engine.release_gradients, layer, parameters) if self._early is EarlyUpdates.FREES else None
+        ends = self._traits.ends_first and layer.own_slot is not None
+        at_once = self._traits.compiles or self._makes_state(layer, parameters) or held or ends
+        release = (
+            partial(engine.release_gradients, layer, parameters) if self._traits.early is EarlyUpdates.FREES else None
+        )
         self._updates.submit(layer, update, release)
-        if at_once and not self._waits:
+        if at_once and not self._traits.waits:
             self._updates.complete(layer)
 
     def _is_held(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
@@ -432,7 +519,7 @@ class LayerwiseStep:
         self._engine.stepper.forget((layer, self._optimizer))  # it holds the state if the layer did not stay before
         state = state_of(self._optimizer)
         own = [dict.get(state, parameter, {}) for parameter in parameters]
-        # A step in the layer's own slot takes the state from the host: a dictionary that user code holds would not change.
+        # A step in the layer's own slot moves the state to the GPU. A dictionary that user code holds would then not change.
         if layer.own_slot is not None and any(sys.getrefcount(each) > _OWN for each in own):
             return True
         return held_elsewhere(own)
@@ -462,20 +549,29 @@ class LayerwiseStep:
         *,
         stays: bool,
     ) -> None:
-        """Runs the step of one layer, and casts its new weights. ``stays`` says whether it may step in its own slot."""
+        """Runs the step of one layer, and casts its new weights. Runs in the background thread.
+
+        Args:
+            layer: the layer.
+            part: the layer's part of the optimizer.
+            trained: its parameters that have a gradient.
+            clips: how each gradient is still to be clipped, by the id of its parameter.
+            context: the settings of the thread that has called the step.
+            stays: True if a layer that stays on the GPU may be stepped in its own slot.
+        """
         # A user's class may read the loss that its closure returns.
-        closures = [self._closure] * (self._declared and self._closure is not None)
+        closures = [self._closure] * (self._traits.checked and self._closure is not None)
         step = partial(context.run, partial(_own_step(self._class), part, *closures))
         stepper = self._engine.stepper
         if stepper.steps(layer):
             for parameter in trained:
                 if id(parameter) in clips and parameter.grad is not None:
                     clips[id(parameter)](parameter.grad)
-            stepper.step_layer((layer, self._optimizer), part, step, stays=stays, declared=self._declared)
+            stepper.step_layer((layer, self._optimizer), part, step, stays=stays, declared=self._traits.checked)
             return
         for parameter in trained:
-            self._engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
-        if self._separable:
+            self._engine.device.access(unwidened(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
+        if self._traits.separable:
             for parameter in trained:
                 if id(parameter) in clips and parameter.grad is not None:
                     clips[id(parameter)](parameter.grad)
@@ -485,16 +581,16 @@ class LayerwiseStep:
             # See "Note: fused operator in pieces" in updates/__init__.
             with InPieces(layer.casts.places(Stream.UPDATE), clips, others):
                 step()
-        layer.casts.refresh(by=Stream.UPDATE, but=set() if self._separable else set(map(id, trained)))
+        layer.casts.refresh(by=Stream.UPDATE, but=set() if self._traits.separable else set(map(id, trained)))
 
     def _updated(self) -> None:
         """Gives the optimizer its own class again. Called after all updates."""
         self._optimizer.__class__ = self._class
-        if not self.begun:  # else the step continues, and other layers' state needs its place
-            self._drop_places()
+        if not self.begun:  # else the step continues, and other layers' state needs its entry
+            self._drop_empty_state()
 
-    def _drop_places(self) -> None:
-        """Removes empty entries of state, as after torch's own step. No update makes new state any more."""
+    def _drop_empty_state(self) -> None:
+        """Removes empty entries of the state, as after torch's own step. No update makes new state any more."""
         state = self._optimizer.state
         for parameter in [each for each, values in state.items() if not values]:
             del state[parameter]

@@ -19,7 +19,7 @@ class Listener(Protocol):
     """Receives the beginning and the end of module calls."""
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """Called before a module that uses these layers. Returns the argument ``visits`` for :meth:`leave`."""
+        """Called before the call of a module that uses these layers. Returns the argument ``visits`` for :meth:`leave`."""
 
     def leave(self, visits: Visits, output: Any) -> None:
         """Called after the module has returned or raised. If it raised, ``output`` is None."""
@@ -35,10 +35,10 @@ class ModuleCalls:
     Args:
         listener: is called.
         module: the module.
-        visits: the layers that it uses.
-        in_evaluation: the layers that it uses in evaluation; None if they are the same.
-        unit: the name of the module as a unit; None if it is not a unit.
-        run: runs the calls of units; None if units are called as all other modules are.
+        visits: the layers that the module uses.
+        in_evaluation: the layers that the module uses in evaluation; None if they are the same.
+        unit: the name of the module as a unit of activations; None if it is not a unit.
+        run: runs the calls of units; None if units are called like other modules.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ def listen(
         listener: is called.
         visits: the modules, and the layers that each uses.
         units: by name, the modules whose calls ``run`` runs.
-        run: runs them; None if they are called as all others are.
+        run: runs the calls of units; None if units are called like other modules.
     """
     unit_of = {module: name for name, module in (units or {}).items()}
     return [

@@ -25,7 +25,7 @@ from sp_lightning.updates.background import BackgroundUpdates
 
 
 class Placement:
-    """Makes the parts of the engine for weights in host memory, and for one device. Subclasses make others.
+    """Makes the parts of the engine for weights in host memory, and for one device. Subclasses make other parts.
 
     Attributes:
         remark: a sentence for the user; empty without.
@@ -68,7 +68,7 @@ class Placement:
         return HostBlock(layer, planned, *args, **options)
 
     def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
-        """Returns the part that uploads layers."""
+        """Returns the part that copies layers to slots."""
         return Uploads(device)
 
     def gradients(
@@ -87,7 +87,7 @@ class Placement:
         return HostSource
 
     def turns(self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step) -> Turns:
-        """Returns which process may change the weights, and when. It is the last part that is made."""
+        """Returns the part that decides which process may change the weights, and when. It is made last."""
         return Turns()
 
 

@@ -1,7 +1,10 @@
 """Residency: the schedule. It decides which layers are fetched, locked, attached, rested and released, and when.
 
-The states and transitions are in :mod:`~sp_lightning.layers.states`. Residency does not know what modules do with a slot's memory
-(:class:`~sp_lightning.layers.lent_weights.SlotUsers`) or where bytes come from (:class:`~sp_lightning.layers.slots.BlockSource`).
+The states and transitions are in :mod:`~sp_lightning.layers.states`. Two interfaces hide what surrounds a slot:
+
+- :class:`~sp_lightning.layers.bound_weights.SlotUsers` gives a slot's memory to modules, and takes it from them.
+- :class:`~sp_lightning.layers.slots.BlockSource` provides the bytes on the host that a transfer reads.
+
 So the planner's simulator can run this very class with a device of clocks. The caller holds the engine's lock.
 """
 
@@ -10,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 
+from sp_lightning.layers.bound_weights import SlotUsers
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Slot, StreamedLayer
-from sp_lightning.layers.lent_weights import SlotUsers
 from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import BlockSource, Slots
@@ -29,35 +32,35 @@ class Residency:
         slots: the slots of the layers.
         prefetch: chooses the layers to fetch before a call needs them.
         source: the layers' bytes on the host.
-        tenants: give a layer's slot to its modules, and take it from them.
+        slot_users: gives a layer's slot to its modules, and takes it from them.
         noted: called after a layer may have taken an extra slot, because device memory may be at its peak.
 
     Attributes:
-        used: the locked layers, except resting ones, with their slots: in the order in which they were locked.
-        resting: the resting layers with their slots. Resting saves the host's time in inference. Code that marks copies as out
-            of date first ends it (:meth:`let_rest`).
-        rests: whether layers may rest if each has a slot of its own.
+        used: the locked layers, except resting ones, with their slots, in the order in which they were locked.
+        resting: the resting layers with their slots. Resting saves the host's time in inference. Code that marks copies as out of
+            date first releases the resting layers (:meth:`let_rest`).
+        rests: True if layers may rest. Only layers do whose ring has a slot for each of its layers.
         demand_fetches: how often a layer was fetched because a call or autograd needed it at once.
     """
 
     def __init__(
-        self, slots: Slots, prefetch: Prefetch, source: BlockSource, tenants: SlotUsers, noted: Callable[[], None]
+        self, slots: Slots, prefetch: Prefetch, source: BlockSource, slot_users: SlotUsers, noted: Callable[[], None]
     ) -> None:
         self.slots = slots
         self.prefetch = prefetch
         self._source = source
-        self._tenants = tenants
+        self._slot_users = slot_users
         self._noted = noted
         self.used: dict[StreamedLayer, Slot] = {}
         self.resting: dict[StreamedLayer, Slot] = {}
         self.rests = False
         self.demand_fetches = 0
 
-    # ------------------------------------------------------------------ what a batch does
+    # ------------------------------------------------------------------ module calls and autograd
 
     def begin_call(self, layers: Sequence[StreamedLayer], *, backward: bool = False) -> None:
         """Locks and attaches layers for a module call, or for one operation, until :meth:`end_call`."""
-        if layers and (self.used or self._tenants.held):
+        if layers and (self.used or self._slot_users.held):
             self.release_unpinned(keep=layers)
         pinned = 0
         try:
@@ -66,7 +69,7 @@ class Residency:
                 layer.running_calls += 1
                 pinned += 1
             for layer in layers:
-                self._tenants.move_in(layer, self.used[layer])
+                self._slot_users.attach(layer, self.used[layer])
                 layer.state = IN_USE
         except BaseException:
             self.end_call(layers[:pinned], release=False)
@@ -81,12 +84,15 @@ class Residency:
                 self._leave(layer)
 
     def pre_backward(self, layers: Collection[StreamedLayer]) -> None:
-        """Releases all other layers without a running call: the backward of these begins, so that of later ones is over."""
+        """Releases layers without a running call, except these, because the backward of these layers begins.
+
+        Backward runs through the layers in reverse. So the backward of every other used layer is over.
+        """
         if self.release_unpinned(keep=layers):
             self.fetch_ahead()
 
     def unpack(self, layer: StreamedLayer) -> Slot:
-        """Locks a layer for autograd, which unpacks a weight of it."""
+        """Locks a layer for autograd, which unpacks a saved weight of the layer. Returns the slot."""
         released = layer not in self.used and self.release_unpinned()
         slot = self.require(layer, backward=True)
         if released:
@@ -96,7 +102,13 @@ class Residency:
     # ------------------------------------------------------------------ layers are fetched and locked
 
     def require(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
-        """Locks a layer's slot. If the layer is not on the device, or is out of date, it is fetched first.
+        """Locks a layer's slot. If the layer is not on the device, or its copy is out of date, the layer is fetched first.
+
+        A layer that is locked already, or rests with a current copy, is returned at once. Otherwise:
+
+        1. If the host weights are not ready (an update runs), this waits for them.
+        2. If the copy is out of date, it is dropped.
+        3. If there is no copy, or rows of it are missing, the layer is fetched on demand.
 
         Raises:
             RuntimeError: the running backward has updated the layer already.
@@ -105,8 +117,8 @@ class Residency:
             if not layer.whole and not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
-        if self._tenants.replaced:
-            self._tenants.before_use(layer)
+        if self._slot_users.replaced:
+            self._slot_users.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
                 layer.visits += not backward
@@ -122,7 +134,7 @@ class Residency:
         early = layer.owner.updated_early
         if not early and not self._source.ready(layer):
             self._source.wait(layer)
-            self.fetch_ahead()
+            self.fetch_ahead()  # other updates may have ended meanwhile, so prefetches that waited for them can begin
         if not early and layer.outdated:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
@@ -134,7 +146,7 @@ class Residency:
             self.demand_fetches += 1
             self._fetch([(layer, layer.slot or self.slots.find(layer, self.prefetch.trace.next_use))])
             self._noted()
-        slot = self.used[layer] = self.slots.use(layer, backward=backward)  # (2)
+        slot = self.used[layer] = self.slots.lock(layer, backward=backward)  # (2)
         return slot
 
     def _complete(self, layer: StreamedLayer) -> None:
@@ -149,8 +161,8 @@ class Residency:
 
     def fetch_ahead(self) -> None:
         """Fetches the next layers of the trace, as long as slots may be overwritten for them."""
-        if self.slots.all_settled and len(self.resting) == len(self.slots.settled):
-            return  # every layer is on the device
+        if self.slots.none_evicted and len(self.resting) == len(self.slots.never_evicted):
+            return  # every layer rests, so every layer is on the device
         for ring in self.prefetch.rings:
             more = True
             while more:
@@ -160,7 +172,10 @@ class Residency:
                 self._fetch(pairs)
 
     def renew_views(self) -> None:
-        """Fetches the host's present weights into slots that user code views, as views of a plain parameter show writes."""
+        """Fetches the host's present weights into slots that user code views.
+
+        On plain Lightning a view of a parameter shows writes to the parameter, so a view of a slot must show them, too.
+        """
         for slot in self.slots.all:
             if slot.stale and slot.layer is not None and slot.held:
                 self._fetch([(slot.layer, slot)])
@@ -171,35 +186,42 @@ class Residency:
             self.renew(layer)
 
     def renew(self, layer: StreamedLayer) -> None:
-        """Fetches the host's present weights into the slot of one layer in use. A layer without a running call is released.
+        """Uploads a used layer again, because user code has written its host weights while the layer is in use.
 
-        A running call continues with the new weights in the same memory, as with a plain parameter that was written in place:
-        views of the weights show them, and autograd finds the new version of what it saved.
+        If no call of the layer is running, the layer is released instead, and its next use fetches it.
+
+        A running call continues with the new values in the same slot. This is how a plain parameter behaves when it is written in
+        place: views of the weight show the new values, and autograd detects that the version of a saved weight has changed.
 
         Raises:
             RuntimeError: a weight was given other memory, or was written on the device as well.
         """
-        if not layer.running_calls:  # its next use fetches it
+        if not layer.running_calls:
             self.release(layer)
             layer.invalidate()
             return
-        self._tenants.before_renewal(layer)
+        # Write back first: the fetch overwrites the slot, and would lose the writes on the device.
+        self._slot_users.before_renewal(layer)
         slot = self.used[layer]
         layer.rows.drop_cached()
-        layer.casts.invalidate()
+        layer.casts.invalidate()  # staging then casts the new masters
         slot.stale = True
         self._fetch([(layer, slot)])
         self.slots.join(slot)
-        self._tenants.renewed(layer, slot)
+        self._slot_users.renewed(layer, slot)
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
-        """Releases a layer that is about to be fetched, if user code has given its host parameters other memory."""
+        """Releases a layer that is about to be fetched, if user code has given its host parameters other memory (``.data =``).
+
+        Staging the layer moves that memory into the host block, which must not happen while the layer is in use.
+        """
         for member in layer.family:
             if member in self.used and not member.running_calls and member.block.displaced:
                 self.release(member)
 
     def _fetch(self, pairs: Sequence[tuple[StreamedLayer, Slot]]) -> None:
-        self._tenants.take_back_late(map(_slot_of_pair, pairs))
+        """Stages layers on the host, and uploads them into these slots in one transfer."""
+        self._slot_users.take_back_late(map(_slot_of_pair, pairs))
         transfer = []
         try:
             for layer, slot in pairs:
@@ -208,39 +230,39 @@ class Residency:
                 transfer.append((layer, slot, self._source.stage(layer)))
         except BaseException:
             for layer, _ in pairs:
-                layer.made = ()  # only this transfer could have used it
+                layer.step_results = ()  # only this transfer could have used them
             raise
         self.slots.fetch(transfer)  # (1)
         for layer, _ in pairs:
-            self._tenants.fetched(layer)
+            self._slot_users.fetched(layer)
 
     # ------------------------------------------------------------------ layers are released
 
     def release(self, layer: StreamedLayer) -> None:
         """Releases a layer that no call uses. Its slot may be overwritten, unless user code still views it (HELD)."""
-        self._tenants.release(layer, self.used.pop(layer))
+        self._slot_users.release(layer, self.used.pop(layer))
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
-        """Releases the layers that no running call uses, except ``keep``. Returns whether a slot may have become free."""
-        loose = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
-        for layer in loose:
+        """Releases the layers that no running call uses, except ``keep``. Returns True if a slot may have become free."""
+        unpinned = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
+        for layer in unpinned:
             self._leave(layer)
-        return (bool(self._tenants.held) and self._tenants.free_dropped()) or bool(loose)
+        return (bool(self._slot_users.held) and self._slot_users.free_dropped()) or bool(unpinned)
 
     def _leave(self, layer: StreamedLayer) -> None:
         """Releases a layer whose last call has ended, or lets it rest."""
-        if self.rests and layer.state.attached and layer in self.slots.settled:
-            self._tenants.rest(layer)
+        if self.rests and layer.state.attached and layer in self.slots.never_evicted:
+            self._slot_users.rest(layer)
             layer.state = RESTING
             self.resting[layer] = self.used.pop(layer)
         else:
-            self._tenants.release(layer, self.used.pop(layer))
+            self._slot_users.release(layer, self.used.pop(layer))
 
     def let_rest(self, rests: bool) -> None:
-        """Sets whether layers may rest. Releases resting layers that may not, and those that were written on the device."""
+        """Sets whether layers may rest. Releases resting layers if they may not, or if they were written on the device."""
         self.rests = rests
         for layer in list(self.resting):
-            if not rests or self._tenants.written(layer):
+            if not rests or self._slot_users.written(layer):
                 self._release_resting(layer)
 
     def _release_resting(self, layer: StreamedLayer) -> None:
@@ -259,7 +281,7 @@ _slot_of_pair: Callable[[tuple[StreamedLayer, Slot]], Slot] = itemgetter(1)
 class Peak:
     """Measures the peak of device memory: slots, residents, gradients, and weights that are not streamed.
 
-    The slots in which layers are stepped count as well.
+    The memory that GPU steps take beside the slots counts as well.
 
     Attributes:
         most: the peak in bytes.
@@ -277,6 +299,7 @@ class Peak:
         self.most = 0
         self.stepper = stepper
         self._staying = found.staying[0]
+        # Parameters of modules that are on the device as a whole: the engine does not see their gradients arrive.
         self._aside = [parameter for _, module in found.aside for parameter in module.parameters()]
         self._slots = slots
         self._residents = residents

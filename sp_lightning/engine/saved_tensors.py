@@ -1,7 +1,8 @@
-"""Packs what autograd saves for backward: a weight that lies in a slot is packed as its place, not as its memory.
+"""Packs the tensors that autograd saves for backward. A tensor in a slot is packed as its place in the slot, not as its memory.
 
-A graph therefore holds no slot. Unpacking brings the layer back, wherever it was meanwhile. Autograd does not check versions
-of saved tensors if saved-tensor hooks are active, so this is done here, for weights and for everything else.
+So a graph holds no slot, and the slot can be overwritten. Unpacking fetches the layer again if necessary. If saved-tensor hooks
+are active, autograd does not check the versions of saved tensors, so the hooks of this file check them, for weights and for all
+others.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from sp_lightning.torch_compat.private import base_of, current_graph_task, top_s
 
 
 class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValues | None, Rows]):
-    """The place of a saved tensor that lay in a slot, in place of its values.
+    """A saved tensor that is in a slot: its place there. Fields:
 
     - layer.
     - which: the index of the weight that the tensor is, or is a view of; None for a cast, and for a view of ``.data``.
     - version: the version of that weight when the tensor was saved; -1 for a cast.
-    - place: where it lies in the slot; None for a weight itself.
-    - values: the values of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows if it
-      is given other memory (``param.data = other``), whereas a view keeps the old memory.
-    - rows: the rows of the layer that it needs; None for all rows.
+    - place: its place in the slot; None for a weight itself.
+    - values: for a view of a weight, or a cast, its :class:`SavedValues`. None for a weight itself. If a weight is given other
+      memory (``param.data = other``), plain autograd unpacks the new values of a saved weight, and the old values of a saved
+      view.
+    - rows: the rows of the layer that the tensor needs; None for all rows.
     """
 
     __slots__ = ()
@@ -46,13 +48,15 @@ class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValue
 _Kept = tuple[Tensor, int]
 """Any other saved tensor, and its version.
 
-A leaf is kept itself, as autograd keeps it, and so follows an assignment to its ``.data``. Other tensors are detached, because
-a node that kept its own output, and with it itself, would never be freed. This and what stands for weights are plain tuples,
-because there are many of them, and a class with a constructor of Python's own costs the host a call for each."""
+A leaf is kept as the same object, as autograd keeps it, so an assignment to its ``.data`` has an effect on the graph. Other
+tensors are detached: a node that kept its own output would keep itself alive, and would never be freed.
+
+This and :class:`_Packed` are plain tuples, because there are many of them, and a constructor in Python would be a call for
+each."""
 
 
 class _Outer(NamedTuple):
-    """A saved tensor that was packed by the hooks that had been active before ours."""
+    """A saved tensor that other hooks have packed, which were active before the hooks of this file."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
@@ -62,16 +66,16 @@ _our_packs: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def packs() -> bool:
-    """Whether our hooks pack what autograd saves now, with no hooks of a user or of a checkpoint above them."""
+    """Returns True if the hooks of this file pack saved tensors now: no hooks of a user or a checkpoint are above them."""
     top = top_saved_tensors_hooks()
     return top is not None and top[0] in _our_packs
 
 
 class RunningCalls:
-    """Counts the calls of modules that are running, and has hooks pack what autograd saves in them.
+    """Counts running module calls, and activates the saved-tensor hooks in them.
 
     Attributes:
-        depth: how many calls are running, but for those of helpers, which run within a step or a call.
+        depth: the number of running calls, without calls of helpers, which run inside a step or a call.
     """
 
     def __init__(self) -> None:
@@ -79,9 +83,14 @@ class RunningCalls:
         self._here = _CallsOfThread()
 
     def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None, *, helps: bool = False) -> None:
-        """Packs what autograd saves in the outermost call of a thread that builds a graph, and in those inside it.
+        """Counts a call. Activates the hooks in the outermost call of a thread that builds a graph, and so in the calls inside
+        it.
 
-        This includes calls outside a step, in other threads, and forwards that run again in backward: all build graphs.
+        This includes calls outside a step, in other threads, and in forwards that run again in backward: all build graphs.
+
+        Args:
+            make_hooks: makes the context of the hooks; None if saved tensors need no packing.
+            helps: True if a helper makes the call.
         """
         here = self._here
         self.depth += not helps
@@ -94,7 +103,7 @@ class RunningCalls:
             here.hooks, here.pushed = hooks, here.depth
 
     def end(self, number: int = 1, *, helps: bool = False) -> None:
-        """So many calls of this thread have ended."""
+        """Counts the end of ``number`` calls of this thread. Removes the hooks if the call that has activated them has ended."""
         here = self._here
         self.depth = max(self.depth - number * (not helps), 0)
         here.depth = max(here.depth - number, 0)
@@ -104,16 +113,17 @@ class RunningCalls:
                 hooks.__exit__(None, None, None)
 
     def reset(self) -> bool:
-        """All calls of this thread have ended. Returns whether there were any whose end was not noted."""
+        """Counts the end of all calls of this thread. Returns True if the end of a call had not been counted."""
         ended = self._here.depth
         self.end(ended)
         return ended > 0
 
     def refuse_interrupted(self) -> None:
-        """Refuses to go on to the next batch if Ctrl-C came just when a call between steps began or ended, and was caught.
+        """Checks, before a batch, that Ctrl-C has not interrupted the beginning or the end of a call between two steps.
 
         Raises:
-            RuntimeError: it did. Until now its weights were on the device, where writes of the host's are not seen.
+            RuntimeError: it has, and user code has caught it. Modules have held device parameters since then, so writes of host
+                weights may be lost.
         """
         if self.reset():
             raise RuntimeError(
@@ -123,7 +133,13 @@ class RunningCalls:
 
 
 class _CallsOfThread(threading.local):
-    """The calls of a thread: how many, and the hooks that one of them has pushed when there were so many."""
+    """The running calls of a thread.
+
+    Attributes:
+        depth: their number.
+        hooks: the hooks that one of the calls has activated; None if they are not active.
+        pushed: the depth of that call.
+    """
 
     depth = 0
     hooks: AbstractContextManager[None] | None = None
@@ -131,7 +147,7 @@ class _CallsOfThread(threading.local):
 
 
 class SavedTensors(Part):
-    """Makes the pair of hooks for what autograd saves."""
+    """Makes the saved-tensor hooks of the engine."""
 
     def __init__(self, below: Part, backward: Backward) -> None:
         super().__init__(**vars(below))
@@ -139,7 +155,7 @@ class SavedTensors(Part):
         self._views: defaultdict[int, SavedViews] = defaultdict(SavedViews)  # by the layers' layout
 
     def hooks(self) -> AbstractContextManager[None]:
-        """A context that packs what autograd saves. Tensors that are no weights go to the hooks that were active before."""
+        """A context with the hooks. Tensors that are not in a slot go to the hooks that were active before, if there are any."""
         outer = top_saved_tensors_hooks()
         slots, store = self.residency.slots.by_address, self.activations.store
 
@@ -179,9 +195,9 @@ class SavedTensors(Part):
 
     @never_compiled
     def _pack_weight(self, weight: Any) -> _Packed | _Kept:
-        """Packs a device parameter itself. Its memory is not read, because that would bring a layer that is away."""
+        """Packs a device parameter itself, without reading its memory, because reading a stand-in would fetch the layer."""
         group, index = weight._of, weight._index
-        if group.layer.kind is Kind.RESIDENTS:  # residents are never away
+        if group.layer.kind is Kind.RESIDENTS:  # residents are always on the device
             return weight, weight._version
         version = group.version_once_fetched(index)
         if weight.dtype is not group.spans[index].dtype:  # param.data = other, for which the slot has no place
@@ -197,14 +213,16 @@ class SavedTensors(Part):
             group = layer.parameters
             guard = layer.guard
             if guard is not None and which is not None and (guard.exposed or guard.retyped):
-                # A frozen weight's backward may go on with the values of before. A trained one's update would fail.
-                goes_on = values is not None and values.copy is not None
-                if not goes_on or layer.block.parameters[which].requires_grad:
+                # The weight may have another dtype now. A frozen weight's backward can use the old values, if they are kept. A
+                # trained weight's update would fail.
+                has_old_values = values is not None and values.copy is not None
+                if not has_old_values or layer.block.parameters[which].requires_grad:
                     group.refuse_exchanged(which)
             tensor = self._bring(layer, which, place, rows)
-            # The host's weight counts as well: a hook may have written it while the layer is in use.
+            # Includes writes of the host's weight: a hook may have written it while the layer is in use.
             version = expected if which is None else group.version_once_fetched(which)
-            # The layer may have other values, even since it was brought a line above.
+            # If the values in the slot are not the saved ones any more, the kept copy is used. Fetching the layer,
+            # above, may have made this copy.
             if values is not None and values.copy is not None:
                 assert place is not None
                 with held(self.lock):
@@ -219,7 +237,14 @@ class SavedTensors(Part):
         return tensor
 
     def _bring(self, layer: StreamedLayer, which: int | None, place: SavedView | None, rows: Rows) -> Tensor:
-        """Brings a layer, or rows of it. Returns the view of a place there, or, where there is none, a weight itself."""
+        """Fetches a layer if necessary, and locks it. Returns a tensor of it on the device.
+
+        Args:
+            layer: the layer.
+            which: the index of the weight; needed if ``place`` is None.
+            place: the place in the slot; None for the weight itself.
+            rows: the rows that the tensor needs.
+        """
         backward, residency = self._backward, self.residency
         with held(self.lock, leaves_inference_mode=True):
             if current_graph_task() not in backward.tasks:
@@ -234,7 +259,7 @@ class SavedTensors(Part):
                 saved = slot.lease.saved(place)  # (6)
             else:
                 assert which is not None
-                if layer.state.attached:  # the weight itself, which may lie outside of the slot
+                if layer.state.attached:  # the weight may have memory outside the slot
                     saved = layer.parameters.value(which)
                 else:
                     saved = slot.lease.views(layer.layout, layer.spans)[which].detach()

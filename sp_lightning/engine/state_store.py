@@ -1,4 +1,4 @@
-"""Where the optimizers' state lies between two updates of a layer: in host memory, or where a capability keeps it."""
+"""The place of optimizer state between two updates of a layer: host memory, or a place that a capability provides."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class StateStore:
     """Keeps the state of a run's optimizers in host memory. Subclasses keep it elsewhere between two updates.
 
     Attributes:
-        elsewhere: True if state of some layers leaves host memory. Then layers are updated one by one, in the order in which
-            the updates are submitted, and each tensor of the state has memory of its own.
+        elsewhere: True if the state of some layers is not in host memory between updates. Then layers are updated one by one, in
+            the order in which the updates are submitted, and each tensor of the state has separate memory.
         option: the user's option that needs this, for errors; empty without.
         remark: a sentence for the user; empty without.
     """
@@ -32,7 +32,7 @@ class StateStore:
     option = remark = ""
 
     def load(self, key: Key, part: Any) -> None:
-        """Brings the state of a layer to host memory before its update.
+        """Loads the state of a layer into host memory before its update.
 
         Args:
             key: the layer and the user's optimizer.
@@ -44,22 +44,22 @@ class StateStore:
         state = state_of(part)
         for parameter in [p for group in part.param_groups for p in group["params"]]:
             for value in state.get(parameter, {}).values():
-                if issubclass(type(value), AbsentTensor):  # an earlier run has left it elsewhere
+                if issubclass(type(value), AbsentTensor):  # an earlier run has left the tensor on a disk
                     value.bring()
 
     def store(self, key: Key, part: Any) -> None:
-        """Takes the state of a layer after its update. The arguments are those of :meth:`load`."""
+        """Stores the state of a layer after its update. The arguments are those of :meth:`load`."""
 
     def absorb(self, optimizers: Iterable[Optimizer], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
-        """Takes state that no update has made: that of a checkpoint, or of an optimizer's own set-up.
+        """Takes state that no update has made: the state of a checkpoint, or of an optimizer's own set-up.
 
         Args:
-            optimizers: all optimizers of the run. No update is under way.
+            optimizers: all optimizers of the run. No update is running.
             layer_of: the layer that a parameter is updated with.
         """
 
     def loaded(self, optimizers: Iterable[Optimizer]) -> None:
-        """Called after :meth:`absorb` if the state is a checkpoint's. It may still be in the checkpoint's file."""
+        """Called after :meth:`absorb` if the state is from a checkpoint. The state may still be in the checkpoint's file."""
 
     def step_begins(self, placement: Placement) -> None:
         """Called when an optimizer begins a step. ``placement`` is the run's."""

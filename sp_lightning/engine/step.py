@@ -11,9 +11,9 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.residency import Residency
+from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Kind, StreamedLayer
-from sp_lightning.layers.lent_weights import BoundWeights
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import BlockSource
 from sp_lightning.layers.swap import ParameterSwap
@@ -24,7 +24,7 @@ from sp_lightning.updates.background import BackgroundUpdates
 
 
 class StepKind(enum.Enum):
-    """What a step is expected to do."""
+    """The operations that a step is expected to run."""
 
     INFERENCE = enum.auto()
     """It has no backward."""
@@ -50,7 +50,7 @@ class Part:
     device: Device
     layers: list[StreamedLayer]
     residency: Residency
-    lent: BoundWeights
+    bound_weights: BoundWeights
     writes: WriteBack
     source: BlockSource
     residents: Residents
@@ -65,24 +65,26 @@ class Step(Part):
     """The running step, or the last one.
 
     Args:
-        watch: compares the host's weights, if ``debug_writes`` asks for it; otherwise None.
+        watch: compares the host's weights (``debug_writes``); otherwise None.
 
     Attributes:
-        running: whether a step runs.
-        kind: the kind of the step that runs, or ran last.
-        ends_with_backward: whether the step is over once a backward has ended.
-        shared: whether other threads use weights in it, too.
-        shown: the layers in use whose host memory user code has (``.data``) while modules hold the host's parameters.
-        expected: the phase whose first layers may be fetched already (:meth:`prefetch_for`); None if there is none.
+        running: True if a step runs.
+        kind: the kind of the running step, or of the last one.
+        ends_with_backward: True if the step ends when a backward ends.
+        shared: True if other threads use weights in the step, too.
+        shown: the layers in use whose host memory user code has got (``.data``) while modules hold host parameters.
+        expected: the phase for which :meth:`prefetch_for` has fetched the first layers; None if there is none.
     """
 
     def __init__(self, below: Part, watch: WeightWatch | None) -> None:
         super().__init__(**vars(below))
         self._watch = watch
         self.expected: str | None = None
-        self._held = False  # whether modules hold the host's parameters in a step, where user code may write them
+        self._holds_host = (
+            False  # True if modules hold host parameters in the middle of a step, where user code may write them
+        )
         self.shown: set[StreamedLayer] = set()
-        self._stepping = False  # whether that is because an optimizer steps inside of a step, or of a call
+        self._stepping = False  # True if `_holds_host` is set because an optimizer steps inside a step or a call
         self.running = False
         self.kind = StepKind.INFERENCE
         self.ends_with_backward = False
@@ -90,12 +92,12 @@ class Step(Part):
 
     @property
     def training(self) -> bool:
-        """Whether a backward is, or was, expected."""
+        """True if the step is expected to run a backward."""
         return self.kind is not StepKind.INFERENCE
 
     @property
     def on_device(self) -> bool:
-        """Whether modules hold device parameters."""
+        """True if modules hold device parameters."""
         return self.swap.on_device
 
     # ------------------------------------------------------------------ it begins
@@ -104,15 +106,16 @@ class Step(Part):
         """Begins a step: puts device parameters into the modules and fetches the first layers.
 
         Args:
-            phase: the name of the trace that is followed.
-            kind: what the step is expected to do.
-            quiet: whether no code can have written weights since the last step or :meth:`prefetch_for`.
+            phase: the name of the trace, for example ``train``.
+            kind: the kind of the step.
+            quiet: True if no code can have written weights since the last step or :meth:`prefetch_for`.
         """
         self.writes.refuses = True
         if not quiet:
             self.invalidate()
         training = kind is not StepKind.INFERENCE
-        # A timeline consists of uses that begin and end, and debug_writes assumes that every weight on the device is written.
+        # Layers do not rest if there is a timeline, which records the beginning and the end of each use, or with
+        # debug_writes, which assumes that each use writes the weights.
         self.residency.let_rest(not (training or self.device.timelines or self._watch is not None))
         if self.expected != phase:
             self.residency.prefetch.start(phase, training=training)
@@ -144,8 +147,8 @@ class Step(Part):
 
     def activate(self, *, in_backward: bool = False) -> None:
         """Puts device parameters into the modules, if they hold the host's, and uploads residents that are out of date."""
-        if self._held:  # an optimizer's step has ended or raised, or calls its closure: weights may have been written
-            self._held = False
+        if self._holds_host:  # user code or an optimizer may have written weights while modules held host parameters
+            self._holds_host = False
             self.invalidate_unused()
             self.residents.invalidate()
         held_host = not self.swap.on_device
@@ -162,8 +165,8 @@ class Step(Part):
 
     @property
     def admits(self) -> bool:
-        """Whether the forward of a step runs, so that other threads of user code may compute with weights as well."""
-        return self.running and not (self.ends_with_backward or self._held)
+        """True if the forward of a step runs, so that other threads of user code may compute with weights as well."""
+        return self.running and not (self.ends_with_backward or self._holds_host)
 
     def share(self, shared: bool) -> None:
         """Sets whether several threads use weights. If so, each use is noticed, so that no weight is released meanwhile."""
@@ -179,8 +182,8 @@ class Step(Part):
         """Marks all copies on the device as out of date, because the host's weights may have been written.
 
         Args:
-            goes_on: whether code of the step follows, which computes with device parameters. Otherwise an optimizer continues
-                that has called the step of another one.
+            goes_on: True if code of the step follows, which computes with device parameters. False if the step of another
+                optimizer follows, which has called this one.
         """
         self.residency.release_unpinned()
         self.invalidate_unused()
@@ -190,7 +193,7 @@ class Step(Part):
             self.residency.renew_used()
             self.residents.refresh()
         if goes_on and (self._stepping or (self.running and self.kind is StepKind.MANUAL)):
-            self._held = self._stepping = False
+            self._holds_host = self._stepping = False
             self.activate()  # this step goes on after the optimizer's step
         self._look_at_weights()
 
@@ -226,26 +229,27 @@ class Step(Part):
         self.residents.invalidate()
 
     def hold_host(self) -> None:
-        """Puts the host's parameters into the modules while an optimizer steps inside a step: the optimizer may read them."""
+        """Puts host parameters into the modules while an optimizer steps inside a step, because its step may read them."""
         self.threads.end_forward()
         if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
             self.swap.to_host()
-            self._held = self._stepping = True
+            self._holds_host = self._stepping = True
         self.swap.watch_captured(False)
 
     def compute_on_host(self, on_host: bool) -> None:
-        """Sets whether operations on the host's parameters run on the host. In backward they do, to add up gradients.
+        """Sets whether operations on host parameters run on the host. In backward they do, because gradients are added there.
 
-        If user code has computed with a host parameter in this step, they do not, because hooks and checkpoints may do so again.
+        Exception: if user code has computed with a host parameter in this step, they run on the device, because hooks and
+        checkpoints may compute with it again.
         """
         self.swap.watch_captured(self.running and (not on_host or self.swap.captured_used))
 
     def await_backward(self, *, seen: bool) -> None:
-        """Lets the step end with the next backward, because user code has returned a loss (automatic optimization).
+        """Makes the step end with the next backward, because user code has returned a loss (automatic optimization).
 
         Args:
-            seen: whether user code may read weights and the last step's gradients before that backward. Modules hold the host's
-                parameters until then, because these have the gradients.
+            seen: True if user code may read weights and the last step's gradients before that backward. Modules then hold host
+                parameters until the backward, because these have the gradients.
         """
         self.ends_with_backward = True
         self.threads.end_forward()
@@ -253,23 +257,23 @@ class Step(Part):
             self.take_back_writes()
             self.compare_writes()
             self.swap.to_host()
-            self.source.synchronize()  # user code may write them, too
-            self._held = True
+            self.source.synchronize()  # user code may also write the weights
+            self._holds_host = True
 
     def resume(self) -> None:
         """Puts device parameters into the modules again after :meth:`hold_host`."""
-        if self._held and (self.running or self._stepping):
+        if self._holds_host and (self.running or self._stepping):
             self.activate()
 
     def show_host(self) -> None:
-        """Makes the modules what they are outside a step, until :meth:`go_on`. It may be called in the middle of a step."""
+        """Restores the modules as outside a step, until :meth:`go_on`. It may be called in the middle of a step."""
         self.threads.end_forward()
         self.take_back_writes()
         self.swap.to_host()
         self.activations.remove()
 
     def go_on(self, *, on_device: bool) -> None:
-        """Continues a step after :meth:`show_host`. ``on_device``: whether modules held device parameters before."""
+        """Continues a step after :meth:`show_host`. ``on_device``: True if modules held device parameters before."""
         if self.running and self.training:
             self.activations.install()
         if self.running and on_device:
@@ -280,7 +284,7 @@ class Step(Part):
         """Copies every weight that was written on the device back to the host.
 
         Args:
-            rests: whether resting layers that were not written may stay so.
+            rests: True if layers that rest and were not written may continue to rest.
         """
         self.residency.release_unpinned()
         self.residency.let_rest(rests and self.residency.rests)
@@ -301,8 +305,8 @@ class Step(Part):
         """Ends the step: puts the host's parameters back into the modules.
 
         Args:
-            writes_follow: whether user code may write weights next. If so, this waits for all transfers that read them.
-            compare: whether ``debug_writes`` looks for writes. It should not after an error.
+            writes_follow: True if user code may write weights next. Then this waits for all transfers that read them.
+            compare: True if ``debug_writes`` compares the weights. False after an error.
 
         Raises:
             RuntimeError: weights were written in a way that only ``debug_writes`` sees.
@@ -316,7 +320,7 @@ class Step(Part):
             layer.running_calls = 0
         try:
             self.take_back_writes(rests=True)
-        finally:  # taking back writes may raise
+        finally:  # copying writes back may raise
             self._to_host_for_good(compare)
             if writes_follow:
                 self.source.synchronize()
@@ -336,7 +340,7 @@ class Step(Part):
     # ------------------------------------------------------------------ debug_writes
 
     def compare_writes(self) -> None:
-        """With ``debug_writes``, checks that the host's weights have the values of the last look.
+        """With ``debug_writes``, checks that the host's weights have the values that were recorded last.
 
         Raises:
             RuntimeError: a weight was written in a way that torch does not show.

@@ -23,9 +23,9 @@ from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.engine.updating import Updating
+from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.layers.layer import Kind, StreamedLayer
-from sp_lightning.layers.lent_weights import BoundWeights
 from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import Slots
@@ -42,7 +42,7 @@ from sp_lightning.updates.background import BackgroundUpdates
 from sp_lightning.updates.layer_stepper import LayerStepper
 
 MakeStepper = Callable[[Device, Plan, BackgroundUpdates, bool], LayerStepper]
-"""Makes what steps layers on the GPU, given the updates of the run, which land layers that stay, and whether memory is pinned."""
+"""Makes the part that steps layers on the GPU. Arguments: the device, the plan, the run's updates, True if memory is pinned."""
 
 
 class Streamer:
@@ -53,13 +53,13 @@ class Streamer:
         found: the module's layers.
         plan: the plan that was made for ``found``.
         device: the device.
-        pin: whether host memory is page-locked.
+        pin: True if host memory is page-locked.
         placement: makes the parts that depend on the number of devices.
-        make_activations: makes what decides where activations are; by default, all are kept on the device.
+        make_activations: makes the part that carries out the modes of activations. By default all stay on the device.
         averages: modules whose buffers are on the device from their first use in a step until its end.
         threads: the threads that belong to the run; None: the present one.
-        debug_writes: whether to look for writes of weights that torch does not show.
-        make_stepper: makes what steps layers on the GPU, if the plan says that some do; None if it never does.
+        debug_writes: True to detect writes of weights that torch does not show.
+        make_stepper: makes the part that steps layers on the GPU; None if no plan of the run steps layers there.
         log: the logger for the engine's warnings; None for Lightning's.
 
     Attributes:
@@ -98,7 +98,7 @@ class Streamer:
         self._build_step(averages, placement)
         self._build_access()
         try:
-            self._open_doors(visits)
+            self._connect(visits)
         except BaseException:
             self.close()
             raise
@@ -119,17 +119,17 @@ class Streamer:
         self.updates = placement.updates(self._layers, device)
         self.updates.threads = self.threads
         self._writes = WriteBack(self._slots, device, self._stays, self._watch)
-        self._lent = BoundWeights(self._slots, self._writes, watched=debug_writes)
+        self._bound_weights = BoundWeights(self._slots, self._writes, watched=debug_writes)
         self._writes.await_update = partial(self.updates.wait, why=Wait.READ_AFTER_UPDATE)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(self._resident_layer, self._source, self._writes)
         self._pin = pin
         if plan.steps_on_device or plan.stay:
             self._use_stepper(plan)
-        self._gradients.stay = plan.steps_on_device
+        self._gradients.keep_for_step = plan.steps_on_device
         self._peak = Peak(self.found, self._slots, self._residents, self._gradients, self.updates.stepper)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
-        self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
+        self._residency = Residency(self._slots, prefetch, self._source, self._bound_weights, self._peak.note)
 
     def _use_stepper(self, plan: Plan) -> None:
         assert self._make_stepper is not None
@@ -156,7 +156,7 @@ class Streamer:
         )
 
     def _build_step(self, averages: Sequence[nn.Module], placement: Placement) -> None:
-        """Builds what modules hold, the step and its backward."""
+        """Builds the parameter swap, the step and its backward."""
         root, device, layers = self._module, self.device, self._layers
         self._swap = swap = ParameterSwap(
             root,
@@ -175,7 +175,7 @@ class Streamer:
             device,
             layers,
             self._residency,
-            self._lent,
+            self._bound_weights,
             self._writes,
             self._source,
             self._residents,
@@ -191,14 +191,14 @@ class Streamer:
         self.updating = Updating(below, self._step, self._backward, self.turns)
 
     def _build_access(self) -> None:
-        """Builds what is asked for layers."""
+        """Builds the parts that receive requests for layers."""
         saved_tensors = SavedTensors(self._below, self._backward)
         fast_paths = [each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)]
         self._access = Access(self._below, self._step, self._backward, saved_tensors, fast_paths)
         self._calls: list[ModuleCalls] = []
 
-    def _open_doors(self, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> None:
-        """Lets modules, autograd and device parameters reach the engine from now on."""
+    def _connect(self, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> None:
+        """Connects modules, autograd and device parameters to the engine."""
         for layer in self._layers:
             layer.parameters.connect(layer, self._access)
         watch(self._backward)
@@ -210,10 +210,10 @@ class Streamer:
         """Begins a step: puts device parameters into the modules and fetches the first layers.
 
         Args:
-            phase: the name of the trace that is followed.
-            training: whether a backward is expected.
-            manual: whether user code reads gradients and writes weights within the step (manual optimization).
-            quiet: whether nothing can have written weights since the last step or :meth:`prefetch_for`.
+            phase: the name of the trace, for example ``train``.
+            training: True if a backward is expected.
+            manual: True if user code reads gradients and writes weights within the step (manual optimization).
+            quiet: True if no code can have written weights since the last step or :meth:`prefetch_for`.
         """
         kind = StepKind.INFERENCE if not training else StepKind.MANUAL if manual else StepKind.AUTOMATIC
         with self._lock:
@@ -221,7 +221,7 @@ class Streamer:
             self._step.begin(phase, kind, quiet=quiet)
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
-        """Fetches the first layers of the next step, which is of ``phase``. Nothing writes weights before it begins."""
+        """Fetches the first layers of the next step, which is of ``phase``. No code writes weights before that step begins."""
         with self._lock:
             self._step.prefetch_for(phase, training=training)
 
@@ -230,7 +230,7 @@ class Streamer:
         return self._access.user_code()
 
     def await_backward(self, *, seen: bool = False) -> None:
-        """Has the step end with the next backward; see :meth:`Step.await_backward`."""
+        """Makes the step end with the next backward; see :meth:`Step.await_backward`."""
         with self._lock:
             self._step.await_backward(seen=seen)
 
@@ -250,9 +250,9 @@ class Streamer:
             self._step.end(writes_follow=writes_follow)
 
     def abort(self, *, over: bool = False) -> None:
-        """Ends a step that has failed, and drops the gradients that were on their way.
+        """Ends a step that has failed, and drops its gradients in flight.
 
-        Inside of its user code, which may catch the error, the step goes on, unless the run is ``over``.
+        If this is called inside the step's user code, which may catch the error, the step continues, unless the run is ``over``.
         """
         with self._lock:
             if not self._closed:
@@ -263,12 +263,12 @@ class Streamer:
         if over:
             self._access.calls.reset()
             self._backward.abandon()
-            self._step.end(compare=False)  # there is an error already
+            self._step.end(compare=False)  # an error is being raised already
         self._step.invalidate()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context for code that reads the module, even in the middle of a step: it finds the host's parameters."""
+        """A context in which modules hold host parameters, even in the middle of a step, for code that reads the module."""
         self.updates.finish()
         on_device = self._swap.on_device
         try:
@@ -285,13 +285,13 @@ class Streamer:
         """Marks all copies on the device as out of date, because host weights were or may have been written.
 
         Args:
-            goes_on: whether code of the step follows; see :meth:`Step.invalidate`.
+            goes_on: True if code of the step follows; see :meth:`Step.invalidate`.
         """
         with self._lock:
             self._step.invalidate(goes_on=goes_on)
 
     def allow_writes(self) -> None:
-        """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
+        """Prepares for user code that may write weights between steps: no transfer reads them, and all copies are out of date."""
         with self._lock:
             self._step.allow_writes()
 
@@ -299,12 +299,12 @@ class Streamer:
         """Streams the same layers through the slots of another plan.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for the slots. There are none then, until this succeeds.
+            torch.OutOfMemoryError: the device has no memory for the slots. There are no slots then, until this succeeds.
         """
         with self._lock:
             self._step.take_back_writes()
-            self._step.expected = None  # for this window
-            self.updates.join()  # what has stayed lies in the slots that go
+            self._step.expected = None  # layers that were prefetched for the next step are lost
+            self.updates.join()  # downloads layers that stay on the GPU, because their slots are freed
             self.updates.stepper.forget_slots(self._moving)
             self.plan = plan
             self._gradients.in_flight = plan.k_prime + 1
@@ -319,19 +319,19 @@ class Streamer:
         self.plan = plan
 
     def changed(self) -> bool:
-        """Whether the user replaced or renamed modules or parameters, or gave a parameter another dtype or shape."""
+        """Returns True if the user has replaced or renamed modules or parameters, or given a parameter another dtype or shape."""
         self._access.calls.refuse_interrupted()
-        watch(self._backward)  # other code may have put the function back that was there before
+        watch(self._backward)  # other code may have restored the function that this has replaced
         return self._swap.changed()
 
     def thawed(self) -> bool:
-        """Whether gradients are expected that the plan does not count, because layers were unfrozen."""
+        """Returns True if layers were unfrozen, so that there will be gradients that the plan does not count."""
         planned = zip(self._layers, (*self.plan.moving, self.plan.residents), strict=True)
         uncounted = [layer for layer, its_plan in planned if not its_plan.gradient_bytes]
         thawed = any(parameter.requires_grad for layer in uncounted for parameter in layer.block.parameters)
         return thawed or self.found.staying > self.plan.staying
 
-    # ------------------------------------------------------------------ what it has done
+    # ------------------------------------------------------------------ statistics
 
     @property
     def weight_bytes(self) -> int:
@@ -339,7 +339,7 @@ class Streamer:
         return self._peak.weight_bytes
 
     def stats(self) -> Stats:
-        """The present counters."""
+        """Returns the present counters."""
         self._peak.note()
         stalled = self.device.stall_seconds
         stored_bytes, returned_bytes = self.activations.moved_bytes
@@ -371,20 +371,20 @@ class Streamer:
         )
 
     def fetches(self) -> dict[str, int]:
-        """How often each layer was fetched since set-up."""
+        """Returns how often each layer was fetched since set-up, by its name."""
         return {layer.name: layer.fetches for layer in self._layers if layer.kind is Kind.BLOCK}
 
-    # ------------------------------------------------------------------ it is over
+    # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Frees device memory, and leaves calls alone. The host's parameters stay in the modules as ordinary CPU parameters."""
+        """Frees device memory, and removes all hooks. Modules keep the host parameters as ordinary CPU parameters."""
         with self._lock:
             close_all(
-                partial(unwatch, self._backward),  # this is the process's
+                partial(unwatch, self._backward),  # first, because it is a patch of the whole process
                 partial(self._abort, over=True),
                 self.updates.close,
                 self._swap.to_host,
-                self._close_doors,
+                self._disconnect,
                 self._slots.close,
                 self.activations.close,
                 self._residents.close,
@@ -396,7 +396,7 @@ class Streamer:
                 self.device.close,
             )
 
-    def _close_doors(self) -> None:
+    def _disconnect(self) -> None:
         self._closed = True
         self._backward.close()
         self._access.close()
@@ -405,4 +405,4 @@ class Streamer:
 
 
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules of torch's that compute on a path of their own in evaluation, unless a weight has a ``__torch_function__``."""
+"""Modules of torch that compute on a fast path in evaluation, unless a weight has a ``__torch_function__``."""

@@ -15,11 +15,11 @@ class BaseTuner:
     :class:`sp_lightning.tuning.tuner.Tuner` overrides it: it measures batches and chooses. No step may run during a call.
 
     Args:
-        window: what the user asked for, and what fits.
+        window: the window that the user asked for, and the windows that fit.
         streamer: the engine.
 
     Attributes:
-        remark: what a user should know about the choice before the first batch; empty if there is nothing to say.
+        remark: a sentence for the user about the choice, before the first batch; empty if there is none.
     """
 
     remark = ""
@@ -35,10 +35,10 @@ class BaseTuner:
         """Called when the next batch may take more memory than those before, because more weights are trained."""
 
     def stop_timing(self) -> None:
-        """Called when something else than the measured batch follows, for example validation."""
+        """Called when other code follows the measured batch, for example validation."""
 
     def shrink(self) -> None:
-        """Takes the smallest window after the device has run out of memory. What the user gave as a number stays."""
+        """Takes the smallest window after the device has run out of memory. Does not change numbers that the user gave."""
         if self.window.auto:
             plan = self.streamer.plan
             self.window.let_fewer_stay(plan)

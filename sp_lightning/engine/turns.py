@@ -14,7 +14,7 @@ class Turns:
     A subclass lets several processes, which share the weights, take turns.
 
     Attributes:
-        several: whether other processes share the weights. Then all of them come to the same turns in the same order.
+        several: True if other processes share the weights. Then all processes call these methods in the same order.
     """
 
     several = False

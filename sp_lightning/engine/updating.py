@@ -22,15 +22,16 @@ from sp_lightning.updates.layer_stepper import LayerStepper
 
 
 class Updating(Part):
-    """The engine's side of updates: what :class:`~sp_lightning.engine.layerwise.LayerwiseStep` calls.
+    """The engine's side of updates, which :class:`~sp_lightning.engine.layerwise.LayerwiseStep` calls.
 
     Args:
         turns: which process may change the weights, and when.
 
     Attributes:
-        backward: calls ``on_complete``, in the announced backward, for each layer whose gradients are all in ``param.grad``. Its
-            ``wanted`` says whether that would begin a layer's update: several devices agree on it before.
-        several: whether there are several devices.
+        backward: in the announced backward it calls ``on_complete`` for each layer whose gradients are all in ``param.grad``.
+            Before that, its ``wanted`` returns True if the call would begin an update of the layer; several devices agree on
+            this.
+        several: True if there are several devices.
         step_seconds: seconds of optimizers' steps on the CPU while the GPU had nothing to do.
     """
 
@@ -51,13 +52,13 @@ class Updating(Part):
         return self.updates.stepper
 
     def step_on_host(self) -> None:
-        """Lets the CPU step all layers except those that stay on the GPU. Called before the first step."""
-        self.stepper.steps_all = self.gradients.stay = False
+        """Makes the CPU step all layers, except those that stay on the GPU. Called before the first step."""
+        self.stepper.steps_all = self.gradients.keep_for_step = False
 
     def staying(self, layer: StreamedLayer) -> bool:
-        """Returns True if the next step of a layer that stays may write its slot. Nothing else then uses the slot.
+        """Prepares the next step of a layer that stays on the GPU. Returns True if the step may write the layer's slot.
 
-        Otherwise, for example because user code holds a view of the slot, the layer is landed.
+        Nothing else uses the slot then. Otherwise, for example because user code holds a view of the slot, the layer is landed.
         """
         if layer.own_slot is None:
             return False
@@ -83,18 +84,18 @@ class Updating(Part):
         """Prepares an optimizer's step: nothing reads the host's weights while the step writes them.
 
         Args:
-            deferred: whether updates may run meanwhile, because the step only submits updates, or has submitted some.
-            parameters: the host parameters that it steps. A fused step writes them without changing their versions.
+            deferred: True if updates may run meanwhile, because the step only submits updates, or has submitted some.
+            parameters: the host parameters that the step writes. A fused step does not change their versions.
         """
         if not deferred:
-            self.updates.settle()
+            self.updates.wait_for_all()
         with self.lock:
             self._step.take_back_writes()
             self._step.compare_writes()
-            if not self.backward.tasks:  # in backward each weight may have a step of its own
+            if not self.backward.tasks:  # in backward, hooks may step each weight by itself
                 self._step.hold_host()
             self.source.synchronize()
-            with Untouched():  # a parameter's update may be under way, and nothing here has to wait for it
+            with Untouched():  # reading `grad` would wait for a running update of the parameter
                 for parameter in parameters:
                     place = self._place_of.get(id(parameter))
                     if place is not None and parameter.grad is not None:
@@ -109,30 +110,31 @@ class Updating(Part):
     def before_early_update(self, layer: StreamedLayer) -> None:
         """Prepares the update of a layer and its masters in the middle of backward.
 
-        Writes of user code on the device are taken back to the host. Later uses of the layer are errors.
+        Weights that user code has written on the device are copied to the host. Later uses of the layer in this backward are
+        errors.
         """
         layer.updated_early = True
         self.notice_uses(layer)
         for member in layer.family:
-            # A fetch of the layer that no call has used may be in flight.
+            # A prefetch of the layer may be in flight, although no call has used it.
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             viewed = _viewed(member)
             if viewed is not None or member.parameters.is_exposed:
                 with held(self.lock):
                     self.writes.take_back(member)
                     if viewed is not None:
-                        self.writes.take_digests(viewed)  # user code may also write its view from now on
-                # Otherwise the device's values, or other memory that a weight was given, would overwrite the update later.
+                        self.writes.take_digests(viewed)  # detects later writes of user code through its view
+                # Otherwise the layer's release would copy the device's values to the host, and overwrite the update.
                 if member.guard is not None:
                     member.guard.exposed.clear()
                     member.guard.replaced = {}
                     drop_if_empty(member)
 
     def notice_uses(self, layer: StreamedLayer) -> None:
-        """Starts noticing each use of the weights of a layer, or its masters, by user code."""
+        """Notices, from now on, each use of the weights of a layer, or its masters, by user code."""
         for member in layer.family:
             if member.state.attached:
-                member.parameters.ask(before_use=True)
+                member.parameters.notice_uses(True)
 
     def step_of(self, optimizer: Optimizer) -> str:
         """Returns the name of an optimizer's step, with its first parameter, which distinguishes optimizers."""

@@ -86,7 +86,7 @@ class EmbeddingRows(AllRows):
         unusual = unusual or (sparse and not self.module.sparse)  # dense gradients of the module would be added to it
         if unusual or max_norm is not None or transforms_active():
             return NotImplemented
-        with self.layer.parameters.doors.reading_rows(self.layer) as staged:
+        with self.layer.parameters.engine.reading_rows(self.layer) as staged:
             if staged is None:
                 return NotImplemented
             self.host_waits += 1

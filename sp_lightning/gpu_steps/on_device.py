@@ -30,7 +30,7 @@ from sp_lightning.gpu_steps.staying import StayingLayers
 from sp_lightning.gpu_steps.step_slots import StepSlot, StepSlots
 from sp_lightning.gpu_steps.twins import for_fetch, made_on, to_host, twin_of, written_by
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.narrow_gradient import Change, made_of
+from sp_lightning.layers.narrow_gradient import Change, narrow_and_changes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.patched import state_of
@@ -169,7 +169,7 @@ class StepsOnDevice(LayerStepper):
             The slot; the parameters there, with their gradients; the tensors of the state there, by the ``id`` of the host's.
         """
         device = self._device
-        made = [made_of(p.grad) for p in trained]
+        made = [narrow_and_changes(p.grad) for p in trained]
         computed = [getattr(p.grad, "computed", None) for p in trained]
         coming = [came for (came, _), event in zip(made, computed, strict=True) if event is None and came is not None]
         spans = lay_out(("", each) for each in (*trained, *coming))
@@ -353,10 +353,10 @@ class StepsOnDevice(LayerStepper):
         device.copy(targets, sources, Stream.DOWNLOAD)
         self.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
         slot.left = layer.landed = device.record(Stream.DOWNLOAD)
-        slot.alive, layer.made, layer.stepped = sources, made, device.record(Stream.STEP)
+        slot.alive, layer.step_results, layer.stepped = sources, made, device.record(Stream.STEP)
         self._fresh.append(layer)
         if len(self._fresh) > FRESH:
-            self._fresh.popleft().made = ()
+            self._fresh.popleft().step_results = ()
         with no_inference_mode():
             for p, twin in pairs:
                 if twin._version:  # as on plain Lightning: with some versions of torch a fused step shows none
@@ -405,7 +405,7 @@ class StepsOnDevice(LayerStepper):
         Gradients are uploaded in groups, alternately to the two halves of a buffer, so that uploads overlap with the computation
         of norms. A gradient that is larger than a half uses the whole buffer.
         """
-        device, made = self._device, list(map(made_of, gradients))
+        device, made = self._device, list(map(narrow_and_changes, gradients))
         if all(getattr(gradient, "computed", None) is not None for gradient in gradients):  # they are there
             return [_norm_of(came, each.dtype, changes) for each, (came, changes) in zip(gradients, made, strict=True)]
         sizes = [aligned(came.nbytes) for came, _ in made]

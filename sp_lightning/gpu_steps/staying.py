@@ -28,7 +28,7 @@ from sp_lightning.gpu_steps.away import role_of
 from sp_lightning.gpu_steps.host_state import SeparateState
 from sp_lightning.gpu_steps.twins import resemble, twin_of, written_by
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.narrow_gradient import NarrowGradient, made_of
+from sp_lightning.layers.narrow_gradient import NarrowGradient, narrow_and_changes
 from sp_lightning.layers.roles import leave_all, take_all
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.patched import state_of
@@ -267,7 +267,7 @@ class StayingLayers:
     def _give_gradients(self, stepped: Sequence[nn.Parameter], twins: Sequence[nn.Parameter]) -> list[Tensor]:
         """Gives the parameters on the GPU their gradients. Returns those that backward has left there."""
         device = self._device
-        made = [(p, twin, *made_of(p.grad)) for p, twin in zip(stepped, twins, strict=True)]
+        made = [(p, twin, *narrow_and_changes(p.grad)) for p, twin in zip(stepped, twins, strict=True)]
         stayed = [came for p, _, came, _ in made if getattr(p.grad, "computed", None) is not None]
         for event in {id(e): e for p in stepped if (e := getattr(p.grad, "computed", None)) is not None}.values():
             device.wait(Stream.STEP, event, Wait.DRAIN_AFTER_GRADIENT)
@@ -322,7 +322,7 @@ class StayingLayers:
                 written.append((p.grad, twin.grad))
         for gradient, there in written:
             if type(gradient) is NarrowGradient:
-                gradient.made_of = there, ()
+                gradient.narrow_and_changes = there, ()
             else:
                 device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
                 device.copy([gradient], [there], Stream.DOWNLOAD)

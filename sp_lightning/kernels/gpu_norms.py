@@ -18,7 +18,7 @@ from torch import Tensor
 from sp_lightning.device.layout import is_dense
 from sp_lightning.kernels.jit import Compiled, find_kernel
 from sp_lightning.kernels.variants import CHUNK, EACH, THREADS, WARP, GpuNormArguments, GpuNormRecipe
-from sp_lightning.layers.narrow_gradient import Norms, exact_scale, made_of
+from sp_lightning.layers.narrow_gradient import Norms, exact_scale, narrow_and_changes
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import foreach_norm
 
@@ -74,7 +74,7 @@ class GpuNorms(Norms):
         return torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]), 2.0)
 
     def of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        made = [(gradient, *made_of(gradient)) for gradient in gradients]
+        made = [(gradient, *narrow_and_changes(gradient)) for gradient in gradients]
         scales = [1.0 if came is gradient else exact_scale(came, changes) for gradient, came, changes in made]
         read = [came for scale, (_, came, _) in zip(scales, made, strict=True) if scale]
         known = iter(norms_like(self._device, read))

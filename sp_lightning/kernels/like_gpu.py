@@ -23,7 +23,7 @@ from sp_lightning.kernels.jit import is_installed
 from sp_lightning.kernels.step_like import step_like
 from sp_lightning.kernels.update import is_confirmed
 from sp_lightning.kernels.variants import OPEN, Form, Like, Variant, is_near
-from sp_lightning.layers.narrow_gradient import Norms, as_it_came, stored
+from sp_lightning.layers.narrow_gradient import Norms, stored, unwidened
 from sp_lightning.layers.roles import ParameterRole
 from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import Kind, unscales_by_itself
@@ -153,7 +153,7 @@ def _against_state(state: Mapping[Any, Any], parameters: Iterable[nn.Parameter])
 
 def _is_laid_out_otherwise(parameter: nn.Parameter) -> bool:
     """Returns True if a gradient has other strides than its weight. torch then steps the group with other operators."""
-    gradient = as_it_came(stored(parameter))
+    gradient = unwidened(stored(parameter))
     return gradient is not None and gradient.layout is torch.strided and gradient.stride() != parameter.stride()
 
 

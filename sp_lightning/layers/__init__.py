@@ -1,17 +1,18 @@
-"""Layers: the state of each layer, the slots that layers are fetched into, and what modules hold in place of their weights.
+"""Layers: the state of each layer, the slots that layers are fetched into, and the device parameters that modules hold.
 
 - ``states``: the six states of a layer, and the table of transitions. Its diagram is in :mod:`sp_lightning.engine`.
-- ``layer``: :class:`~sp_lightning.layers.layer.StreamedLayer`, everything that the engine knows of one layer, and its ``Slot``.
+- ``layer``: :class:`~sp_lightning.layers.layer.StreamedLayer`, all data of the engine about one layer, and ``Slot``.
 - ``slots``: the device memory, and the transfers into it from a :class:`~sp_lightning.layers.slots.BlockSource`. ``prefetch``
   chooses the next transfer, ``uploads`` issues the copies.
 - ``parameter_group``, ``device_parameter``: the parameters that modules hold in a step. ``swap`` puts them into the modules, with
-  the ``buffers`` that belong to them. ``lent_weights`` makes them views of slots and stand-ins.
-- ``write_guard``: how user code may write weights without a trace in a version counter, and the rules for that. ``write_back``
-  follows them and copies weights to the host. ``writes`` compares digests.
-- ``residents``: the weights outside all layers, which stay on the device during a step.
+  the ``buffers`` that belong to them. ``bound_weights`` makes them views of slots and stand-ins. ``roles`` are classes that host
+  parameters have for some time.
+- ``write_guard``: records that user code may write weights without a change of a version counter. ``write_back`` copies written
+  weights to the host. ``writes`` compares digests.
+- ``residents``: the weights outside all layers, which are on the device during a step.
 - ``casts``, ``host_casts``: 16-bit copies that are uploaded in place of float32 weights.
 - ``gradients``: from autograd to ``param.grad`` on the host. ``gradient_sink`` has the transfers. A ``narrow_gradient`` keeps the
-  dtype of backward until user code reads it.
+  dtype of backward until user code reads it. Reading a ``freed_gradient`` is an error.
 
 A layer is uploaded whole, unless a :class:`~sp_lightning.model.rows.RowFinder` has given it other rows.
 

@@ -1,14 +1,13 @@
-"""Buffers that have to be where the weights are: averages of weights, and masks of pruned modules.
+"""Buffers that must be on the same device as weights: averages of weights, and masks of pruned modules.
 
-Averages are kept in buffers by modules such as latent diffusion's ``LitEma``: ``average.type_as(weight)`` makes a copy if the
-two are on different devices, and what is written to that copy is lost. Between steps the buffers are on the host, as the
-weights are. Within a step the weights are on the device, and so are the buffers of such a module from the moment when one of
-them is asked for until the step is over.
+*Averages.* Modules such as latent diffusion's ``LitEma`` keep averages of weights in buffers. ``average.type_as(weight)`` makes a
+copy if the two are on different devices, and writes to that copy are lost. Between steps these buffers are on the host, as the
+weights are. In a step they are on the device, from the moment when one of them is read until the end of the step.
 
-``torch.nn.utils.prune`` keeps a mask in a buffer, ``weight_mask``, and multiplies it before each forward with a parameter,
-``weight_orig``, which streams. The product stays in a plain attribute, ``weight``. When the user prunes again between two
-steps, torch computes a mask from the product and the mask before, and multiplies it with the parameter. All three then have
-to be on the host.
+*Masks.* ``torch.nn.utils.prune`` keeps a mask in a buffer, ``weight_mask``. Before each forward it multiplies the mask with a
+streamed parameter, ``weight_orig``, and keeps the product in a plain attribute, ``weight``. When the user prunes again between
+two steps, torch computes a new mask from the product and the old mask, and multiplies it with the parameter. So all three must be
+on the host between steps.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ def find_averages(root: nn.Module) -> list[nn.Module]:
 
 
 _Sent = tuple[dict[str, Tensor | None], str, Tensor, Tensor]
-"""A buffer on the device: the dictionary and the name that it has in its module, its tensor on the host, and the one sent."""
+"""A buffer on the device: the module's dictionary of buffers, the name, the tensor on the host, the copy on the device."""
 
 
 class AveragesOnDevice:
-    """The buffers of a module: on the device once they are asked for within a step, and on the host after it.
+    """The buffers of a module: on the device after the first read within a step, and on the host after the step.
 
     Args:
         module: the module that has the buffers.
-        device: the device that they are to be on.
-        in_step: says whether modules hold device parameters now.
+        device: the device to copy the buffers to.
+        in_step: returns True if modules hold device parameters now.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, in_step: Callable[[], bool]) -> None:
@@ -60,7 +59,7 @@ class AveragesOnDevice:
             owner._buffers = _Buffers(owner._buffers, self._send)
 
     def send_back(self) -> None:
-        """Brings the buffers back to the host, with what was written on the device."""
+        """Copies the buffers back to the host, with all writes on the device."""
         sent, self._sent = self._sent, []
         with torch.no_grad():
             for buffers, name, host, device in sent:
@@ -71,7 +70,7 @@ class AveragesOnDevice:
                     buffers[name] = now.to(host.device)
 
     def close(self) -> None:
-        """Brings the buffers back to the host for good, and gives the modules plain dictionaries of buffers again."""
+        """Copies the buffers back to the host for good, and gives the modules plain dictionaries of buffers again."""
         self.send_back()
         for owner in self._owners:
             owner._buffers = dict(dict.items(owner._buffers))
@@ -80,7 +79,7 @@ class AveragesOnDevice:
         if self._sent or not self._in_step():
             return
         with no_inference_mode():  # training writes them, too
-            self._sent = [  # the device may have no memory for one of them, and then none is sent
+            self._sent = [  # set after all copies: if one copy raises (out of memory), no buffer is exchanged
                 (owner._buffers, name, host, torch.empty_like(host, device=self._device).copy_(host))
                 for owner in self._owners
                 for name, host in dict.items(owner._buffers)
@@ -119,7 +118,7 @@ class _Buffers(dict[str, Any]):
 
 
 class PrunedWeights:
-    """The masks and products of all pruned modules; none are moved if the device is the host.
+    """The masks and products of all pruned modules. If the device is the host, they are not copied.
 
     Args:
         module: the root.
@@ -139,7 +138,8 @@ class PrunedWeights:
         self.hold_host()
 
     def hold_device(self) -> None:
-        """Puts the masks on the device, as a step begins or goes on. Those that were not written since are there already."""
+        """Puts the masks on the device when a step begins or continues. A mask is copied only if it was written since the last
+        time."""
         for module, name in self._pruned:
             host = module._buffers.get(f"{name}_mask")
             if host is None:  # the user has made the pruning permanent
@@ -154,7 +154,7 @@ class PrunedWeights:
             module._buffers[f"{name}_mask"] = sent
 
     def hold_host(self) -> None:
-        """Brings masks and products to the host, after a step that has ended or was interrupted."""
+        """Copies masks and products to the host, after a step that has ended or was interrupted."""
         for module, name in self._pruned:
             present = module._buffers.get(f"{name}_mask")
             if present is None:

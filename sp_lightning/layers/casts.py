@@ -1,14 +1,17 @@
-"""Casts: they travel in place of float32 weights, the masters, wherever autocast would cast those anyway.
+"""Casts: 16-bit copies that are uploaded in place of float32 weights, the masters, if autocast would cast the weights anyway.
 
-The masters stay on the host, as the user's parameters. Their casts, in autocast's dtype, lie behind the layer's other
-weights in its host block (the *wire*) and in its slot. A stand-in that is given to a function which autocast runs in
-that dtype passes its cast to it. Given to anything else, it brings its master, as every weight does that is away. Only the
-function itself sees the cast, and what autograd saves of a cast is packed as its place in the slot.
+The masters stay on the host, as the user's parameters. Their casts, in autocast's dtype, follow the layer's other weights in its
+host block and in its slot. If a stand-in is given to a function that autocast runs in this dtype, the function gets the cast. For
+any other function the master is uploaded, as every offloaded weight. Only the function itself gets the cast.
 
-What is packed as its place follows the weight. That is right for the weight itself and for what is written in place. It is
-wrong where plain autograd holds memory of its own: autocast's copies, and views (such as the transpose that a linear layer
-saves) of a weight that was given other memory since (``param.data = other``). Their :class:`SavedValues` are kept for the
-graph when others take their place.
+A saved tensor of a slot is packed as its place in the slot, so that it has the present values when it is unpacked. This is right
+for a weight itself, and for writes in place. It is wrong if plain autograd would hold memory of its own:
+
+- a cast, because autocast makes a copy;
+- a view of a weight (such as the transpose that a linear layer saves), if the weight was given other memory later
+  (``param.data = other``).
+
+For these, the graph holds :class:`SavedValues`, which keep the old values when new ones take their place.
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
 
 
 def autocast_would_cast(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether autocast casts weights to ``dtype`` now, anew for each use.
+    """Returns True if autocast now casts weights to ``dtype``, again for each use, so that casts can replace masters.
 
-    Autocast's cache outlives writes and sums the gradients of all uses in the lower precision. With it autocast has to
-    work on the masters, and so have functorch's transforms, which refuse an autograd function such as :class:`Cast`.
+    Two exceptions need the masters. Autocast's cache keeps its casts when weights are written, and sums the gradients of all uses
+    in the lower precision. Transforms of functorch do not support an autograd function such as :class:`Cast`.
     """
     return (
         torch.is_autocast_enabled(device.type)
@@ -47,7 +50,7 @@ def autocast_would_cast(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Cast(torch.autograd.Function):
-    """Stands for a cast that exists already: the node in the graph that autocast's own cast would be."""
+    """An autograd function from a master to a cast that exists already: the graph node that autocast's own cast would have."""
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, cast: Tensor) -> Tensor:
@@ -60,22 +63,22 @@ class Cast(torch.autograd.Function):
             return None, None
         if torch.is_grad_enabled() or is_batched(gradients[0]):  # create_graph=True; is_grads_batched=True
             return gradients[0].to(torch.float32), None
-        return CastGradient(gradients[0].clone()), None  # others may hold and write autograd's, as hooks of nodes do
+        return CastGradient(gradients[0].clone()), None  # hooks of nodes may hold autograd's tensor and write it
 
 
 class SavedValues:
-    """The values at one place of a layer's memory. Graphs that have saved some of them hold this object.
+    """The values at one place of a layer's memory. Graphs that have saved some of these values hold this object.
 
-    The layer has a list of such objects, of the present values. Once other values take their place (:func:`keep_saved_values`),
-    only graphs keep the object alive.
+    The layer has a list of such objects for its present values. When new values take their place (:func:`keep_saved_values`), the
+    list gets a new object, and only graphs hold the old one.
 
     Args:
         begin: bytes from the start of the slot to the first value; a multiple of :data:`ALIGNMENT`.
 
     Attributes:
         begin: the same.
-        copy: the values' bytes on the host, flat ``uint8``, once other values have taken their place; None before.
-        overwritten: the weight's name, if user code has written these values since then; otherwise None.
+        copy: the values' bytes on the host, flat ``uint8``, after new values have taken their place; None before.
+        overwritten: the weight's name, if user code has written the old memory after that; otherwise None.
     """
 
     def __init__(self, begin: int) -> None:
@@ -84,10 +87,10 @@ class SavedValues:
         self.begin = begin
 
     def recall(self, device: Device, place: SavedView) -> Tensor:
-        """Returns some of these values, those that lay at a place of the slot, in new device memory.
+        """Returns the values that were at a place of the slot, in new device memory.
 
         Raises:
-            RuntimeError: they are ``overwritten``.
+            RuntimeError: the values are ``overwritten``.
         """
         assert self.copy is not None
         if self.overwritten is not None:
@@ -96,7 +99,7 @@ class SavedValues:
                 "before was written through a view (old = param.data). Backward needs the values of the forward. Write a copy: "
                 "old = param.data.clone()."
             )
-        # They keep the alignment that they had, because kernels are chosen by it.
+        # The copy gets the alignment that the values had in the slot, because kernels are chosen by alignment.
         ahead = place.offset % ALIGNMENT
         last = sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))
         source = self.copy[place.offset - ahead - self.begin :][: ahead + (last + 1) * place.dtype.itemsize]
@@ -105,21 +108,21 @@ class SavedValues:
 
 
 def are_saved(present: list[SavedValues], index: int) -> bool:
-    """Whether a graph that is still alive has saved some of these present values."""
+    """Returns True if a graph that is still alive has saved some of these present values."""
     return sys.getrefcount(present[index]) > _UNSAVED
 
 
 _one = [SavedValues(0)]
 _UNSAVED = sys.getrefcount(_one[0])
-"""What is counted where no graph holds any. Versions of Python differ in it."""
+"""The reference count if no graph holds the object. It differs between versions of Python."""
 
 
 def keep_saved_values(present: list[SavedValues], index: int, values: Tensor) -> None:
-    """Keeps present values for the graphs that have saved some of them, before others take their place.
+    """Keeps present values for the graphs that have saved some of them, before new values take their place.
 
     Args:
         present: the layer's list.
-        index: which of them.
+        index: the index of the values in the list.
         values: their bytes, flat ``uint8`` on the host. No other code writes this memory.
     """
     if are_saved(present, index):

@@ -1,13 +1,15 @@
-"""Device parameters: what modules hold in place of the host's parameters while a step runs.
+"""Device parameters: the parameters that modules hold in place of the host parameters while a step runs.
 
 A :class:`DeviceParameter` is a leaf of the autograd graph with the right shape, dtype and device for the whole step.
-While its layer is on the device it is a view of the slot, and computing with it is no slower than with a plain
-``Parameter``. While its layer is away it is a :class:`OffloadedParameter`: a tensor of the weight's shape without memory, whose
-class brings the layer before anything computes with it. Every use of a weight is therefore right, wherever it happens:
-a weight that is read outside of forward, arithmetic on ``self.parameters()``, ``torch.autograd.grad`` with respect to
-parameters.
 
-Everything else that a user may reach through it is the host parameter's: ``.grad``, ``requires_grad_``, hooks.
+- While its layer is attached, it is a view of the slot. Computing with it is as fast as with a plain ``Parameter``.
+- Otherwise it is a *stand-in* (:class:`OffloadedParameter`): a tensor of the weight's shape without memory. Its class fetches the
+  layer before any operation computes with it.
+
+So every use of a weight is right, wherever it happens: a weight that is read outside of forward, arithmetic on
+``self.parameters()``, ``torch.autograd.grad`` with respect to parameters.
+
+All other attributes of a device parameter are those of the host parameter: ``.grad``, ``requires_grad_``, hooks.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ from sp_lightning.torch_compat.private import (
     tree_map_only,
 )
 
-Untouched = torch.DisableTorchFunctionSubclass  # in this context a stand-in itself is read, and no layer is brought
+Untouched = torch.DisableTorchFunctionSubclass  # in this context a stand-in itself is read, and no layer is fetched
 # The attributes of the tensor itself, which the properties of DeviceParameter hide.
 tensor_data: Any = Tensor.data
 tensor_grad: Any = Tensor.grad
 tensor_requires_grad: Any = Tensor.requires_grad
-# As ``parameter.__class__ = kind``, without DeviceParameter's __setattr__: each weight of a layer changes its class twice a use.
+# Sets ``parameter.__class__`` without DeviceParameter's __setattr__, because each weight changes its class twice in each use.
 set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 
 
 class DeviceParameter(nn.Parameter):
-    """A parameter's view of the slot that its layer is in. Only :class:`ParameterGroup` makes one."""
+    """A device parameter whose layer is attached: a view of the slot. Only :class:`ParameterGroup` makes device parameters."""
 
     _of: Any  # the ParameterGroup; its file imports this one
     _index: int
@@ -86,9 +88,9 @@ class DeviceParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        if self._of.doors.at_host():
+        if self._of.engine.at_host():
             return self.host.data
-        # A write through .data changes no version, and it may come as long as user code holds what is returned here.
+        # A write through .data changes no version, and may happen as long as user code holds the returned tensor.
         with self._of.present(self):
             self._of.expose(self._index)
             return tensor_data.__get__(self)
@@ -97,13 +99,13 @@ class DeviceParameter(nn.Parameter):
     def data(self, value: Tensor) -> None:
         if value is self:  # module.to(…) assigns this if it changes nothing
             return
-        if self._of.doors.at_host():
+        if self._of.engine.at_host():
             self.host.data = value
             return
         with self._of.present(self):
             guard_of(self._of.layer).exposed.add(self._index)
             if not same_place(value, tensor_data.__get__(self)):  # p.data += 1 assigns the same memory again
-                self._of.doors.replacing(self._of.layer, self._index, value)
+                self._of.engine.replacing(self._of.layer, self._index, value)
                 tensor_data.__set__(self, value)
 
     @property
@@ -128,7 +130,7 @@ class DeviceParameter(nn.Parameter):
         self._of.sync_requires_grad()
 
     def as_subclass(self, cls: Any) -> Any:
-        if self._of.doors.at_host():
+        if self._of.engine.at_host():
             return self.host.as_subclass(cls)
         with self._of.present(self):  # torch's own method does not call __torch_function__
             return super().as_subclass(cls)
@@ -144,14 +146,14 @@ class DeviceParameter(nn.Parameter):
         return self.host.register_post_accumulate_grad_hook(hook)
 
     def _ordinary(self, data: Tensor) -> nn.Parameter:
-        """A parameter of the user's class with the attributes that the user has given the host's."""
+        """Returns a parameter of the user's class, with the attributes that the user has given the host parameter."""
         made: Any = nn.Parameter(data, self.requires_grad)
         vars(made).update(vars(self.host))
         made.__class__ = _users_class(type(self))
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copies to an ordinary parameter, as the user's class copies one, because a copied module is a plain module."""
+        """Returns a copy that is an ordinary parameter of the user's class, because a copied module is a plain module."""
         if id(self) not in memo:
             memo[id(self)] = copy.deepcopy(self._ordinary(self.data.detach()), memo)
         return memo[id(self)]
@@ -161,9 +163,9 @@ class DeviceParameter(nn.Parameter):
 
 
 class OffloadedParameter(DeviceParameter):
-    """A device parameter whose layer is away. Reading its metadata is free; anything else brings the layer.
+    """A stand-in: a device parameter whose layer is not attached. Reading its metadata is free; any other use fetches the layer.
 
-    A function from which torch hides the class gets an error: :func:`~sp_lightning.device.layout.absent`.
+    If torch hides the class from a function, the function gets an error: :func:`~sp_lightning.device.layout.absent`.
     """
 
     @classmethod
@@ -172,24 +174,29 @@ class OffloadedParameter(DeviceParameter):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # 1. A linear layer or a convolution under autocast computes with the 16-bit casts, and the masters stay on the host.
         if func in LOWERED_FUNCTIONS:
             output = _call_with_casts(func, args, kwargs)
             if output is not None:
                 return output
+        # 2. The shape, dtype and so on of a stand-in are those of the weight.
         if func in METADATA:
             with Untouched():
                 return func(*args, **kwargs)
+        # 3. A look-up needs only rows of the weight.
         # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
         first = next((each for each in (*args, *kwargs.values()) if issubclass(type(each), OffloadedParameter)), None)
-        if first is not None and first._of.compute is not None and not first._of.doors.at_host():
+        if first is not None and first._of.compute is not None and not first._of.engine.at_host():
             output = first._of.compute(first, func, types, args, kwargs)
             if output is not NotImplemented:
                 return output
+        # 4. A backward needs the parameter's place in the graph, and not its values.
         if func is torch.autograd.grad:
             return _grad_by_edges(*args, **kwargs)
         if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
             args, kwargs = tree_map_only(DeviceParameter, _present_edge, (args, kwargs))
             return func(*args, **kwargs)
+        # 5. Any other operation computes with weights: their layers are attached while it runs.
         away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OffloadedParameter)]
         if not away:
             raise RuntimeError(
@@ -197,14 +204,16 @@ class OffloadedParameter(DeviceParameter):
                 "a class other than list, tuple or dictionary. Pass the weight itself, or keep its layer on the device: "
                 "SuperpipelineStrategy(keep_on_gpu=[…])."
             )
-        if away[0]._of.doors.at_host():  # a parameter that was kept is the host's between steps
+        if away[0]._of.engine.at_host():  # user code has kept a device parameter after the step
             args, kwargs = tree_map_only(DeviceParameter, lambda each: each.host, (args, kwargs))
             return func(*args, **kwargs)
-        with away[0]._of.doors.on_demand(away):
-            by_rows = any(each._of.by_rows for each in away)  # these stay stand-ins
-            if by_rows or away[0]._of.shared or away[0]._of.doors.saves_raw():
-                with away[0]._of.doors.lock:  # another thread may detach it as soon as this one is late
-                    away[0]._of.doors.threads.refuse_late()
+        with away[0]._of.engine.on_demand(away):
+            # Attached parameters have the class of views. In three cases they keep the class of stand-ins, or autograd would save
+            # them as they are. The function then gets aliases, which are plain tensors over the slot.
+            by_rows = any(each._of.by_rows for each in away)
+            if by_rows or away[0]._of.shared or away[0]._of.engine.saves_raw():
+                with away[0]._of.engine.lock:  # another thread may detach the layer when this thread is late
+                    away[0]._of.engine.threads.refuse_late()
                     args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             if func is Tensor.detach or func is torch.detach:
                 # state_dict() detaches. Writes through the .data of a detached tensor change no version.
@@ -213,7 +222,7 @@ class OffloadedParameter(DeviceParameter):
 
 
 def _is_ours(name: str) -> bool:
-    """Whether an attribute is the device parameter's own. torch.compile looks for its marks in the tensor's own ``__dict__``."""
+    """Returns True if an attribute is the device parameter's own, as torch.compile's marks in its ``__dict__`` are."""
     return name in ("_of", "_index", "data", "grad", "requires_grad", "__class__") or name.startswith(DYNAMO_MARKS)
 
 
@@ -222,10 +231,10 @@ def _users_class(kind: type) -> Any:
 
 
 def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """Calls a function with the casts of all stand-ins among its arguments.
+    """Calls a function with the casts of all stand-ins among its arguments, as autocast would cast the weights.
 
     Returns:
-        The result; None if the function needs the masters themselves.
+        The result; None if autocast would not cast, so that the function needs the masters themselves.
     """
     casts: dict[Any, Any] = {}  # by ParameterGroup
     for argument in (*args, *kwargs.values()) if kwargs else args:
@@ -238,60 +247,68 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
             group = argument._of
             if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
                 return None
-            # Read once, because another thread may replace them meanwhile. Without any the function is called from outside
-            # the forward of their layer.
+            # Read once, because another thread may replace the casts meanwhile. A group has none if the function is called
+            # outside the forward of its layer.
             casts[group] = None if group.shared else group.casts
     if None not in casts.values():
         return _call(casts, func, args, kwargs) if casts else None
     away = [argument for argument in (*args, *kwargs.values()) if issubclass(type(argument), OffloadedParameter)]
-    if away[0]._of.doors.at_host():
+    if away[0]._of.engine.at_host():
         return None
-    with away[0]._of.doors.on_demand(away, casts=True):
+    with away[0]._of.engine.on_demand(away, casts=True):  # fetches the casts, which the groups have now
         casts = {group: group.casts for group in casts}
         return None if None in casts.values() else _call(casts, func, args, kwargs)
 
 
 def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    if not (kwargs or torch.is_grad_enabled()):  # the same in one go, for inference, where it counts most
+    """Calls a function with casts in place of stand-ins. ``casts`` has the casts of each group."""
+    if not (
+        kwargs or torch.is_grad_enabled()
+    ):  # inference: the same without calls, because the host's time counts most there
         given = [casts[each._of][each._index] if issubclass(type(each), OffloadedParameter) else each for each in args]
         return func(*given)
-    # Autocast casts the last argument first, so that gradients come in the order of the arguments in backward. So does
-    # this; sorted, the names have the bias before the weight.
+    # Autograd runs the nodes of a graph in the reverse of their order of creation. Autocast casts the last argument
+    # first, so this does the same. Sorting puts the bias before the weight among named arguments.
     last = {name: _cast(kwargs[name], casts) for name in sorted(kwargs)} if kwargs else kwargs
     return func(*[_cast(argument, casts) for argument in reversed(args)][::-1], **last)
 
 
 def _cast(argument: Any, casts: dict[Any, Sequence[Tensor]]) -> Any:
-    """The cast of an argument that is a stand-in; any other argument as it is."""
-    if not issubclass(
-        type(argument), OffloadedParameter
-    ):  # isinstance is slow: the metaclass of Parameter checks in Python
+    """Returns the tensor that a function gets for an argument. An argument that is not a stand-in is returned unchanged.
+
+    - Without a graph: the cast itself.
+    - For a trained weight: the output of :class:`Cast`, whose backward passes the gradient to the stand-in.
+    - For a frozen weight: a new tensor object over the cast. Autograd may keep the object, as it keeps autocast's own cast, and
+      the group's tensor is shared by all uses.
+    """
+    # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
+    if not issubclass(type(argument), OffloadedParameter):
         return argument
     group, index = argument._of, argument._index
+    cast = casts[group][index]
     if not torch.is_grad_enabled():
-        return casts[group][index]
-    # Either way autograd gets a tensor object of its own, as from autocast's cast; the one of the group is shared.
-    return (
-        Cast.apply(argument, casts[group][index]) if group.hosts[index].requires_grad else casts[group][index].detach()
-    )
+        return cast
+    trained = group.hosts[index].requires_grad
+    return Cast.apply(argument, cast) if trained else cast.detach()
 
 
 def same_place(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same elements in memory."""
+    """Returns True if two tensors are the same elements in memory."""
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
         other.data_ptr(), other.dtype, other.shape, other.stride()
     )  # fmt: skip
 
 
 def hides_stand_ins(inputs: Any) -> bool:
-    """Whether torch may ask another class, or a mode, before the stand-ins that an operator is given.
+    """Returns True if torch may call another ``__torch_function__`` before that of a stand-in.
 
-    The ``__torch_function__`` of a jagged nested tensor among a module's inputs comes first, and so does a mode.
+    That is the case if a mode is active, or if the inputs of a module have a class with a ``__torch_function__`` of its own, for
+    example a jagged nested tensor. That code could read a stand-in, which has no memory.
     """
     if count_function_modes():
         return True
     if type(inputs) is tuple and all(type(each) is Tensor for each in inputs):
-        return False  # nearly always; to take inputs apart takes the host longer
+        return False  # nearly always, and faster than to flatten the inputs
     return any(
         isinstance(leaf, Tensor) and getattr(type(leaf).__torch_function__, "__func__", None) not in _NO_HANDLERS
         for leaf in tree_leaves(inputs)
@@ -304,7 +321,7 @@ _NO_HANDLERS = (Tensor.__torch_function__.__func__, None)  # type: ignore[attr-d
 
 
 def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **kwargs: Any) -> Any:
-    """Calls ``torch.autograd.grad`` with the places of its inputs in the graph, for which no layer has to come.
+    """Calls ``torch.autograd.grad`` with the graph edges of its inputs, so that no layer is fetched for them.
 
     The call must not run in :data:`Untouched`, because user code that runs in backward (a checkpoint's recompute) needs
     ``__torch_function__``.
@@ -321,7 +338,7 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
 
 
 def _present_edge(parameter: DeviceParameter) -> GradientEdge:
-    """As :func:`gradient_edge`. The user may have frozen or unfrozen the parameter since its layer was used last."""
+    """Returns :func:`gradient_edge`, after the user may have frozen or unfrozen the parameter since the last use of its layer."""
     parameter._of.sync_requires_grad()
     return gradient_edge(parameter)
 
@@ -334,6 +351,6 @@ def _alias(parameter: DeviceParameter) -> Tensor:
 
 
 def gradient_edge(parameter: DeviceParameter) -> GradientEdge:
-    """The place of a device parameter in the graph; no layer is brought for it."""
+    """Returns the graph edge of a device parameter without fetching its layer."""
     with Untouched(), no_inference_mode(), torch.enable_grad():
         return get_gradient_edge(parameter)

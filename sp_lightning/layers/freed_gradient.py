@@ -1,7 +1,8 @@
-"""``param.grad`` of a parameter that backward has updated, where gradients are freed then: plain Lightning has a tensor there.
+"""Freed gradients: reading ``param.grad`` is an error if the engine has freed the gradient during backward.
 
-``optimizer_overlap="backward"`` frees a layer's gradients after its update, to save memory, if no hook of the user's could
-look at them before they are set to None. Code that reads one all the same gets an error, and not None.
+``optimizer_overlap="backward"`` frees a layer's gradients after its update, to save memory, if no hook of the user could read
+them before they are set to None. On plain Lightning ``param.grad`` is a tensor then. Code that reads it nevertheless gets an
+error instead of None.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sp_lightning.torch_compat.private import subclasses_are_asked
 _tensor_grad: Any = Tensor.grad
 
 _SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_grad, Optimizer.zero_grad))
-"""They read ``param.grad`` only to reset it."""
+"""Functions of torch that read ``param.grad`` only to reset it."""
 
 
 class _HasFreedGradient(ParameterRole):
@@ -30,10 +31,10 @@ class _HasFreedGradient(ParameterRole):
 
     @property
     def grad(self) -> Tensor | None:
-        """Nothing, in the engine and in updates.
+        """None for the engine and for updates.
 
         Raises:
-            RuntimeError: user code asks.
+            RuntimeError: user code reads it.
         """
         if subclasses_are_asked() and _is_users(sys._getframe(1)):
             raise RuntimeError(
@@ -60,9 +61,8 @@ def resets_gradients(frame: FrameType) -> bool:
 
 def _is_users(frame: FrameType) -> bool:
     """Returns True if a gradient is read by user code: not by this package, and not by torch's ``zero_grad``."""
-    while (
-        frame.f_code.co_name == "grad" and frame.f_back is not None
-    ):  # that of another class of the parameter asks for it
+    # The property `grad` of another role of the parameter may have called this one.
+    while frame.f_code.co_name == "grad" and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code not in _SET_TO_NONE and not frame.f_globals.get("__name__", "").startswith("sp_lightning.")
 
@@ -74,5 +74,5 @@ def free(parameter: nn.Parameter) -> None:
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """From now on a parameter has no gradient, as after ``zero_grad``."""
+    """Makes a freed gradient None from now on, as after ``zero_grad``."""
     leave(parameter, _HasFreedGradient)

@@ -1,4 +1,4 @@
-"""Where gradients go."""
+"""The interface by which gradients get from backward to ``param.grad``, and their copies to host memory."""
 
 from __future__ import annotations
 
@@ -20,42 +20,45 @@ W = TypeVar("W")
 
 
 class GradientSink(Generic[W]):
-    """The place that gradients go to: ``param.grad`` on the host. With several devices they are summed first.
+    """Takes gradients from backward and brings them to ``param.grad`` on the host. Several devices sum them before.
 
-    Here are the transfers to the host, in the order in which they were issued; what a simulation needs is this alone. Several of
-    autograd's threads may have gradients at once. The caller lets in one at a time, but for :meth:`land`.
+    This class has the transfers to the host, in the order in which they were issued. A simulation needs no more. Subclasses
+    choose what is transferred, and apply it. Each transfer carries a value of the type ``W``, which the subclass needs for that.
+
+    Several of autograd's threads may have gradients at once. The caller lets in one thread at a time, except in :meth:`land`.
 
     Args:
         device: copies, and waits for the transfers.
         in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
-        apply: called with what came, once the host has waited for a transfer.
+        apply: called with the value of a transfer, after the host has waited for the transfer.
 
     Attributes:
         in_flight: the same number.
-        keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until user code reads them.
-        checked: called before what came is applied. It raises an error if gradients are known to be wrong.
-        stay: whether those of a layer that a step waits for stay on the device, where the layer is stepped.
-        keep_there: whether gradients of layers that stay on the device wait there, whenever their step comes.
-        arriving: the layers, or families of them, of which gradients have arrived that :meth:`make_room` would send off.
+        keep_narrow: True if gradients in a lower dtype than their parameter's keep that dtype until user code reads them.
+        checked: called before gradients are applied. It raises an error if they are known to be wrong.
+        keep_for_step: True if all layers step on the GPU. Then the gradients of a layer that a step waits for are not copied.
+        keep_for_own_slot: True if the gradients of layers that stay on the GPU wait there for the step.
+        arriving: the layers with gradients that have arrived and are not yet issued to the host. With several devices, families.
         device_bytes: bytes of gradients that are on the device now.
-        drained_bytes: bytes that have left for the host.
-        host_waits: how often the host has waited for a gradient whose size depends on values that compute has.
+        drained_bytes: bytes that were copied to the host.
+        host_waits: how often the host has waited for a gradient whose size depends on computed values.
     """
 
     def __init__(self, device: Device, in_flight: int, apply: Callable[[W], None]) -> None:
         self.device = device
         self.in_flight = in_flight
         self._apply_one = apply
-        self.keep_narrow = self.stay = self.keep_there = False
+        self.keep_narrow = self.keep_for_step = self.keep_for_own_slot = False
         self.checked: Callable[[], None] = _nothing
         self.arriving: dict[Any, None] = {}
         self.device_bytes = self.drained_bytes = self.host_waits = 0
-        # What comes, the tensors on the device that are kept alive until compute has waited for the copy, and its event.
+        # Transfers in flight: the value, the tensors on the device that live until compute has waited for the copy, its event.
         self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
+        # Transfers that compute has waited for and that are not applied yet: the value, and the event (None: no copy).
         self._landed: deque[tuple[W, Any]] = deque()
 
     def send(self, layer: int, targets: Sequence[Tensor], sources: Sequence[Any], alive: list[Tensor], what: W) -> None:
-        """Issues a transfer, and retires others so that the limit holds for it and the next one."""
+        """Issues a transfer. Retires older ones, so that ``in_flight`` is not exceeded when the next layer's gradients arrive."""
         begun = self.device.mark(Stream.DOWNLOAD)
         self.device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
         nbytes = sum(map(_nbytes, sources))
@@ -66,16 +69,17 @@ class GradientSink(Generic[W]):
         self.retire(self.in_flight - 1)
 
     def retire(self, keep: int) -> None:
-        """Frees the device memory of all but the ``keep`` latest transfers, for which compute waits."""
+        """Makes compute wait for all transfers except the ``keep`` latest ones, and frees the device memory of their
+        gradients."""
         while len(self._flying) > keep:
             what, alive, landed = self._flying.popleft()
             self.device.wait(Stream.COMPUTE, landed, Wait.REUSE_AFTER_DRAIN)
-            self.device.access(alive, Stream.COMPUTE, write=True)  # compute may put anything there next
+            self.device.access(alive, Stream.COMPUTE, write=True)  # the allocator may give this memory to compute next
             self.device_bytes -= sum(map(bytes_of_dense, alive))
             self._landed.append((what, landed))
 
     def finish(self, keep: int = 1) -> None:
-        """Applies what came with all transfers that are retired but the ``keep`` latest ones.
+        """Waits for retired transfers, and applies their gradients, except those of the ``keep`` latest ones.
 
         This bounds the host memory of gradients, and how far the host runs ahead.
         """
@@ -86,7 +90,7 @@ class GradientSink(Generic[W]):
             self._apply_one(what)
 
     def drop_drains(self) -> list[W]:
-        """Waits for the transfers that are under way. Returns what came with them, which is not applied."""
+        """Waits for all transfers without applying gradients. Returns the values of the transfers."""
         under_way = [(what, landed) for what, _, landed in self._flying] + [*self._landed]
         self._flying.clear()
         self._landed.clear()
@@ -95,37 +99,37 @@ class GradientSink(Generic[W]):
         self.device_bytes = 0
         return [what for what, _ in under_way]
 
-    # ------------------------------------------------------------------ what backward tells
+    # ------------------------------------------------------------------ called by backward
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
-        """Takes one gradient of a layer, which leaves with the layer's others. Returns whether all of them have arrived."""
+        """Takes one gradient of a layer. Returns True if all gradients of the layer have arrived."""
         raise NotImplementedError
 
     def drain(self, layer: StreamedLayer) -> None:
-        """Sends off the gradients of one layer that have arrived."""
+        """Issues the transfer of the gradients of one layer that have arrived."""
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
-        """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
+        """Issues the transfer of other layers' gradients, because the backward of ``layers`` begins."""
 
     def expect(self, wanted: Wanted | None = None) -> None:
-        """The backward of a loss begins.
+        """Called when the backward of a loss begins.
 
         Args:
-            wanted: says of a layer whether an optimizer's step waits for it, to update it in this backward. None if no step
-                waits for any.
+            wanted: returns True if an optimizer's step waits for a layer, to update it in this backward. None if no step waits.
         """
 
     def land(self, *, everything: bool = False) -> None:
-        """Brings what has left to its place, where the user's hooks run. ``everything``: because a graph task ends."""
+        """Applies gradients that are on the host, and runs the user's hooks. ``everything``: all of them, as a graph task
+        ends."""
 
     def end(self, *, last: bool) -> None:
-        """Sends off every gradient, because a graph task ends; ``last`` if it is the outermost one."""
+        """Issues the transfers of all gradients, because a graph task ends. ``last``: it is the outermost one."""
 
     def freed(self, layer: StreamedLayer) -> None:
-        """A layer's gradients are used, and are no longer in ``param.grad``."""
+        """Called when a layer's step has used the gradients, and they are no longer in ``param.grad``."""
 
     def drop(self) -> None:
-        """Drops the gradients that did not get there, after a backward that failed."""
+        """Drops the gradients that are not in ``param.grad``, after a backward that failed."""
 
 
 def _nothing() -> None:
@@ -133,7 +137,7 @@ def _nothing() -> None:
 
 
 def bytes_of_dense(gradient: Tensor) -> int:
-    """Bytes of a gradient; 0 of a sparse one, whose bytes are few and are not known without a wait."""
+    """Returns the bytes of a gradient; 0 for a sparse one, whose bytes are few and are not known without a wait."""
     return gradient.nbytes if gradient.layout is torch.strided else 0
 
 

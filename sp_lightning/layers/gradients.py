@@ -2,11 +2,11 @@
 
 1. ``arrived``: autograd has set a gradient of a device parameter.
 2. ``drain``: a layer's gradients are copied to the host.
-3. ``retire``: compute has waited for the copy, and the device memory is free.
-4. ``apply``: the host waits for the copy and adds it to ``param.grad``.
+3. ``retire``: compute waits for the copy, and the device memory of the gradients is freed.
+4. ``land``: the host waits for the copy, and makes each gradient ``param.grad``, or adds it to ``param.grad``.
 
-The gradients of at most k' + 1 layers are on the device at once. Gradients of residents are not counted; they are copied when
-backward ends.
+The gradients of at most k' + 1 layers are on the device at once. Gradients of residents are not counted, because they are copied
+when backward ends.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 
 - the user's parameter.
 - the gradient.
-- memory that may become ``param.grad``: the gradient itself or, if it is in staging memory, the memory into which it is
-  converted; None if the gradient is added to another one.
-- whether the gradient is sparse although ``param.grad`` is dense.
+- memory that may become ``param.grad``: the gradient itself or, if the gradient is in staging memory, the memory into which it is
+  converted. None if the gradient is added to an earlier one.
+- True if the gradient is sparse although ``param.grad`` is dense.
 """
 
 _Drain = tuple[StreamedLayer, deque[_Landing], BlockMemory | None]
-"""One copy of a layer's gradients: the layer, their landings, and the staging memory if they use any."""
+"""One copy of a layer's gradients: the layer, a landing for each gradient, and the staging memory, or None."""
 
 
 @dataclass
@@ -74,13 +74,14 @@ class Gradients(GradientSink[_Drain]):
         # The thread that applies gradients holds this lock, so that several gradients of a parameter are added in order.
         self._landing = threading.RLock()
         self._wanted: Wanted | None = None  # in this backward
-        self._kept: dict[StreamedLayer, int] = {}  # bytes of gradients that stay on the device until they are used
-        # Whether user code has read a narrow gradient. It would probably read the next ones, which would then take memory in
-        # both dtypes.
-        self._looked_at = False
+        # By layer, bytes of gradients that wait on the GPU for the layer's step.
+        self._kept_bytes: dict[StreamedLayer, int] = {}
+        # True if user code has read a narrow gradient. It will probably read the next ones, and a gradient that is read takes
+        # memory in both dtypes. So later gradients are not kept narrow.
+        self._was_read = False
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
-        """Takes a gradient that autograd has finished. It is drained with the other gradients of its layer.
+        """Takes a gradient that autograd has computed. It is copied to the host with the other gradients of its layer.
 
         Returns:
             True if all gradients of the layer have arrived; always False for residents.
@@ -108,7 +109,7 @@ class Gradients(GradientSink[_Drain]):
         gradients, received.gradients = received.gradients, {}
         del self.arriving[owner]
         self.device.access(gradients.values(), Stream.COMPUTE, write=True)
-        if self._may_stay(owner, received, gradients):
+        if self._may_keep(owner, received, gradients):
             self._keep(owner, received, gradients)
             return
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
@@ -120,23 +121,28 @@ class Gradients(GradientSink[_Drain]):
     def expect(self, wanted: Wanted | None = None) -> None:
         self._wanted = wanted
 
-    def _may_stay(
+    def _may_keep(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> bool:
-        """Returns True if gradients may stay on the device for a step there. They must be all gradients of their layer."""
+        """Returns True if gradients may wait on the GPU for the layer's step there, instead of being copied to the host.
+
+        This needs all gradients of the layer at once, none of them sparse. Of a layer without its own slot, no gradient may be
+        added to an earlier one, and a step must wait for the layer.
+        """
         if owner.own_slot is not None:
-            return self.keep_there and self._may_stay_there(owner, received, gradients)
-        if not self.stay or self._wanted is None or len(gradients) != received.expected:
+            return self.keep_for_own_slot and self._may_keep_for_own_slot(owner, received, gradients)
+        if not self.keep_for_step or self._wanted is None or len(gradients) != received.expected:
             return False
         parameters = [layer.block.parameters[index] for layer, index in gradients]
         dense = all(gradient.layout is torch.strided for gradient in gradients.values())
         alone = all(p.grad is None and not accumulation_hooks(p) for p in parameters)
         return dense and alone and owner.kind is not Kind.RESIDENTS and self._wanted(owner)
 
-    def _may_stay_there(
+    def _may_keep_for_own_slot(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> bool:
-        """Returns True if gradients of a layer that stays on the device may stay there, or be added to those that do."""
+        """Returns :meth:`_may_keep` for a layer that stays on the GPU: earlier gradients may be there, if nobody has changed
+        them."""
         parameters = [layer.block.parameters[index] for layer, index in gradients]
         return (
             len(gradients) == received.expected
@@ -148,18 +154,19 @@ class Gradients(GradientSink[_Drain]):
     def _keep(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> None:
-        """Keeps gradients on the device. They are copied to the host if user code reads them."""
+        """Keeps gradients on the GPU. Adds them to the earlier ones there. User code that reads ``param.grad`` copies it to the
+        host."""
         hosts = [layer.block.parameters[index] for layer, index in gradients]
         kept = [add_on_device(p, gradient) for p, gradient in zip(hosts, gradients.values(), strict=True)]
         computed = self.device.record(Stream.COMPUTE)
         for parameter, gradient in zip(hosts, kept, strict=True):
             drop(parameter)
-            keep_narrow(parameter, gradient, self._look, computed=computed)
+            keep_narrow(parameter, gradient, self._note_read, computed=computed)
             received.applied.add(id(parameter))
         nbytes = sum(map(bytes_of_dense, kept))
-        # Kept gradients of the step before are freed, or were added to these.
-        self.device_bytes += nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept.get(owner, 0)
-        self._kept[owner] = nbytes
+        # The layer's earlier kept gradients are freed, or were added to these.
+        self.device_bytes += nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept_bytes.get(owner, 0)
+        self._kept_bytes[owner] = nbytes
         self._landed.append(((owner, deque(), None), None))
 
     def _place(
@@ -167,8 +174,11 @@ class Gradients(GradientSink[_Drain]):
     ) -> tuple[deque[_Landing], BlockMemory | None, list[Tensor], list[Tensor]]:
         """Chooses the host memory of each gradient.
 
+        The first gradient of a parameter is copied to the memory that becomes ``param.grad`` (``own``). If ``param.grad`` exists,
+        or has another dtype, the gradient is copied to staging memory, and converted or added later.
+
         Returns:
-            The landings, the staging memory if they use any, and the targets and sources of the copies.
+            The landings, the staging memory or None, and the targets and sources of the copies.
         """
         used = 0  # bytes of the staging memory
         staging: BlockMemory | None = None
@@ -189,7 +199,7 @@ class Gradients(GradientSink[_Drain]):
             if index in block.retyped:
                 own = target = torch.empty_like(gradient, device="cpu")
             elif parameter.grad is None:
-                stays = self.keep_narrow and not self._looked_at and not accumulation_hooks(parameter)
+                stays = self.keep_narrow and not self._was_read and not accumulation_hooks(parameter)
                 own = target = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
             if target is None or target.dtype is not gradient.dtype:
                 staging = staging or self._staging.take(_staged_bytes(gradients.values()))
@@ -201,7 +211,7 @@ class Gradients(GradientSink[_Drain]):
                 targets.append(target)
                 sources.append(gradient)
             else:
-                self.device.access(target, None, write=True)
+                self.device.access(target, None, write=True)  # the other rows are zero, and are not copied
                 target.zero_()
                 targets += [target[row] for row in sorted(rows)]
                 sources += [gradient[row] for row in sorted(rows)]
@@ -235,7 +245,8 @@ class Gradients(GradientSink[_Drain]):
         If another thread is applying gradients, this returns at once. The other thread may be in a user's hook, and a backward
         in that hook may need this thread.
         """
-        # If the latest gradients stay on the device, no copy has to be awaited, and their memory is needed soon.
+        # The latest gradients were kept on the GPU if they have no landings. Then there is no copy to wait for, and the layer's
+        # step should free their memory soon.
         stays = bool(self._landed) and not self._landed[-1][0][1]
         if not (everything or stays or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
             return
@@ -253,7 +264,7 @@ class Gradients(GradientSink[_Drain]):
         self.retire(0)
 
     def freed(self, layer: StreamedLayer) -> None:
-        self.device_bytes -= self._kept.pop(layer, 0)
+        self.device_bytes -= self._kept_bytes.pop(layer, 0)
 
     def drop(self) -> None:
         """Drops the gradients that are not in ``param.grad``, after a backward that failed."""
@@ -262,7 +273,7 @@ class Gradients(GradientSink[_Drain]):
             if staging is not None:
                 self._staging.give_back(staging)
         self._received.clear()
-        self._kept.clear()
+        self._kept_bytes.clear()
         self.arriving.clear()
 
     def _apply(self, drain: _Drain) -> None:
@@ -271,7 +282,9 @@ class Gradients(GradientSink[_Drain]):
         try:
             # The memory may become param.grad, which the user may write.
             self.device.access(map(_memory, landings), None, write=True)
-            if any(own is None for _, _, own, _ in landings):  # these are added to param.grad
+            if any(
+                own is None for _, _, own, _ in landings
+            ):  # they are added to param.grad, which may have left memory
                 layer.use_gradients()
             # Landings are removed, so that only parameters reference the gradients when the layer is complete.
             while landings:
@@ -280,13 +293,17 @@ class Gradients(GradientSink[_Drain]):
             if staging is not None:
                 self._staging.give_back(staging)
         if len(received.applied) == received.expected and layer.kind is not Kind.RESIDENTS:
-            layer.parameters.doors.gradients_complete(layer)
+            layer.parameters.engine.gradients_complete(layer)
 
-    def _look(self) -> None:
-        self._looked_at = True
+    def _note_read(self) -> None:
+        self._was_read = True
 
     def _land(self, parameter: nn.Parameter, gradient: Tensor, own: Tensor | None, sparse_on_device: bool) -> int:
-        """Makes a gradient ``param.grad``, or adds it to ``param.grad``. Returns the parameter's id."""
+        """Makes a gradient ``param.grad``, or adds it to ``param.grad``. Returns the parameter's id.
+
+        The arguments are those of a :data:`_Landing`. In the common case the gradient is in ``own`` memory, and becomes
+        ``param.grad`` as it is. Staged gradients are converted into ``own`` memory before.
+        """
         first = parameter.grad is None
         if sparse_on_device:
             gradient = each_row_once(gradient)
@@ -301,11 +318,11 @@ class Gradients(GradientSink[_Drain]):
         narrow = own is gradient and gradient.dtype is not parameter.dtype
         if first and own is gradient and not accumulation_hooks(parameter):  # nearly always
             if narrow:
-                keep_narrow(parameter, gradient, self._look)
+                keep_narrow(parameter, gradient, self._note_read)
             else:
-                parameter.grad = gradient
+                parameter.grad = gradient  # (9)
         else:
-            accumulate(parameter, gradient, own=own is gradient and not narrow)  # (9)
+            accumulate(parameter, gradient, own=own is gradient and not narrow)
         return id(parameter)
 
 
@@ -338,7 +355,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     Args:
         parameter: the user's parameter.
         gradient: a tensor on the host with the parameter's shape, and its dtype or a lower one.
-        own: whether ``gradient`` itself may become ``param.grad``; otherwise a copy becomes it.
+        own: True if ``gradient`` itself may become ``param.grad``. Otherwise a copy becomes ``param.grad``.
     """
     if parameter.grad is None and own:
         parameter.grad = gradient
@@ -359,7 +376,10 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
 
 
 def each_row_once(gradient: Tensor) -> Tensor:
-    """Adds up the rows that several uses of an embedding gave, in the order in which autograd adds dense gradients."""
+    """Returns a sparse gradient with one entry per row: the sum over all uses of that row.
+
+    The sums are computed in the order in which autograd adds dense gradients, so that they have the same bits.
+    """
     if gradient.is_coalesced():
         return gradient
     with no_inference_mode():

@@ -1,4 +1,4 @@
-"""The casts of a layer on the host, which are made of its masters whenever those were written."""
+"""The casts of a layer in host memory. They are made again whenever the masters were written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Casts(NoCasts):
     """The casts of one layer, on the host.
 
     Args:
-        block: the layer's block, which has room for the casts behind its weights.
+        block: the layer's block, which has memory for the casts after its weights.
         masters: the layer of the float32 parameters.
-        device: is told of reads and writes.
+        device: records reads and writes.
     """
 
     def __init__(self, block: HostBlock, masters: StreamedLayer, device: Device) -> None:
@@ -33,30 +33,35 @@ class Casts(NoCasts):
         self._begin = block.planned.casts[0].offset
         self._present = [SavedValues(self._begin)]
         self._made_of: tuple[list[int], list[int]] | None = None
-        self._given = False  # whether the places were given to the update that is under way
+        self._given = False  # True if the running update got the places, and so writes casts itself
 
     @property
     def current(self) -> bool:  # type: ignore[override]
-        """Whether the casts agree with the masters, as far as versions and :meth:`invalidate` show it."""
+        """True if neither versions nor :meth:`invalidate` show that the masters were written since the casts were made."""
         return self._made_of is not None and self._made_of == self._state()
 
     @property
     def saved(self) -> bool:  # type: ignore[override]
-        """Whether a graph has saved views of the casts."""
+        """True if a graph has saved views of the casts."""
         return are_saved(self._present, 0)
 
     def invalidate(self) -> None:
-        """Notes that masters may have been written in a way that no version shows."""
+        """Marks the casts as out of date, because masters may have been written in a way that no version shows."""
         self._made_of = None
 
     def mark_current(self) -> None:
-        """Notes that another process has cast the present masters."""
+        """Marks the casts as current, because an update or another process has cast the present masters."""
         self._made_of = self._state()
 
     def places(self, by: Stream, *, others: bool = True) -> Mapping[int, Tensor]:
-        """Where ``by`` may put casts itself while it writes masters, by the master's ``id``. All count as out of date now.
+        """Returns the memory to which ``by`` may write casts together with masters, by the id of the master.
 
-        It may not if a graph has saved casts, and ``others`` come: :meth:`refresh` sees to it that the graph keeps their values.
+        Marks the casts as out of date. Returns no places if a graph has saved casts and the values will change: :meth:`refresh`
+        then keeps the old values for the graph.
+
+        Args:
+            by: the stream that writes.
+            others: True if the written values may differ from the present ones.
         """
         self.invalidate()
         self._given = not (others and are_saved(self._present, 0))
@@ -67,13 +72,13 @@ class Casts(NoCasts):
         return {id(master): part(self._block.weights, cast) for master, (cast, _) in masters}
 
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
-        """Casts the masters of the layer anew, unless the casts are :attr:`current`.
+        """Casts the masters of the layer again, unless the casts are :attr:`current`.
 
         The caller has waited for the last transfer that reads the casts, and the layer is not in use on the device.
 
         Args:
             by: the stream that casts: the background's, or None for the host.
-            but: masters, by ``id``, whose casts are in their :meth:`places` already if there were any.
+            but: ids of masters to leave out, because the update has written their casts if it got :meth:`places`.
 
         Raises:
             RuntimeError: a master has another dtype or shape now; see :meth:`HostBlock.adopt`.
@@ -83,36 +88,36 @@ class Casts(NoCasts):
         state = self._state()
         self._device.access(self._masters.weights, by, write=False)
         self._device.access(self._block.weights, by, write=True)
-        wire = self._block.weights
+        memory = self._block.weights
         with no_inference_mode(), torch.no_grad():
             if not are_saved(self._present, 0):
-                self._cast_into(wire, but if self._given else ())
+                self._cast_into(memory, but if self._given else ())
             else:
-                casts = wire.clone()
+                casts = memory.clone()
                 self._cast_into(casts)
-                if not torch.equal(casts, wire):
-                    keep_saved_values(self._present, 0, wire[self._begin :].clone())
-                    wire.copy_(casts)
+                if not torch.equal(casts, memory):
+                    keep_saved_values(self._present, 0, memory[self._begin :].clone())
+                    memory.copy_(casts)
         self._made_of = state
 
     def saved_values(self, offset: int) -> SavedValues | None:
-        """The present values of the casts, if ``offset`` of the slot is among them; otherwise None."""
+        """Returns the present values of the casts if they include ``offset`` of the slot; otherwise None."""
         return self._present[0] if offset >= self._begin else None
 
     def offer(self, views: Sequence[Tensor]) -> None:
-        """Lets views of the casts stand for the masters, unless those are on the device, where they may be written."""
+        """Offers views of the casts in place of the masters, unless the masters are on the device, where code may write them."""
         group = self._layer.parameters
         group.sync_requires_grad()
         group.casts = views if self._layer.slot is None and self.current else None
 
     def withdraw(self) -> None:
-        """The casts leave the device."""
+        """Withdraws the casts, because the layer is detached."""
         self._layer.parameters.casts = None
 
-    def _cast_into(self, wire: Tensor, but: Collection[int] = ()) -> None:
+    def _cast_into(self, memory: Tensor, but: Collection[int] = ()) -> None:
         for master, (cast, span) in zip(self._masters.parameters, self._spans, strict=True):
             if id(master) not in but:
-                part(wire, cast).copy_(part(self._masters.weights, span))
+                part(memory, cast).copy_(part(self._masters.weights, span))
 
     def _state(self) -> tuple[list[int], list[int]]:
         masters = self._masters.parameters

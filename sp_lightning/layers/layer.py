@@ -36,17 +36,17 @@ NOTHING: frozenset[int] = frozenset()
 class AllRows:
     """The rows of a layer that is uploaded whole: the interface of rows, with defaults that do nothing.
 
-    Where a method would be called for each use of a layer, the engine tests :attr:`StreamedLayer.whole` first.
+    Before calls that would be made for each use of a layer, the engine tests :attr:`StreamedLayer.whole`, which saves the calls.
 
     Attributes:
         ahead: the rows to prefetch.
-        complete: whether the rows that the present use may read are in the layer's slot.
-        sparse_on_device: whether the gradient is sparse on the device in this backward, although ``param.grad`` is dense.
+        complete: True if the rows that the present use may read are in the layer's slot.
+        sparse_on_device: True if the gradient is sparse on the device in this backward, although ``param.grad`` is dense.
         looked_up_bytes: bytes of rows uploaded for look-ups.
         host_waits: how often the host has waited for the numbers of rows.
         hits, misses: how many needed rows were on the device, and how many were not.
         sent_bytes: bytes of rows uploaded to slots, whole layers included.
-        watches_calls: whether :meth:`begin_call` and :meth:`end_call` are called.
+        watches_calls: True if :meth:`begin_call` and :meth:`end_call` are to be called.
     """
 
     ahead: Rows = None
@@ -75,10 +75,10 @@ class AllRows:
         """Adds rows that the present or next use of the layer may read."""
 
     def begin_use(self) -> None:
-        """Called when a use of the layer begins. All calls of :meth:`need` for it came before."""
+        """Called when a use of the layer begins, after all calls of :meth:`need` for this use."""
 
     def end_use(self) -> None:
-        """Called when the use has ended."""
+        """Called when a use of the layer has ended."""
 
     def send(self, slot: Slot, source: Tensor) -> int | None:
         """Uploads the needed rows to a slot. Returns the bytes copied from the host; None to upload the whole layer."""
@@ -127,7 +127,7 @@ class NoCasts:
 
     current = True
     saved = False
-    """Whether autograd has saved views of casts."""
+    """True if autograd has saved views of casts."""
 
     def invalidate(self) -> None:
         """Marks the casts as out of date, because masters may have been written unnoticed."""
@@ -147,10 +147,10 @@ class NoCasts:
         return None
 
     def offer(self, views: Sequence[Tensor]) -> None:
-        """Offers the casts on the device in place of masters. Called when the layer is attached."""
+        """Offers the casts on the device to functions, in place of masters. Called when the layer is attached."""
 
     def withdraw(self) -> None:
-        """Withdraws them. Called when the layer is detached."""
+        """Withdraws the offered casts. Called when the layer is detached."""
 
 
 @dataclass(eq=False)
@@ -172,16 +172,16 @@ class Slot:
         ring: the index of its ring in the plan.
         memory: its memory for transfers, flat ``uint8``.
         lease: the same memory for compute, as another storage whose owners can be counted.
-        extra: whether it was allocated beyond the plan, because all others were locked or held.
-        layer: the layer whose weights are in it; None if they are out of date.
-        locked: whether a layer uses it: one in a locked state. It stays locked if the layer leaves it during the use, because
-            user code has given a weight other memory. The use continues with the old values then.
-        stale: whether the host's weights of its layer were written, or may have been, since the fetch. The next fetch of the
-            layer goes to the same slot, because tensors view it and must show the new values.
+        extra: True if it was allocated beyond the plan, because all other slots were locked or held.
+        layer: the layer whose weights are in the slot; None if the values are out of date.
+        locked: True if a layer in a locked state uses it. If user code gives a weight other memory, the layer leaves the slot
+            during the use. The slot then stays locked until the use, which continues with the old values, ends.
+        stale: True if the host's weights of its layer were written, or may have been, since the fetch. The next fetch of the
+            layer uses the same slot, because tensors view the slot and must show the new values.
         filled: the event after the transfer into it.
-        coming: the upload into it, as long as only a part of it was issued; else None.
-        idle: the event after the last kernel that used it; None if the slot was viewed at its release.
-        alive: tensors of :attr:`Stream.STEP` that the transfer into it reads. They are kept until that stream has waited.
+        pending: the upload into it, as long as only a part of it was issued; else None.
+        idle: the event after the last kernel that used it; None if tensors still viewed the slot at its release.
+        sources: tensors of :attr:`Stream.STEP` that the transfer into it reads. They are kept until that stream has waited.
     """
 
     ring: int
@@ -192,23 +192,23 @@ class Slot:
     locked: bool = False
     stale: bool = False
     filled: Any = None
-    coming: PendingUpload | None = None
+    pending: PendingUpload | None = None
     idle: Any = None
-    alive: Sequence[Tensor] = ()
+    sources: Sequence[Tensor] = ()
 
     @property
     def held(self) -> bool:
-        """Whether a tensor of user code or of a graph views it after its last use. No other layer may overwrite it."""
+        """True if a tensor of user code or of a graph views the slot after its last use, so no other layer may overwrite it."""
         return not self.locked and self.lease.in_use
 
     @property
     def overwritable(self) -> bool:
-        """Whether another layer may be fetched into it."""
+        """True if another layer may be fetched into the slot."""
         return not self.locked and not self.lease.in_use
 
 
 class Kind(enum.Enum):
-    """How a layer is brought to the device."""
+    """How a layer is uploaded to the device."""
 
     BLOCK = enum.auto()
     """It is uploaded into a slot of its ring when its module is called."""
@@ -230,42 +230,42 @@ class StreamedLayer:
 
     Args:
         index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.
-        kind: how it is brought to the device.
-        planned: where each of its parameters lies in memory.
+        kind: how it is uploaded to the device.
+        planned: the place of each of its parameters in memory.
         block: its memory on the host.
         parameters: its device parameters.
-        expert: whether it is uploaded only if a batch is routed to it.
+        expert: True if it is uploaded only if a batch is routed to it.
 
     Attributes:
-        spans: where each parameter, then each cast, lies in a slot.
+        spans: the place of each parameter, then of each cast, in a slot.
         casts: the 16-bit copies that are uploaded in place of its masters: :class:`NoCasts` if it has no masters.
         masters: the layer of its masters; None if it has none.
         family: the layer and its masters, which are updated together.
         owner: the layer with which it is updated, and with whose gradients its own are offloaded. For masters, the layer
             that they belong to; otherwise the layer itself.
         rows: which rows of the layer are uploaded: :class:`AllRows`, unless a finder of rows replaced them.
-        whole: whether the layer is uploaded whole and unchanged, so that its rows and casts have nothing to do. Frequent code
+        whole: True if the layer is uploaded whole and unchanged, so that its rows and casts have nothing to do. Frequent code
             tests this first, which saves calls.
         state: where its weights are: :class:`~sp_lightning.layers.states.LayerState`.
         slot: the slot that has its weights, after the event ``transfer``; None if the weights are on the host alone.
-        guard: what is known of writes that no version counter shows; None if user code has done nothing that allows them.
+        guard: records possible writes that no version counter shows; None if user code has made no such write possible.
         transfer: the event after its last transfer to the device.
         fetches: how often it was fetched.
-        running_calls: how many running module calls use it. It is not released before they return.
+        running_calls: the number of running module calls that use it. It is not released before they return.
         layout: a number that layers share if their parameters have the same places in a slot.
         visits: how often the forward of the running step has locked it.
-        update: its update in the background that the engine has not waited for yet. Masters have none of their own.
-        updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``), or the update was
-            prepared and waits. A later use of the layer in that backward is an error.
-        needed: called with the reason if the layer is used after its update was prepared; None once the update has begun.
+        update: its update in the background that the engine has not waited for yet. Masters are updated with their owner.
+        updated_early: True if the running backward has begun its update (``optimizer_overlap="backward"``). A later use of the
+            layer in this backward is an error. Also True while a step tests if backward uses the layer again (``needed``).
+        needed: in such a test, called with the reason if the layer is used again; otherwise None.
         landed: after an update on the device: the event after which the host has the results.
         stepped: after an update on the device: the event after its kernels.
-        made: results of an update that are still on the device: each tensor with its place in a slot. The layer's next fetch
-            copies them from there. Otherwise empty.
-        own_slot: the slot that only this layer uses, because the layer stays on the device; None for other layers.
-        kept: whether the copy in ``own_slot`` is the valid one: the device has stepped the layer, or has fetched it for that,
-            and user code has not used the host's weights since.
-        ahead: whether that copy is newer than the host's weights.
+        step_results: after an update on the device: its results there, each tensor with its place in a slot. The layer's next
+            fetch copies them from there. Otherwise empty.
+        own_slot: the slot that only this layer uses, because the layer stays on the GPU; None for other layers.
+        kept: True if the copy in ``own_slot`` is the valid one: the GPU has stepped the layer, or has fetched it for a step, and
+            user code has not used the host's weights since.
+        ahead: True if that copy is newer than the host's weights.
         spent: gradients on the device that its step reads. They are kept until compute has waited for the step.
     """
 
@@ -300,7 +300,7 @@ class StreamedLayer:
         self.update: Future[None] | None = None
         self.landed: Any = None
         self.stepped: Any = None
-        self.made: Sequence[tuple[Span, Tensor]] = ()
+        self.step_results: Sequence[tuple[Span, Tensor]] = ()
         self.own_slot: Slot | None = None
         self.kept = self.ahead = False
         self.spent: Sequence[Tensor] = ()
@@ -319,17 +319,17 @@ class StreamedLayer:
         return self.planned.name
 
     def use_gradients(self) -> bool:
-        """Brings the gradients of the layer and of its masters to memory.
+        """Loads the gradients of the layer and of its masters into host memory, if they are on a disk.
 
         Returns:
-            True if the next layer's gradients may take their place in memory.
+            True if the gradients of the next layer may take the same memory.
         """
         found = [member.block.gradients.use() for member in self.family]
         return any(found)
 
     @property
     def can_stay(self) -> bool:
-        """Whether its next step may write its own slot: no other tensor views it, and the host's weights were not moved."""
+        """True if its next step may write its own slot: no other tensor views the slot, and no host weight has other memory."""
         slot = self.own_slot
         return (
             slot is not None
@@ -352,7 +352,7 @@ class StreamedLayer:
         return self.parameters.stale or not self.casts.current
 
     def refuse_updated(self, why: str = "its weights were needed again") -> None:
-        """Checks that the running backward has not updated the layer, because an operation needs the weights before that.
+        """Checks that the running backward has not updated the layer, because an operation needs the weights before the update.
 
         Raises:
             RuntimeError: the layer is updated.
@@ -386,11 +386,11 @@ class StreamedLayer:
             self.slot.stale = True
 
     def leave_slot(self) -> None:
-        """Takes the layer out of its slot, because weights have other memory now: views of the slot keep the old values."""
+        """Removes the layer from its slot, because weights have other memory now. Views of the slot keep the old values."""
         if not self.whole:
             self.rows.drop_cached()
         if self.kind is Kind.RESIDENTS and self.slot is not None:
-            self.slot.stale = True  # their next use allocates another one
+            self.slot.stale = True  # the next use of residents allocates another slot
             return
         if self.slot is not None:
             self.slot.layer = None
@@ -401,5 +401,5 @@ class StreamedLayer:
         self.slot = None
         if self.guard is not None:
             self.guard.leave_slot()
-        if not self.state.locked:  # otherwise its use goes on, and `Slots.release` ends it
+        if not self.state.locked:  # a locked layer is in use, and `Slots.release` ends the use
             self.state = HOST

@@ -1,11 +1,12 @@
-"""``param.grad`` in fewer bytes: a gradient that stays in the dtype in which it came until user code looks at it.
+"""Narrow gradients: a gradient keeps the 16-bit dtype in which backward has computed it until user code reads ``param.grad``.
 
-In mixed precision the gradient of a weight that travels as a cast comes in 16 bits, which hold all of it. Plain Lightning
-has float32 in ``p.grad``, and unscales and clips it there. Those twice as many bytes are not needed if the optimizer's step
-is taken apart by layers, because the update widens a gradient piece by piece, and unscales and clips each piece. For
-other code ``p.grad`` is the float32 tensor of plain Lightning, unscaled or clipped if it would be by then: while
-a gradient is narrow its parameter has a class whose ``grad`` widens it first. A tensor that widens itself when it is read
-would not do: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a tensor without asking its class.
+In mixed precision the gradient of a weight that is uploaded as a cast is computed in 16 bits, which have the whole value. On
+plain Lightning ``param.grad`` is float32, and is unscaled and clipped in place. If an optimizer's step is divided into layers,
+the engine does not need the float32 tensor: the update widens, unscales and clips a gradient piece by piece.
+
+Other code finds the float32 tensor of plain Lightning, with all changes until then. To *widen* a gradient is to make this tensor.
+While its gradient is narrow, a host parameter has a role whose ``grad`` widens it first. A tensor that widens itself when it is
+read is not possible: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a tensor without calling its class.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _tensor_grad: Any = Tensor.grad
 _lock = threading.RLock()
 Change = Callable[[Tensor], Any]
 """Changes a gradient, or a part of one, in place: unscales or clips it."""
-RunInputs = tuple[Tensor, tuple[Change, ...]]
-"""A gradient as it came, and what has changed its value since, in order."""
+NarrowAndChanges = tuple[Tensor, tuple[Change, ...]]
+"""A gradient as backward has computed it, and the changes of its value since then, in order."""
 _MOST_CHANGES = 2
-"""Of one step: it unscales and clips. Changes of several steps pile up if user code never sets a gradient to None."""
+"""The changes of one step: it unscales and clips. If user code never sets a gradient to None, several steps would add changes."""
 
 
 class Factor:
@@ -57,18 +58,18 @@ class Factor:
 
 
 class NarrowGradient(Tensor):
-    """What stands in ``param.grad`` for a narrow gradient, for the engine and for torch's own step of a layer.
+    """The tensor in ``param.grad`` while a gradient is narrow. The engine and torch's own step of a layer find it.
 
-    It says that it has its parameter's dtype. Its memory is a single NaN.
+    Its dtype is the parameter's, and its memory is a single NaN.
 
     Attributes:
-        made_of: the gradient as it came, which is memory of the parameter's shape that is never written, with its changes: host
-            memory in a lower dtype, or the device's in any.
-        looked_at: called when it is widened.
-        computed: of one that is on the device: the event after the kernels that wrote it. None of others.
+        narrow_and_changes: the gradient as backward has computed it, and the changes that widening applies to it. The gradient
+            has the parameter's shape, and nobody writes it. It is in host memory in a lower dtype, or on the device in any.
+        looked_at: called when the gradient is widened.
+        computed: for a gradient on the device, the event after the kernels that wrote it; otherwise None.
     """
 
-    made_of: RunInputs
+    narrow_and_changes: NarrowAndChanges
     looked_at: Callable[[], None]
     computed: Any = None
 
@@ -77,7 +78,7 @@ class NarrowGradient(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.empty_like and type(args[0]) is NarrowGradient:  # as torch makes SGD's momentum
-            return func(args[0].made_of[0], **{"dtype": args[0].dtype, **(kwargs or {})})
+            return func(args[0].narrow_and_changes[0], **{"dtype": args[0].dtype, **(kwargs or {})})
         if func not in METADATA:
             for leaf in tree_leaves((args, kwargs)):
                 _widen(leaf)
@@ -86,14 +87,14 @@ class NarrowGradient(Tensor):
 
 
 class _HasNarrowGradient(ParameterRole):
-    """A host parameter whose gradient is narrow. It has the class of the user's again once user code asks for ``grad``."""
+    """The role of a host parameter whose gradient is narrow. It ends when user code reads or sets ``grad``."""
 
     rank = 3
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, widened. Code that runs where subclasses are not asked, as updates do, gets the narrow one."""
-        found: Tensor | None = _tensor_grad.__get__(self)  # this waits for an update that is under way
+        """The gradient, which this widens. Code for which subclasses are switched off, such as updates, gets the narrow one."""
+        found: Tensor | None = _tensor_grad.__get__(self)  # waits for a running update of the parameter
         if subclasses_are_asked() and not resets_gradients(sys._getframe(1)):
             _widen(found)
             leave(self, _HasNarrowGradient)
@@ -111,79 +112,82 @@ class _HasNarrowGradient(ParameterRole):
 
 
 def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], None], *, computed: Any = None) -> None:
-    """Makes memory in a lower dtype, or on the device, a parameter's gradient.
+    """Makes a tensor in a lower dtype, or on the device, a parameter's narrow gradient.
 
     Args:
         parameter: a host parameter without a gradient.
-        came: memory with the gradient.
-        looked_at: called when user code asks for the gradient.
-        computed: the event after which it is there, if it is on the device.
+        came: the gradient.
+        looked_at: called when user code reads ``param.grad``.
+        computed: the event after the kernels that write the gradient, if it is on the device.
     """
     with no_inference_mode():
         gradient: Any = torch.full((), float("nan"), dtype=parameter.dtype, device="cpu").expand(came.shape)
     gradient.__class__ = NarrowGradient
-    gradient.made_of, gradient.looked_at, gradient.computed = (came, ()), looked_at, computed
+    gradient.narrow_and_changes, gradient.looked_at, gradient.computed = (came, ()), looked_at, computed
     parameter.grad = gradient
     take(parameter, _HasNarrowGradient)
 
 
 def waits_on_device(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's gradient is on the device as it came: nothing has unscaled or clipped it."""
+    """Returns True if a parameter's gradient is on the device, and nothing has unscaled or clipped it."""
     gradient: Any = stored(parameter)
-    return type(gradient) is NarrowGradient and gradient.computed is not None and not gradient.made_of[1]
+    return type(gradient) is NarrowGradient and gradient.computed is not None and not gradient.narrow_and_changes[1]
 
 
 def add_on_device(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Returns what is to be a parameter's gradient on the device: its present one there, if it has one, and this one.
+    """Returns the sum of this gradient and the parameter's gradient on the device; if there is none, this gradient itself.
 
-    The sum has the parameter's dtype, as that of autograd has on plain Lightning.
+    The sum has the parameter's dtype, as on plain Lightning.
     """
     if not waits_on_device(parameter):
         return gradient
-    came, _ = made_of(stored(parameter))
+    came, _ = narrow_and_changes(stored(parameter))
     with torch.no_grad():
         return came.to(parameter.dtype).add_(gradient.to(parameter.dtype))
 
 
 def stored(parameter: nn.Parameter) -> Tensor | None:
-    """Returns what is in ``param.grad``, narrow or not, once no update of the parameter is under way."""
+    """Returns the tensor in ``param.grad`` without widening it. Waits for a running update of the parameter."""
     found: Tensor | None = _tensor_grad.__get__(parameter)
     return found
 
 
 def is_narrow(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's gradient is narrow."""
+    """Returns True if a parameter's gradient is narrow."""
     return issubclass(type(parameter), _HasNarrowGradient) and type(stored(parameter)) is NarrowGradient
 
 
-def made_of(gradient: Any) -> RunInputs:
-    """Returns a gradient as it came, and what has changed its value since. A wide one is itself, and nothing has."""
-    found: RunInputs = getattr(gradient, "made_of", (gradient, ()))  # in one go: another thread may widen it meanwhile
+def narrow_and_changes(gradient: Any) -> NarrowAndChanges:
+    """Returns a gradient as backward has computed it, and its later changes. A wide gradient is returned itself, without any."""
+    found: NarrowAndChanges = getattr(gradient, "narrow_and_changes", (gradient, ()))  # one read: a thread may widen it
     return found
 
 
-def as_it_came(gradient: Any) -> Tensor:
-    """Returns a gradient in the dtype in which it came: of a narrow one its memory, otherwise the gradient itself."""
-    return made_of(gradient)[0]
+def unwidened(gradient: Any) -> Tensor:
+    """Returns the tensor that backward has computed: for a narrow gradient its 16-bit memory, otherwise the gradient itself."""
+    return narrow_and_changes(gradient)[0]
 
 
 def change(parameter: nn.Parameter, by: Change) -> bool:
-    """Notes a change of a parameter's gradient, for code that reads it from now on, if it is narrow. Returns whether it is."""
+    """Records a change of a narrow gradient, to be applied when it is widened. Returns False if the gradient is not narrow.
+
+    The caller then changes ``param.grad`` itself. A gradient with too many changes is widened.
+    """
     gradient = stored(parameter)
     with _lock:
         if type(gradient) is not NarrowGradient:
             return False
-        came, changes = gradient.made_of
+        came, changes = gradient.narrow_and_changes
         if len(changes) < _MOST_CHANGES:
-            gradient.made_of = came, (*changes, by)
+            gradient.narrow_and_changes = came, (*changes, by)
             return True
     widen(parameter)
     return False
 
 
 def widen_if_changed(parameter: nn.Parameter) -> None:
-    """Widens a gradient whose value is another one than came, because user code has not set it to None since an earlier step."""
-    if is_narrow(parameter) and made_of(stored(parameter))[1]:
+    """Widens a gradient with recorded changes: it is of an earlier step, and user code has not set it to None."""
+    if is_narrow(parameter) and narrow_and_changes(stored(parameter))[1]:
         widen(parameter)
 
 
@@ -200,25 +204,25 @@ def drop(parameter: nn.Parameter) -> None:
 
 
 def _widen(gradient: Any) -> None:
-    """Gives a narrow gradient its values in its own dtype, with all changes, and makes it a plain tensor."""
+    """Widens a narrow gradient: writes its values with all changes, in the parameter's dtype, and makes it a plain tensor."""
     with _lock:
         if type(gradient) is not NarrowGradient:
             return
         with no_torch_functions(), no_inference_mode(), no_dispatch_modes(), torch.no_grad():
-            came, changes = gradient.made_of
+            came, changes = gradient.narrow_and_changes
             wide = torch.empty_like(came, dtype=gradient.dtype, device="cpu").copy_(came)
             for each in changes:
                 each(wide)
             _tensor_data.__set__(gradient, wide)
         gradient.looked_at()
         gradient.__class__ = Tensor  # type: ignore[assignment]
-        del gradient.made_of, gradient.looked_at, gradient.computed
+        del gradient.narrow_and_changes, gradient.looked_at, gradient.computed
 
 
 def exact_scale(came: Tensor, changes: Sequence[Change]) -> float:
-    """Returns the number by which a norm can be multiplied in place of its gradient, with the same bits; 0 if there is none.
+    """Returns a number with which the norm can be multiplied instead of the gradient, with the same bits; 0 if there is none.
 
-    A scaler's is a power of two. Products with that are exact, and so are squares of float16 numbers that were multiplied by it.
+    The factor of a gradient scaler is a power of two. Products with it are exact, and so are squares of such float16 products.
     """
     numbers = [each.number if isinstance(each, Factor) else 0.0 for each in changes]
     exact = came.dtype is torch.float16 and all(
@@ -228,7 +232,7 @@ def exact_scale(came: Tensor, changes: Sequence[Change]) -> float:
 
 
 class Norms:
-    """Computes norms of gradients on the host. Memory for widened gradients is kept: to allocate it takes longer than the norm.
+    """Computes norms of gradients on the host. Keeps memory for widened gradients, because allocating takes longer than the norm.
 
     Attributes:
         dtypes: dtypes of gradients whose norms do not depend on the number of threads.
@@ -240,7 +244,7 @@ class Norms:
         self._wide = torch.empty(0)
 
     def replaces_torch(self, gradient: Tensor) -> bool:
-        """Returns True if :meth:`of` computes other bits than torch on the CPU, also for a gradient that is not narrow."""
+        """Returns True if :meth:`of` must be used also for a gradient that is not narrow: torch on the CPU has other bits."""
         return False
 
     def total(self, norms: Sequence[Tensor]) -> Tensor:
@@ -248,11 +252,12 @@ class Norms:
         return get_total_norm(norms)
 
     def of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the norms of gradients. A kernel reads narrow ones as they came, if there is one.
+        """Returns the norms of gradients. If a kernel exists, it reads narrow gradients without widening them.
 
-        Others are widened here, so that torch adds in the same order.
+        Otherwise narrow gradients are widened into memory of this object, so that torch adds in the same order as on plain
+        Lightning.
         """
-        made = [(gradient, *made_of(gradient)) for gradient in gradients]
+        made = [(gradient, *narrow_and_changes(gradient)) for gradient in gradients]
         scales = {id(came): exact_scale(came, changes) for gradient, came, changes in made if came is not gradient}
         known = host_kernels().norms([came for _, came, _ in made if scales.get(id(came))])
         return [
@@ -266,7 +271,7 @@ class Norms:
         return torch.linalg.vector_norm(self._widened(gradient, came, changes))
 
     def _widened(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:
-        """A narrow gradient in its own dtype with its changes, in memory that the next one overwrites."""
+        """Returns a narrow gradient widened, in memory that the next gradient overwrites."""
         dtype = gradient.dtype
         if self._wide.numel() < came.numel() or self._wide.dtype is not dtype:
             self._wide = torch.empty(came.numel(), dtype=dtype, device="cpu")

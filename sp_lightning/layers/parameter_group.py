@@ -37,21 +37,21 @@ from sp_lightning.torch_compat.private import gradient_hooks
 
 
 class EngineCallbacks(Protocol):
-    """What device parameters call in the engine: the only calls from this package to one above it.
+    """The calls of device parameters into the engine. :class:`~sp_lightning.engine.access.Access` implements them.
 
     A ``layer`` is a :class:`~sp_lightning.layers.layer.StreamedLayer`.
     """
 
     device: Device
-    calls: Any  # ``calls.depth`` is how many calls of modules are running
+    calls: Any  # ``calls.depth`` is the number of running module calls
     lock: threading.RLock  # the engine's
     threads: OwnThreads
 
     def at_host(self) -> bool:
-        """Whether this thread gets the host's parameters: no step, call or backward runs, or they are another thread's."""
+        """Returns True if this thread gets host parameters: no step, call or backward of this thread runs."""
 
     def helping(self) -> AbstractContextManager[bool]:
-        """A context for an operation of another thread than the run's. Yields whether it may use device parameters."""
+        """A context for an operation of a thread outside the run. Yields True if the operation may use device parameters."""
 
     def copied(self, layer: Any, index: int) -> Tensor | None:
         """Returns a copy of a weight that may have been written on the device; None if the host has the present values."""
@@ -60,7 +60,7 @@ class EngineCallbacks(Protocol):
         """A context during which these device parameters, or their ``casts``, are on the device."""
 
     def saves_raw(self) -> bool:
-        """Whether autograd would now save tensors as they are, because the engine's saved-tensor hooks are not active."""
+        """Returns True if autograd would now save tensors as they are: the engine's saved-tensor hooks are not active."""
 
     def gradient_arrived(self, layer: Any, index: int, parameter: Tensor) -> None:
         """Called after autograd has put a gradient on a device parameter."""
@@ -72,7 +72,7 @@ class EngineCallbacks(Protocol):
         """Called before ``param.data = value``, while the layer is on the device."""
 
     def take_back_writes(self, layer: Any) -> None:
-        """Completes all writes of a layer on the host, from the device and from an update: recompute asks what was written."""
+        """Completes all writes of a layer on the host: by user code on the device, and by an update. Called for recompute."""
 
     def host_is_used(self, layer: Any) -> None:
         """Called within a step before user code reads the host's weights of a layer, or writes them."""
@@ -81,7 +81,7 @@ class EngineCallbacks(Protocol):
         """Called within a step after user code has read or written the host's weights of a layer, or made a view of one."""
 
     def host_is_shown(self, layer: Any) -> None:
-        """Called within a step before user code gets the host's memory of a weight: writes there change no version."""
+        """Called within a step before user code gets the host's memory of a weight. Writes to that memory change no version."""
 
     def device_is_used(self, layer: Any) -> None:
         """Called before an operation on the host's weights of a layer is given the device's instead."""
@@ -93,8 +93,8 @@ class EngineCallbacks(Protocol):
 class ParameterGroup:
     """The device parameters of one layer.
 
-    :meth:`attach` makes them views of the layer's slot, :meth:`detach` makes them stand-ins. A stand-in is a parameter without
-    memory whose class notices each use of it.
+    :meth:`attach` makes them views of the layer's slot, :meth:`detach` makes them stand-ins: parameters without memory, whose
+    class notices each use. A use is *noticed* if the class (:class:`OffloadedParameter`) runs before the operation.
 
     Args:
         spans: where each parameter lies in the layer's memory.
@@ -103,21 +103,21 @@ class ParameterGroup:
         autocast: the dtype of these parameters' casts, if they are masters.
 
     Attributes:
-        layer, doors: the layer, and the engine that fetches it; :meth:`connect` sets the engine.
-        by_rows: whether only rows of some parameters may be on the device. These stay stand-ins (:meth:`notice_uses_of`).
+        layer, engine: the layer, and the engine that fetches it; :meth:`connect` sets the engine.
+        by_rows: True if only rows of some parameters may be on the device. These stay stand-ins (:meth:`notice_uses_of`).
         compute: runs an operation with a stand-in of which only rows are needed; None if the layer is uploaded whole. It takes
             the stand-in and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
-        shared: whether several threads use the parameters.
+        shared: True if several threads use the parameters.
         casts: the casts that functions get in place of masters; None if the layer is not attached or has none.
         present_values: for each weight, the values that graphs have saved views of.
-        away: the data of each stand-in: a tensor without memory.
+        stand_in_data: the data of each stand-in: a tensor without memory.
         counters: tensors that share the version counters of the weights. Reading these needs no Python call.
         unversioned_writes: how often each weight was written without a change of its version, as far as the engine knows: by a
             fused optimizer step, for example.
     """
 
     layer: Any
-    doors: EngineCallbacks
+    engine: EngineCallbacks
 
     def __init__(
         self,
@@ -138,17 +138,17 @@ class ParameterGroup:
         self.unversioned_writes = [0] * len(spans)
         self.shared = self.by_rows = False
         self.compute: Callable[..., Any] | None = None
-        self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
-        self._absent = [_with_user_class(OffloadedParameter, type(host)) for host in hosts]
+        self._view_classes = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
+        self._stand_in_classes = [_with_user_class(OffloadedParameter, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
         with no_inference_mode():
-            self.away = [self._absent_like(span, index) for index, span in enumerate(spans)]
+            self.stand_in_data = [self._stand_in_like(span, index) for index, span in enumerate(spans)]
             self.all = [self._make(index) for index in range(len(spans))]
         # A gradient accumulator holds a reference to its parameter. If it is kept alive, references can be compared.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
         self._synced: list[bool] | None = None
         self._references: dict[int, int] = {}  # references to each parameter when its layer's forward began
-        self._held: dict[int, int] = {}  # the same, for those that autograd or user code has kept since then
+        self._held: dict[int, int] = {}  # the same, for parameters that autograd or user code has kept since then
         with no_inference_mode(), Untouched():
             self.counters = [parameter.detach() for parameter in self.all]
             self._host_counters = [_counter(host) for host in hosts]
@@ -159,12 +159,12 @@ class ParameterGroup:
         """Keeps stand-ins for these parameters while the layer is on the device, because some rows may be missing there."""
         self.by_rows = True
         for index in indices:
-            self._present[index] = self._absent[index]
+            self._view_classes[index] = self._stand_in_classes[index]
 
-    def connect(self, layer: Any, doors: EngineCallbacks) -> None:
+    def connect(self, layer: Any, engine: EngineCallbacks) -> None:
         """Sets the layer, and the engine that fetches it. The parameters can be used from now on."""
         self.layer = layer
-        self.doors = doors
+        self.engine = engine
         for index, host in enumerate(self.hosts):
             if host.is_floating_point() or host.is_complex():
                 # A frozen parameter accepts no hooks, and may be unfrozen later. Users' hooks are on the host's parameter.
@@ -173,7 +173,7 @@ class ParameterGroup:
                 nn.Parameter.requires_grad_(parameter, True)
                 # The first hook runs the user's hooks, when they run on a plain parameter: with torch.autograd.grad as well.
                 # The second is called for each gradient, so it is the engine's method itself, without a frame in between.
-                arrived = partial(doors.gradient_arrived, layer, index)
+                arrived = partial(engine.gradient_arrived, layer, index)
                 self._handles += [
                     Tensor.register_hook(parameter, partial(self._hooked, index)),
                     Tensor.register_post_accumulate_grad_hook(parameter, arrived),
@@ -186,14 +186,14 @@ class ParameterGroup:
         # The data is set afterwards: a parameter made of it would share its version counter.
         away = torch.empty((), dtype=host.dtype, device=self.device).expand(host.shape)
         parameter: Any = nn.Parameter(away, requires_grad=host.requires_grad)
-        tensor_data.__set__(parameter, self.away[index])
+        tensor_data.__set__(parameter, self.stand_in_data[index])
         object.__setattr__(parameter, "_of", self)
         object.__setattr__(parameter, "_index", index)
         parameter.__class__ = _with_user_class(OffloadedParameter, type(host))
         return parameter
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
-        """Runs the user's hooks on a gradient, which each of them may replace."""
+        """Runs the user's hooks on a gradient. Each hook may replace the gradient."""
         hooks = gradient_hooks(self.hosts[index])
         if hooks and type(gradient) is CastGradient:
             gradient = gradient.wide()
@@ -211,22 +211,22 @@ class ParameterGroup:
             elsewhere = guard.replaced | retyped
             views = [elsewhere.get(index, value) for index, value in enumerate(views)]
         with Untouched():
-            kinds = self._absent if self.shared else self._present
+            kinds = self._stand_in_classes if self.shared else self._view_classes
             for parameter, value, kind in zip(self.all, views, kinds, strict=True):
                 tensor_data.__set__(parameter, value)
                 set_class(parameter, kind)
 
-    def _absent_like(self, value: Span | Tensor, index: int) -> Tensor:
+    def _stand_in_like(self, value: Span | Tensor, index: int) -> Tensor:
         return absent(value, self.device, HIDDEN_READ.format(name=self.spans[index].name))
 
     def set_retyped(self, index: int, value: Tensor) -> None:
         """Keeps the memory of a weight that was given another dtype, for which the slot has no place."""
         with no_inference_mode():
             guard_of(self.layer).retyped[index] = value
-            self.away[index] = self._absent_like(value, index)
+            self.stand_in_data[index] = self._stand_in_like(value, index)
 
     def refuse_exchanged(self, index: int) -> None:
-        """Raises a RuntimeError if a weight was given another dtype after autograd saved it as a view of the slot."""
+        """Raises a RuntimeError if a weight was given another dtype after autograd saved a view of the weight in the slot."""
         with Untouched():
             now = self.all[index].dtype
         if now is not self.spans[index].dtype:
@@ -239,15 +239,19 @@ class ParameterGroup:
         """Sets whether several threads use weights. If so, each use is noticed, so that no weight is released meanwhile."""
         self.shared = shared
         if self.layer.state.attached:
-            self.ask(before_use=shared)
+            self.notice_uses(shared)
 
-    def ask(self, before_use: bool) -> None:
-        """Sets whether each use of attached weights is noticed, as a stand-in's use is."""
-        for parameter, kind in zip(self.all, self._absent if before_use else self._present, strict=True):
+    def notice_uses(self, noticed: bool) -> None:
+        """Sets whether each use of attached weights is noticed, as the use of a stand-in is."""
+        for parameter, kind in zip(self.all, self._stand_in_classes if noticed else self._view_classes, strict=True):
             set_class(parameter, kind)
 
     def watch(self) -> None:
-        """Counts the references to each parameter at the begin of a forward. Saved-tensor hooks may keep parameters in it."""
+        """Counts the references to each parameter at the beginning of a forward.
+
+        :meth:`detach` counts again. A parameter with more references is kept by a graph, whose saved-tensor hooks return their
+        argument, or by user code.
+        """
         if not self._references:
             self._references = dict(enumerate(map(sys.getrefcount, self.all)))
             if self._held:
@@ -264,9 +268,9 @@ class ParameterGroup:
         held = self._held = self._still_held()
         set_data = tensor_data.__set__
         with Untouched():
-            for index, (parameter, kind) in enumerate(zip(self.all, self._absent, strict=True)):
+            for index, (parameter, kind) in enumerate(zip(self.all, self._stand_in_classes, strict=True)):
                 if index not in held:
-                    set_data(parameter, self.away[index])
+                    set_data(parameter, self.stand_in_data[index])
                 set_class(parameter, kind)
         return not held
 
@@ -276,7 +280,7 @@ class ParameterGroup:
             before, self._held = self._held, self._still_held()
             with Untouched():
                 for index in before.keys() - self._held.keys():
-                    tensor_data.__set__(self.all[index], self.away[index])
+                    tensor_data.__set__(self.all[index], self.stand_in_data[index])
         return not self._held
 
     def _still_held(self) -> dict[int, int]:
@@ -304,7 +308,7 @@ class ParameterGroup:
         return self.counters[index]._version
 
     def version_once_fetched(self, index: int) -> int:
-        """Returns what :meth:`version` will be once :meth:`fetched` has counted later writes on the host."""
+        """Returns the value that :meth:`version` will have after :meth:`fetched` has counted later writes on the host."""
         return self.counters[index]._version + (self._host_counters[index]._version != self._host_versions[index])
 
     def writes(self, index: int) -> int:
@@ -316,27 +320,27 @@ class ParameterGroup:
         written = (guard is not None and index in guard.exposed) or self.version(index) != self._versions[index]
         update = self.layer.owner.update
         if written or (update is not None and not update.done()):
-            self.doors.take_back_writes(self.layer)
+            self.engine.take_back_writes(self.layer)
         return self.version_once_fetched(index) + self.unversioned_writes[index]
 
     def host_writes(self) -> tuple[list[int], list[int]]:
         """Returns two numbers per weight that rise if the host gets other values, once writes of the device are copied back."""
         if self.is_exposed or self.changed:
-            self.doors.take_back_writes(self.layer)
+            self.engine.take_back_writes(self.layer)
         return versions(self.hosts), list(self.unversioned_writes)
 
     @property
     def is_exposed(self) -> bool:
-        """Whether user code may write a weight at any time without a change of its version."""
+        """True if user code may write a weight at any time without a change of its version."""
         return self.layer.guard is not None and bool(self.layer.guard.exposed)
 
     @property
     def changed(self) -> bool:
-        """Whether a weight was written on the device since :meth:`take_written`, as far as versions show it."""
+        """True if versions show that a weight was written on the device since :meth:`take_written`."""
         return list(map(version_of, self.counters)) != self._versions
 
     def written(self) -> bool:
-        """Whether :meth:`take_written` would return any weight, or a weight has another dtype."""
+        """Returns True if :meth:`take_written` would return a weight, or if a weight has another dtype."""
         guard = self.layer.guard
         return (guard is not None and bool(guard.exposed or guard.retyped)) or list(
             map(version_of, self.counters)
@@ -385,16 +389,16 @@ class ParameterGroup:
 
     @property
     def stale(self) -> bool:
-        """Whether a host parameter was written or exchanged since :meth:`fetched`."""
+        """True if a host parameter was written, or given other memory, since :meth:`fetched`."""
         with Untouched():
             written = list(map(version_of, self.hosts)) != self._host_versions
         return written or addresses(self.hosts) != self._addresses
 
     def fetched(self) -> None:
-        """Notes that the copy on the device is that of the host's present parameters.
+        """Records that the device has the host's present values.
 
-        If a host parameter was written, the device parameter's version rises as well. So autograd's check for in-place writes
-        finds an optimizer step between forward and backward, as with plain parameters.
+        If a host parameter was written, the version of the device parameter rises as well. So autograd's check for in-place
+        writes detects an optimizer step between forward and backward, as with plain parameters.
         """
         with Untouched():
             now = list(map(version_of, self.hosts))
@@ -408,15 +412,15 @@ class ParameterGroup:
         self._host_versions = now
 
     def adopted(self) -> None:
-        """Notes the addresses of the host's parameters after their block has adopted other memory."""
+        """Records the addresses of the host parameters after their block has adopted other memory."""
         self._addresses = addresses(self.hosts)
 
     def written_back(self) -> None:
-        """Notes that the host's versions have changed by a write-back, so that the copy on the device is not out of date."""
+        """Records that a write-back has changed the host's versions, so that the copy on the device is not out of date."""
         self._host_versions = versions(self.hosts)
 
     def close(self) -> None:
-        """Drops all hooks and parameters: autograd holds hooks where the garbage collector does not find them."""
+        """Drops all hooks and parameters. Autograd holds hooks in objects that the garbage collector does not see."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -425,12 +429,12 @@ class ParameterGroup:
         self.all.clear()
 
     def expose(self, index: int | None = None) -> None:
-        """Notes that a weight, by default any of the layer, may be written at any time without a change of its version."""
+        """Records that a weight may be written at any time without a change of its version. ``index``: None for all weights."""
         guard_of(self.layer).expose(range(len(self.all)) if index is None else (index,))
 
     def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
         """A context in which a parameter's layer is on the device."""
-        return self.doors.on_demand([parameter]) if isinstance(parameter, OffloadedParameter) else nullcontext()
+        return self.engine.on_demand([parameter]) if isinstance(parameter, OffloadedParameter) else nullcontext()
 
 
 _requires_grad = attrgetter("requires_grad")

@@ -1,8 +1,11 @@
-"""Prefetch: chooses which layers are fetched next, and into which slots. It is Belady's choice along the trace, refined twice.
+"""Prefetch: chooses which layers are fetched next, and into which slots.
 
-Overwriting the layer whose next use is farthest needs the fewest fetches. First refinement: a fetch is delayed until another
-slot may be overwritten, if that keeps a layer that is used sooner, and if the fetch still overlaps with the computation of a
-layer. Second: k' layers are one transfer, so a fetch is delayed until there are slots for all of them.
+It is Belady's choice along the trace: to overwrite the layer whose next use is farthest needs the fewest fetches. There are two
+refinements:
+
+- Another slot, whose layer is used even later, may become free soon. The fetch then waits for that slot, if it still overlaps
+  with the computation of a layer.
+- k' layers are one transfer. So a fetch waits until there are slots for all of them.
 """
 
 from __future__ import annotations
@@ -25,34 +28,46 @@ L = TypeVar("L", bound=Hashable)
 class Trace(Generic[L]):
     """The order in which a phase (``train``, ``validate``, …) uses layers, and the position of the running batch in it.
 
-    A wrong trace (conditional layers, several forwards) costs fetches on demand, never a result.
+    A batch is expected to use layers in the order of the batch before. A wrong trace (conditional layers, several forwards) costs
+    fetches on demand, never a result.
+
+    For example, the last training batch has used the layers A B C and, in backward, C B A. Then, with inf for "no further use"::
+
+        _expected           A B C C B A
+        _uses               A: 0 5 inf inf     B: 1 4 inf inf     C: 2 3 inf inf
+        _uses_in_cycle      A: 0 5 6 11 …      B: 1 4 7 10 …      C: 2 3 8 9 …      (the indices of two rounds)
+
+    After ``visit(A)`` and ``visit(B)``, ``_at`` is 2. ``next_uses(A)`` is 5 - 2 = 3 and inf: three uses of other layers come
+    before A is used again, and then A is not used any more. If the trace is ``cyclic``, the second number is 6 - 2 = 4.
 
     Args:
         order: the order that is expected of the first batch.
+
+    Attributes:
+        cyclic: True if the order repeats: copies stay valid for the next batch, or the running batch has begun the order again.
+        may_go_on: True if a batch may begin the order again at its end, as generation does for each token.
     """
 
     def __init__(self, order: Iterable[L]) -> None:
         self._expected: list[L] = []
-        self._uses: dict[L, list[float]] = {}  # the indices of each layer's uses in the order, then _NEVER
-        self._around: dict[L, list[float]] = {}  # the same for a cyclic order: those of the next round follow
-        self._recorded: list[L] = list(order)
-        self._at = 0
+        self._uses: dict[L, list[float]] = {}  # the indices of each layer's uses in the order, and twice inf
+        self._uses_in_cycle: dict[L, list[float]] = {}  # the same for two rounds of the order
+        self._recorded: list[L] = list(order)  # the layers that the running batch has used
+        self._at = 0  # the index in the order of the next use that is expected
         self.cyclic = False
-        """Whether the order repeats: copies stay valid for the next batch, or the running one has begun the order again."""
         self.may_go_on = False
-        """Whether a batch may begin the order again at its end, as generation does for each token."""
         self.start()
 
     def start(self) -> None:
-        """Goes to the start of the order of the last batch, for a batch or for fetches before it."""
+        """Goes to the start of the last batch's order. Called for a new batch, or for fetches before it."""
         if self._recorded and self._recorded != self._expected:
             self._expected = self._recorded
             self._uses = {layer: [] for layer in self._expected}
             for index, layer in enumerate(self._expected):
                 self._uses[layer].append(index)
-            around = len(self._expected)
-            self._around = {
-                layer: [*uses, *(index + around for index in uses), *_NEVER] for layer, uses in self._uses.items()
+            length = len(self._expected)
+            self._uses_in_cycle = {
+                layer: [*uses, *(index + length for index in uses), *_NEVER] for layer, uses in self._uses.items()
             }
             for uses in self._uses.values():
                 uses += _NEVER
@@ -60,11 +75,14 @@ class Trace(Generic[L]):
         self._at = 0
 
     def order(self) -> list[L]:
-        """The order of the running batch so far; that of the batch before if the running one has used no layer."""
+        """Returns the order of the running batch so far; if it has used no layer, the order of the batch before."""
         return self._recorded or self._expected
 
     def visit(self, layer: L) -> None:
-        """Records that a layer is used now."""
+        """Records that a layer is used now, and moves to its next expected use in the order.
+
+        A layer that the order does not have leaves the position unchanged.
+        """
         self._recorded.append(layer)
         uses = self._uses.get(layer, _NEVER)
         index = uses[bisect_left(uses, self._at)]
@@ -79,18 +97,18 @@ class Trace(Generic[L]):
 
     def next_uses(self, layer: L) -> tuple[float, float]:
         """Returns :meth:`next_use`, and the same for the use after that one."""
-        uses = (self._around if self.cyclic else self._uses).get(layer, _NEVER)
+        uses = (self._uses_in_cycle if self.cyclic else self._uses).get(layer, _NEVER)
         index = bisect_left(uses, self._at)
         return uses[index] - self._at, uses[index + 1] - self._at
 
     def coming(self, there: Callable[[L], object], wanted: Callable[[L], bool], most: int) -> list[tuple[L, int]]:
-        """Returns the next wanted layers, each once, with the number of uses of others before each.
+        """Returns the next wanted layers, each once, with the number of uses of other layers before each.
 
         Args:
-            there: whether a layer is left out, because it is on the device. It is called for hundreds of layers, so it should
-                not be a Python function.
-            wanted: whether one of the other layers is wanted.
-            most: the number of layers to return.
+            there: returns something true for a layer that is on the device, and is left out. It is called for hundreds of layers,
+                so it should not be a Python function.
+            wanted: returns True for a layer to return. It is called for absent layers only.
+            most: the most layers to return.
         """
         distances: dict[L, int] = {}
         ahead: Iterable[L] = islice(self._expected, self._at, None)
@@ -102,7 +120,7 @@ class Trace(Generic[L]):
         return list(distances.items())
 
 
-_NEVER = [math.inf, math.inf]
+_NEVER = [math.inf, math.inf]  # two, because `next_uses` reads the next use and the one after it
 
 
 class Prefetch:
@@ -130,17 +148,14 @@ class Prefetch:
         """The order of the running batch."""
 
     def follow(self, plan: Plan) -> None:
-        """Chooses for another plan of the same layers from now on."""
+        """Takes another plan of the same layers. Later transfers are chosen for that plan."""
         self._plan = plan
         self.rings = [index for index, ring in enumerate(plan.rings) if ring.slots]
         self._wanted_in = [partial(self._wanted, ring) for ring in range(len(plan.rings))]
         self._awaited_in = [partial(self._awaited, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
-        """Begins a batch. It is expected to use layers in the order of the phase's last batch.
-
-        The first batch of a phase is expected to run forward and, in training, backward.
-        """
+        """Begins a batch, with the trace of its phase. The first batch is expected to run forward and, in training, backward."""
         self._training = training
         if phase not in self._traces:
             self._traces[phase] = Trace(self._schedule(training))
@@ -150,7 +165,7 @@ class Prefetch:
         self.trace.may_go_on = not training
 
     def order(self, phase: str) -> Iterator[StreamedLayer]:
-        """The layers in the order in which the phase's last batch used them, or its next is expected to."""
+        """Returns the layers in the order of the phase's last batch. Before the first batch: in the order of a forward."""
         trace = self._traces.get(phase)
         return iter(self._schedule(False) if trace is None else trace.order())
 
@@ -168,18 +183,18 @@ class Prefetch:
         return layer.rows.ahead != NOTHING if layer.planned.rows else self._training or not layer.expert
 
     def _awaited(self, ring: int, layer: StreamedLayer) -> bool:
-        """Whether an absent layer is not worth a prefetch, so that it is fetched on demand, if at all."""
+        """Returns True if an absent layer is not worth a prefetch. It is fetched on demand, if at all."""
         return layer.planned.ring == ring and not self._wanted(ring, layer)
 
     def next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
         """Returns the next transfer of a ring that can begin now: its next k' absent layers, with the slots for them.
 
-        The caller issues it before it calls this again.
+        The caller issues the transfer before it calls this again.
 
         Returns:
-            The pairs of layer and slot, none if it is better to wait until there are slots for all of these layers; and
-            whether another transfer may follow. None follows if the layers of all other slots are used before the last of
-            these layers, because later layers are needed even later.
+            - The pairs of layer and slot. There are none if it is better to wait until there are slots for all of these layers.
+            - True if another transfer may follow at once. No transfer follows if the layers of all other slots are used before
+              the last of these layers, because later layers are needed even later.
         """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []
@@ -189,16 +204,15 @@ class Prefetch:
             self._leave_one(ring, slots, before=coming[0][1])
         more = False
         for layer, needed in coming:
-            if (own := layer.own_slot) is not None:  # no other layer uses it
+            if (own := layer.own_slot) is not None:  # the layer stays on the GPU, so there is nothing to choose
                 if not own.overwritable or not self._ready(layer):
                     return [], False
                 pairs.append((layer, own))
                 more = True
                 continue
             best, may_go, more = self._choose(slots, float(needed))
-            while (
-                best is not None and best.lease.in_use
-            ):  # HELD. Asked last, because it takes longer than to choose a slot
+            # A slot with views (HELD) is left out. This is tested last, because the test takes longer than to choose a slot.
+            while best is not None and best.lease.in_use:
                 slots.remove(best)
                 best, may_go, more = self._choose(slots, float(needed))
             if best is None:
@@ -210,10 +224,15 @@ class Prefetch:
         return pairs, more
 
     def _leave_one(self, ring: int, slots: list[Slot], *, before: int) -> None:
-        """Leaves out the slot that the next layer on demand will overwrite, if that layer is used after fewer other uses.
+        """Leaves one slot for the next layer that is fetched on demand, if it is used sooner than the layers to prefetch.
 
-        Otherwise a layer that is prefetched into that slot would be overwritten before its use, and fetched again. One slot is
-        enough: each layer on demand overwrites the one before it.
+        That layer would overwrite a slot anyway. If a layer had been prefetched into the slot, it would be overwritten before its
+        use, and fetched again. One slot is enough, because each layer on demand overwrites the one before it.
+
+        Args:
+            ring: the ring.
+            slots: the slots to choose from. The slot to leave is removed from the list.
+            before: the number of uses before the first use of a layer to prefetch.
         """
         awaited = self.trace.coming(_slot_of, self._awaited_in[ring], 1)
         if awaited and awaited[0][1] < before:
@@ -222,14 +241,18 @@ class Prefetch:
                 slots.remove(best)
 
     def _choose(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, bool, bool]:
-        """Chooses the slot to overwrite for a layer that is used after ``needed`` other uses.
+        """Chooses the slot to overwrite for a new layer that is used after ``needed`` other uses.
 
-        Overwriting a slot gains as many uses as come before the next use of its present layer. If that layer is used before
-        the new one, with another layer in between, its use after that one counts.
+        The *gain* of a slot is the number of uses before the next use of its present layer. The slot with the largest gain is
+        overwritten, if the gain is larger than ``needed``: its present layer is used after the new one.
+
+        If the present layer is used before the new layer, with another use between the two, the slot may be overwritten after
+        that use. Its gain is then the number of uses before the use after that one.
 
         Returns:
-            The slot with the largest gain, if overwriting any slot gains more than ``needed``; whether it may be overwritten
-            now; and whether others may be, too, and would gain.
+            - The slot with the largest gain; None if no gain is larger than ``needed``.
+            - True if that slot may be overwritten now.
+            - True if another slot may be overwritten now, with a gain larger than ``needed``.
         """
         first_empty = None
         for slot in slots:
@@ -248,7 +271,7 @@ class Prefetch:
                     gain, now = (soon if needed >= 1 else -1), False
                 elif soon > needed:
                     gain, now = soon, True
-                else:  # its layer is used first
+                else:  # the present layer is used before the new one
                     gain, now = (later if soon <= needed - 2 else -1), False
             free += now and gain > needed
             if gain > most or (gain == most and now and not may_go and best is not None):
@@ -256,4 +279,4 @@ class Prefetch:
         return best, may_go, free > 1
 
 
-_slot_of = attrgetter("slot")  # None of an absent layer
+_slot_of = attrgetter("slot")  # None if the layer is absent

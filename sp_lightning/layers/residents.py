@@ -12,12 +12,12 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 
 
 class Residents:
-    """The copy of the resident weights on the device, in a slot of their own. No other layer uses that slot.
+    """The copy of the resident weights on the device, in a slot that no other layer uses.
 
     Args:
         layer: the layer of all residents. It is always IN_USE.
         source: the layer's bytes on the host.
-        writes: copies to the host what was written on the device.
+        writes: copies weights to the host that were written on the device.
 
     Attributes:
         nbytes: bytes of device memory.
@@ -49,8 +49,8 @@ class Residents:
             self.take_back_writes()
         weights, staged = self._source.stage(layer)
         if self._slot.stale:
-            # User code has given a host parameter other memory (param.data = other). Graphs that have saved views keep the old
-            # memory, as with plain autograd.
+            # User code has given a host parameter other memory (param.data = other). Graphs that have saved views of the device's
+            # memory keep it, as with plain autograd.
             self._take_memory()
         memory = self._slot.memory
         self._device.access(memory, Stream.COMPUTE, write=False)
@@ -70,27 +70,27 @@ class Residents:
             self._writes.take_digests(self._slot)
 
     def distrust(self) -> None:
-        """Marks the copy on the device as out of date, because user code may write the host's weights unseen."""
+        """Marks the copy on the device as out of date, because user code may write host weights without a change of a version."""
         self._current = False
 
     def invalidate(self) -> None:
         """Marks the copy on the device as out of date, because the host's weights were written, or may have been.
 
-        If user code keeps views of it, the residents are uploaded at once: views of a plain parameter show writes, too.
+        If user code keeps views of the copy, the residents are uploaded at once, because views must show the writes.
         """
         self._current = False
         if self._is_compared:
             self.refresh()
 
     def take_back_writes(self) -> None:
-        """Copies to the host what was written on the device."""
+        """Copies weights to the host that were written on the device."""
         written, replaced = self._writes.take_back_slot(self._slot)
         if replaced:
             # User code has given a parameter other memory on the device (param.data = other). A graph that has saved a view
             # keeps the old values, as with plain autograd.
-            left = self._slot
+            old = self._slot
             self._take_memory()
-            self._writes.leave_views(left, replaced)
+            self._writes.note_stale_views(old, replaced)
         if written:
             self._attach()
             self._current = False
@@ -102,12 +102,12 @@ class Residents:
 
     @property
     def _is_compared(self) -> bool:
-        """Whether user code keeps views of the memory, which are compared with digests."""
+        """True if user code keeps views of the memory, which are compared with digests."""
         return self.layer.guard is not None and self.layer.guard.digests is not None
 
     @property
     def _held(self) -> bool:
-        """Whether tensors other than the device parameters view the memory."""
+        """True if tensors other than the device parameters view the memory."""
         own = sum(
             self.group.value(index).untyped_storage().data_ptr() == self.address for index in range(len(self.group.all))
         )

@@ -1,8 +1,11 @@
-"""Roles of host parameters: classes that a parameter has for a while beside its user's, because its uses differ meanwhile.
+"""Roles of host parameters: classes that a parameter has for some time, in addition to the user's class.
 
-A parameter may have several: its update is under way, its gradient is narrow, modules hold another in its place. They are
-taken and left in any order, and the class that is made of them has the name of the user's, as error messages show it. "Note:
-roles of parameters" in ``updates/__init__`` says why there are roles.
+With a role, code that uses the parameter runs the role's code first. For example, while an update of the parameter runs, a role
+waits for the update. A parameter may have several roles: its update runs, its gradient is narrow, modules hold a device parameter
+in its place. Roles are taken and left in any order.
+
+For each set of roles there is a *combined class*, which derives from the roles and the user's class. It has the name of the
+user's class, because error messages show the name. "Note: roles of parameters" in ``updates/__init__`` says why there are roles.
 """
 
 from __future__ import annotations
@@ -23,21 +26,22 @@ _lock = threading.RLock()  # an update may end in another thread
 
 
 class ParameterRole(nn.Parameter):
-    """A role. Its methods come before those of the roles with a higher :attr:`rank`, and before those of the user's class.
+    """A role. Its methods precede those of roles with a higher :attr:`rank`, and those of the user's class.
 
     Attributes:
-        rank: its place among the roles of a parameter.
-        roles, users: of a made class: what it is made of.
-        made: the classes that begin with this role, which live as long as it does.
+        rank: the place of the role among the roles of a parameter. 0 waits for an update, 1 downloads a layer that stays on the
+            GPU, 2 is for the time of a step (``swap``), 3 for a narrow gradient, 4 for a freed gradient.
+        roles, users: of a combined class: the roles, and the user's class.
+        classes: the combined classes whose first role is this one. They live as long as the role.
     """
 
     rank: ClassVar[int]
     roles: ClassVar[tuple[type[ParameterRole], ...]] = ()
     users: ClassVar[type[nn.Parameter]]
-    made: ClassVar[dict[Any, type[nn.Parameter]]]
+    classes: ClassVar[dict[Any, type[nn.Parameter]]]
 
     def __init_subclass__(cls) -> None:
-        cls.made = {}
+        cls.classes = {}
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Lets ``type(p)(data)`` make an ordinary parameter."""
@@ -45,11 +49,11 @@ class ParameterRole(nn.Parameter):
 
     @classmethod
     def is_foreign(cls) -> bool:
-        """Whether the present thread is not the run's, so that it must not take the role from a parameter."""
+        """Returns True if the present thread is outside the run, so that it must not take the role from a parameter."""
         return False
 
     def __eq__(self, other: object) -> Any:
-        """Dictionaries and sets compare their keys by this; a device parameter is the same key as its host parameter."""
+        """Returns True also for the device parameter, so that dictionaries find a host parameter by its device parameter."""
         if issubclass(type(other), DeviceParameter) and other.host is self:  # type: ignore[attr-defined]
             return True
         return super().__eq__(other)
@@ -57,7 +61,7 @@ class ParameterRole(nn.Parameter):
     __hash__ = nn.Parameter.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        kind: Any = type(self)  # once: another thread may take the role at any time
+        kind: Any = type(self)  # read once, because another thread may take the role at any time
         roles = kind.roles if issubclass(kind, ParameterRole) else ()
         if any(role.is_foreign() for role in roles):
             return kind.users.__deepcopy__(self, memo)
@@ -73,7 +77,7 @@ OF_THE_PARAMETER = METADATA | {
     )),
     *(getattr(getattr(Tensor, name), how) for name, how in (("grad", "__delete__"), ("data", "__get__"))),
 }  # fmt: skip
-"""What is the host parameter's own: its attributes, its hooks, its memory."""
+"""Functions that use the host parameter itself and not its values: its attributes, its hooks, its memory."""
 
 _IN_PLACE = {
     "__iadd__",
@@ -94,19 +98,19 @@ _IN_PLACE = {
 
 
 def writes_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch writes one of its arguments, as far as its name shows."""
+    """Returns True if the name of a function of torch shows that it writes one of its arguments."""
     name = getattr(func, "__name__", "")
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name in _IN_PLACE or "out" in kwargs
 
 
 def looked_at(func: Callable[..., Any], args: Any, kwargs: Any, present: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Calls a function with what host parameters show at this moment, for a thread that only looks at them.
+    """Calls a function with plain tensors in place of host parameters, for a thread that only reads them.
 
     Args:
         func: the function.
         args, kwargs: its arguments.
-        present: is given a host parameter with a view of its memory, and returns what the function is given.
+        present: takes a host parameter and a view of its memory. Returns the tensor that the function gets.
     """
 
     def seen(each: Tensor) -> Tensor:
@@ -121,7 +125,7 @@ def looked_at(func: Callable[..., Any], args: Any, kwargs: Any, present: Callabl
 
 
 def take(parameter: nn.Parameter, role: type[ParameterRole]) -> None:
-    """Gives a parameter a role, unless it has it."""
+    """Gives a parameter a role, unless it already has the role."""
     take_all((parameter,), role)
 
 
@@ -131,7 +135,7 @@ def leave(parameter: nn.Parameter, role: type[ParameterRole]) -> None:
 
 
 def take_all(parameters: Sequence[nn.Parameter], role: type[ParameterRole]) -> None:
-    """Gives parameters a role. Each of them nearly always has the plain class, or none but this role, which is done at once."""
+    """Gives parameters a role. The first branch is the common case: a parameter without roles or a class of the user."""
     with _lock:
         plain = _class_of((role,), nn.Parameter)
         for parameter in parameters:
@@ -154,7 +158,7 @@ def leave_all(parameters: Sequence[nn.Parameter], role: type[ParameterRole]) -> 
 
 @contextmanager
 def left(parameters: Sequence[nn.Parameter], roles: Sequence[type[ParameterRole]]) -> Iterator[None]:
-    """A context in which parameters, which have these roles, are without them."""
+    """A context in which parameters do not have these roles. They have the roles before and after it."""
     for role in roles:
         for parameter in parameters:
             leave(parameter, role)
@@ -169,6 +173,7 @@ def left(parameters: Sequence[nn.Parameter], roles: Sequence[type[ParameterRole]
 def _change(
     parameter: Any, change: Callable[[tuple[type[ParameterRole], ...]], tuple[type[ParameterRole], ...]]
 ) -> None:
+    """Gives a parameter the combined class of other roles. ``change`` returns these from the present roles."""
     kind = type(parameter)
     before = kind.roles if issubclass(kind, ParameterRole) else ()
     after = change(before)
@@ -179,8 +184,9 @@ def _change(
 
 
 def _class_of(roles: tuple[type[ParameterRole], ...], users: type[nn.Parameter]) -> type[nn.Parameter]:
-    made = roles[0].made
-    if (roles, users) not in made:
+    """Returns the combined class of roles, which are sorted by rank, and the user's class. Makes it at the first call."""
+    classes = roles[0].classes
+    if (roles, users) not in classes:
         attributes = {"__module__": users.__module__, "roles": roles, "users": users}
-        made[roles, users] = type(users.__name__, (*roles, users), attributes)
-    return made[roles, users]
+        classes[roles, users] = type(users.__name__, (*roles, users), attributes)
+    return classes[roles, users]

@@ -1,8 +1,12 @@
 """Slots: device memory for layers, and the transfers that fill it.
 
-What may be in a slot, and when, is in :mod:`~sp_lightning.layers.states`. A slot's memory is lent as a separate storage. Once no
-tensor holds that storage, no new kernel can read it, and an event recorded then covers the kernels that are still running. Until
-then the slot is not overwritten: another slot is used, or an extra one is allocated.
+The slots of one size are a *ring*, which the plan gives to the layers of that size. :mod:`~sp_lightning.layers.states` says which
+layer may be in a slot, and when.
+
+Compute does not use a slot's memory itself, but a second storage over the same memory
+(:class:`~sp_lightning.device.lease.Lease`). When no tensor holds that storage any more, no new kernel can read the slot. An event
+recorded at that moment covers the kernels that still run. As long as a tensor holds the storage, the slot is not overwritten:
+another slot is used, or an extra one is allocated.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ Staged = tuple[Tensor, Any]
 class BlockSource:
     """Provides layers' bytes in host memory, for transfers to read.
 
-    A layer is ready when it is updated *and* staged. A source that reads a disk, or gathers parts of several processes, is
-    ready when that is done. The engine calls these methods in the thread that runs the model, and holds its lock.
+    A layer is ready when its update is done and its bytes are staged. Staging may read a disk, or gather parts of several
+    processes. The engine calls these methods in the thread that runs the model, and holds its lock.
     """
 
     def ready(self, layer: StreamedLayer) -> bool:
@@ -48,18 +52,18 @@ class BlockSource:
         """
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns the layer's current bytes, and the event after which they may be read (None: at once).
+        """Returns the layer's current bytes, and the event after which a transfer may read them (None: at once).
 
         The bytes do not change before the transfer that reads them is complete (:attr:`StreamedLayer.transfer`, set when the
-        transfer is issued). Rows of a table are read before the next call of this method.
+        transfer is issued). Rows of a table are an exception: they are read before the next call of this method.
         """
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Waits until no transfer reads the host's weights, so that they may be written."""
+        """Waits until no transfer reads the host's weights, so that other code may write the weights."""
 
     def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
-        """Marks the device's copies of these layers as out of date. Their host weights may have been written unnoticed."""
+        """Marks the device's copies of these layers as out of date, because host weights may have been written unnoticed."""
 
 
 class Slots:
@@ -73,7 +77,7 @@ class Slots:
     """
 
     poisons = False
-    """Whether a slot is filled with NaN when no call uses it and no tensor views it; see :func:`poisoned`."""
+    """True if a slot is filled with NaN when no call uses it and no tensor views it; see :func:`poisoned`."""
 
     def __init__(
         self, plan: Plan, layers: Sequence[StreamedLayer], device: Device, uploads: Uploads | None = None
@@ -87,7 +91,7 @@ class Slots:
             alike = tuple((span.offset, span.shape, span.stride, span.dtype) for span in layer.spans)
             layer.layout = layouts.setdefault(alike, len(layouts))
         self.device_bytes = 0
-        """Bytes of all slots, extra ones included, and of the memory that rows have allocated."""
+        """Bytes of all slots, including extra ones, and of the memory that rows have allocated."""
         self.all: list[Slot] = []
         self._latest: Any = None  # the event of the last transfer
         self.by_address: dict[int, Slot] = {}
@@ -98,20 +102,22 @@ class Slots:
         self.extra_slots = 0
         self.idle_since: Any = None
         """The mark in the timeline since which compute uses no layer; None at the beginning of a batch."""
-        self._uses: dict[Slot, tuple[Timed, Any]] = {}  # for timelines: what each slot's last use is, and when it began
+        self._uses: dict[
+            Slot, tuple[Timed, Any]
+        ] = {}  # for timelines: the kind of each slot's last use, and its beginning
 
     def _make_planned(self) -> None:
         """Allocates the slots of the plan."""
         rings = enumerate(self._plan.rings)
         self.planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
-        """By ring, the slots for prefetches. Extra slots are not among them, because they are freed after a batch."""
+        """By ring, the slots for prefetches. Extra slots are not in these lists, because they are freed after a batch."""
         free = [list(slots) for slots in self.planned]
         for layer in self._layers:
             layer.own_slot = free[layer.planned.ring].pop() if layer.index in self._plan.stay else None
-        settled = self._plan.settled
-        self.settled = {layer for layer in self._layers if layer.index in settled}
-        """The layers that are never evicted for another layer."""
-        self.all_settled = len(settled) == len(self._plan.layers)
+        never_evicted = self._plan.never_evicted
+        self.never_evicted = {layer for layer in self._layers if layer.index in never_evicted}
+        """The layers that no other layer evicts, because their ring has a slot for each of its layers."""
+        self.none_evicted = len(never_evicted) == len(self._plan.layers)
         self.uploads.ring = self._plan.main_ring
         self.device_bytes += sum(layer.rows.allocate(self._plan) for layer in self._layers if not layer.whole)
 
@@ -135,10 +141,11 @@ class Slots:
 
         It is a free slot; else the slot whose layer is used again last; else a new extra slot.
         """
-        ring, own = layer.planned.ring, layer.own_slot
+        ring = layer.planned.ring
+        own = layer.own_slot
         if own is not None and own.overwritable:
             return own
-        # In the ring of layers that stay, each planned slot belongs to one of them, and may be its only copy.
+        # In the ring of layers that stay on the GPU, each planned slot belongs to one layer, and may have its only valid copy.
         candidates = [s for s in self.all if s.ring == ring and s.overwritable and (own is None or s.extra)]
         if candidates:
             return max(
@@ -150,8 +157,9 @@ class Slots:
     def fetch(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
         """Uploads layers into slots, in one transfer.
 
-        The caller has chosen slots that may be overwritten. The upload stream waits for the last kernels that used them, and
-        until each layer's bytes are staged. After an error, none of the layers is on the device.
+        The caller has chosen slots that may be overwritten. Before each copy the upload stream waits for the last kernel that
+        used the slot, and until the layer's bytes are staged. If the transfer raises an error, its layers are HOST again, except
+        a layer that is in use, or whose slot is viewed.
         """
         try:
             self._send(transfer)
@@ -164,95 +172,108 @@ class Slots:
         finally:  # copies may have been issued before an error
             filled = self._latest = self._device.record(Stream.UPLOAD)
             for layer, slot, _ in transfer:
-                is_there = layer.kept and slot is layer.own_slot
-                slot.filled = layer.transfer = layer.stepped if is_there else filled
+                in_own_slot = layer.kept and slot is layer.own_slot
+                slot.filled = layer.transfer = layer.stepped if in_own_slot else filled
         self.transfers += 1
 
     def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
+        """Issues the copies of one transfer. A layer's bytes come from one of four places:
+
+        - its own slot, if the layer stays on the GPU and ``kept`` says that the copy in that slot is the valid one. If that is
+          also the slot to fill, nothing is copied;
+        - host memory, by rows, if the layer's ``rows`` choose some;
+        - the results of its last step on the GPU (``step_results``), in device memory;
+        - host memory, the whole layer. This is the common case.
+        """
         for layer, slot, (source, staged) in transfer:
-            made, layer.made = layer.made, ()
-            if slot.coming is not None:
-                self._arrive(slot)
-            if slot.alive:
-                self._wait_for_readers(slot)
+            step_results, layer.step_results = layer.step_results, ()
+            if slot.pending is not None:
+                self._issue_rest(slot)
+            if slot.sources:
+                self._release_sources(slot)
             if slot.layer is not None and slot.layer is not layer and slot.layer.slot is slot:
                 slot.layer.evict()
-            # A slot that was held after its release has no event, because its last view may be dropped at any time. By now it
-            # is dropped, so an event recorded now covers its kernels.
-            is_there = layer.kept and slot is layer.own_slot  # of a layer that stays, so nothing has to be copied
-            if not is_there:
+            in_own_slot = layer.kept and slot is layer.own_slot
+            if not in_own_slot:
+                # A slot that was held after its release has no event, because its last view could be dropped at any time. That
+                # view is dropped now, so an event recorded now covers the kernels that read it.
                 idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
                 self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
-            if made and type(layer.rows) is AllRows:  # copied on the device, so the download is not waited for
-                staged = layer.owner.stepped
-            if layer.kept:  # compute waits for the step of what is there, and not behind other layers' uploads
-                staged = None if is_there else layer.stepped
-            if staged is not None:
-                self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
-            begun = self._device.mark(Stream.UPLOAD) if self._device.timelines else None
-            nbytes = None
+            readable = staged  # the event after which the upload stream may read the layer's bytes
             if layer.kept:
-                nbytes = self._copy_kept(layer, slot)
+                # If nothing is copied, compute waits for the layer's step itself, and not behind other layers' uploads.
+                readable = None if in_own_slot else layer.stepped
+            elif step_results and type(layer.rows) is AllRows:
+                # Copied on the device, so the download of the same results is not waited for.
+                readable = layer.owner.stepped
+            if readable is not None:
+                self._device.wait(Stream.UPLOAD, readable, Wait.FETCH_AFTER_UPDATE)
+            begun = self._device.mark(Stream.UPLOAD) if self._device.timelines else None
+            nbytes = None  # bytes that leave the host; None until one of the cases has copied the layer
+            if layer.kept:
+                nbytes = 0
+                if not in_own_slot:
+                    self._copy_from_own_slot(layer, slot)
             elif not layer.whole:
                 nbytes = layer.rows.send(slot, source)
-            if nbytes is None and made:
-                nbytes, slot.alive = 0, [each for _, each in made]
-                self._device.copy([part(slot.memory, span) for span, _ in made], slot.alive, Stream.UPLOAD)
+            if nbytes is None and step_results:
+                nbytes = 0
+                slot.sources = [result for _, result in step_results]
+                targets = [part(slot.memory, span) for span, _ in step_results]
+                self._device.copy(targets, slot.sources, Stream.UPLOAD)
             elif nbytes is None:
                 nbytes = source.nbytes
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
-                slot.coming = self.uploads.send(layer, target, source, partial(self._landed, layer, slot))
+                slot.pending = self.uploads.send(layer, target, source, partial(self._all_issued, layer, slot))
             if begun is not None:
                 self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer, slot.stale, layer.slot = layer, False, slot
             if layer.guard is not None and layer.guard.views:
                 self.forget_dropped(layer, slot)
-            elif not layer.state.locked:  # otherwise a use goes on with the new values
+            elif not layer.state.locked:  # a locked layer is in use: the use goes on with the new values
                 layer.state = FETCHED
             layer.fetches += 1
             self.fetched_bytes += nbytes
 
-    def _copy_kept(self, layer: StreamedLayer, slot: Slot) -> int:
-        """Brings a layer that stays to a slot, from its own unless that is this one. Returns the bytes that left the host: 0."""
+    def _copy_from_own_slot(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Copies a layer that stays on the GPU to another slot, because a tensor still views its own slot."""
         own = layer.own_slot
-        if own is not None and own is not slot:  # a tensor still views its own slot as it is in use
-            slot.alive = [own.memory]
-            self._device.copy(
-                [slot.memory[: layer.planned.nbytes]], [own.memory[: layer.planned.nbytes]], Stream.UPLOAD
-            )
-        return 0
+        assert own is not None
+        slot.sources = [own.memory]
+        self._device.copy([slot.memory[: layer.planned.nbytes]], [own.memory[: layer.planned.nbytes]], Stream.UPLOAD)
 
-    def _wait_for_readers(self, slot: Slot) -> None:
-        """Releases the tensors that the transfer into a slot has read. Steps, which may reuse that memory, wait for the transfer.
+    def _release_sources(self, slot: Slot) -> None:
+        """Drops the device tensors that the last transfer into a slot has read.
 
-        They wait for that to the host, too, which reads the same casts.
+        The allocator may give their memory to the step stream, which has allocated them. So that stream first waits for the
+        transfer into the slot, and for the download of the layer, which reads the same casts.
         """
         self._device.wait(Stream.STEP, slot.filled, Wait.STEP_AFTER_FETCH)
         if slot.layer is not None:
             self._device.wait(Stream.STEP, slot.layer.owner.landed, Wait.STEP_AFTER_FETCH)
-        self._device.access(slot.alive, Stream.STEP, write=True)
-        slot.alive = ()
+        self._device.access(slot.sources, Stream.STEP, write=True)
+        slot.sources = ()
 
-    def _landed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Notes that all of a pending upload was issued."""
-        slot.coming = None
+    def _all_issued(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Called when the last part of a pending upload was issued. Records the event after it."""
+        slot.pending = None
         slot.filled = layer.transfer = self._latest = self._device.record(Stream.UPLOAD)
 
-    def _arrive(self, slot: Slot | None) -> None:
-        """Issues the rest of a pending upload into a slot."""
-        if slot is not None and slot.coming is not None:
-            self.uploads.finish(slot.coming)
+    def _issue_rest(self, slot: Slot | None) -> None:
+        """Issues the rest of a pending upload into a slot, if there is one."""
+        if slot is not None and slot.pending is not None:
+            self.uploads.finish(slot.pending)
 
     def end_round(self, *, after_error: bool = False) -> None:
-        """Issues all pending uploads, because the next ones may be of other weights.
+        """Issues all pending uploads, because other code may write weights before the next upload.
 
         Args:
-            after_error: an error is being raised already, so failures of other processes raise none.
+            after_error: True if an error is being raised already. Then failures of other processes raise none.
         """
         self.uploads.end_round(after_error=after_error)
 
-    def use(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
-        """Lends the slot of a fetched layer to compute. The compute stream waits for the upload."""
+    def lock(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
+        """Locks the slot of a fetched layer for compute, until :meth:`release`. The compute stream waits for the upload."""
         slot = layer.slot
         assert slot is not None
         self.uploads.go_on(layer)
@@ -265,29 +286,29 @@ class Slots:
         return slot
 
     def join(self, slot: Slot) -> None:
-        """Lets compute wait for the fetch into a slot that is, or is to be, in use."""
-        if slot.coming is not None:
-            self._arrive(slot)
+        """Makes the compute stream wait for the fetch into a slot that is in use, or will be."""
+        if slot.pending is not None:
+            self._issue_rest(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if slot.alive:
-            self._wait_for_readers(slot)
+        if slot.sources:
+            self._release_sources(slot)
         if slot.layer is not None:
             if not slot.layer.whole:
                 slot.layer.rows.arrived(slot.memory)
-            if slot.layer.spent:  # compute has waited for the step that read them
+            if slot.layer.spent:  # compute now waits for the step that reads these gradients, so they may be freed
                 slot.layer.spent = ()
 
     def resume(self) -> None:
-        """Ends the interval between two layers in the timeline: compute is about to use a layer, and may wait for it."""
+        """Ends the interval ``between`` in the timeline: compute is about to use a layer, and may wait for it."""
         self._device.note("between", None, self.idle_since, Stream.COMPUTE)
         self.idle_since = None
 
     def release(self, layer: StreamedLayer, slot: Slot) -> bool:
-        """Ends a layer's use of a slot. Device parameters have dropped the memory.
+        """Ends a layer's use of a slot. The layer's device parameters do not view the slot any more.
 
         Returns:
-            Whether other tensors still view the slot.
+            True if other tensors still view the slot.
         """
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if self._device.timelines:
@@ -313,7 +334,10 @@ class Slots:
             slot.memory.fill_(0xFF)  # all ones are NaN in every float type
 
     def forget_dropped(self, layer: StreamedLayer, slot: Slot) -> bool:
-        """Updates and returns whether tensors still view a layer's slot. Writes through dropped views were copied back before."""
+        """Updates the state of a layer whose slot was viewed. Returns True if tensors still view the slot.
+
+        Writes through dropped views were copied to the host before.
+        """
         viewed = slot.lease.in_use
         if layer.guard is not None and not viewed:
             layer.guard.leave_slot()
@@ -322,15 +346,16 @@ class Slots:
         return viewed
 
     def give_back_extra(self) -> None:
-        """Frees the extra slots that no tensor views. Compute waits for uploads into them, because it may get their memory.
+        """Frees the extra slots that no tensor views.
 
-        A layer may have been uploaded into an extra slot for a tensor that was dropped before compute waited for the upload.
+        The allocator may give a slot's memory to the compute stream. So compute first waits for the last upload into the slot,
+        for which no use may have waited: the tensor that needed it may have been dropped before.
         """
         for slot in [slot for slot in self.all if slot.extra]:
             if slot.overwritable:
                 self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
-                if slot.alive:
-                    self._wait_for_readers(slot)
+                if slot.sources:
+                    self._release_sources(slot)
                 if slot.layer is not None and slot.layer.slot is slot:
                     slot.layer.evict()
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)
@@ -339,14 +364,14 @@ class Slots:
                 self.by_address.pop(slot.memory.data_ptr(), None)
 
     def synchronize(self, why: Wait, layer: StreamedLayer | None = None) -> None:
-        """Lets the host wait until no transfer reads the weights of a layer, or of any layer.
+        """Makes the host wait until no transfer reads the weights of a layer; without ``layer``, of any layer.
 
-        Transfers complete in the order in which they were issued, so it waits for the last one.
+        Transfers complete in the order in which they were issued, so the host waits for the last one.
         """
         if layer is None:
             self.end_round()
         else:
-            self._arrive(layer.slot)
+            self._issue_rest(layer.slot)
         self._device.synchronize(self._latest if layer is None else layer.transfer, why)
 
     def resize(self, plan: Plan) -> None:
@@ -388,7 +413,10 @@ class Slots:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills slots that no call uses and no tensor views with NaN, so that a read of them shows. Each use uploads again."""
+    """A context that fills slots with NaN if no call uses them and no tensor views them, so that a wrong read shows.
+
+    Each use of a layer uploads it again.
+    """
     before, Slots.poisons = Slots.poisons, True
     try:
         yield

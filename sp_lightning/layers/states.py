@@ -72,7 +72,7 @@ TRANSITIONS: Mapping[str, Transition] = {
     # The slot goes to another layer, is freed, or has values that the host's weights do not have any more.
     "evict": _transition("StreamedLayer.evict", (FETCHED, HOST), (HELD, HOST)),
     # Compute waits for the transfer. Until `release` no other layer may overwrite the slot.
-    "lock": _transition("Slots.use", (FETCHED, UNPACKED), (HELD, UNPACKED)),
+    "lock": _transition("Slots.lock", (FETCHED, UNPACKED), (HELD, UNPACKED)),
     # A module call begins: its modules compute with the slot's memory.
     "attach": _transition("Residency.begin_call", (UNPACKED, IN_USE), (RESTING, IN_USE)),
     # The last module call has returned, in inference, and every layer has a slot of its own.

@@ -1,12 +1,13 @@
-"""Swaps what modules hold: the host's parameters between steps, the device's while a step runs.
+"""Swaps the parameters of modules: host parameters between steps, device parameters while a step runs.
 
-User code may have captured host parameters: in a list in ``__init__``, in another object, in an optimizer's groups. A step's
-graph is made of device parameters, so that ``torch.autograd.grad`` would not find a captured one there, and a loss of it would
-be another leaf, whose gradients are added up in another order. While a step runs, the host's parameters therefore have a role:
-what is computed with one for a graph is computed with the device's.
+User code may have captured host parameters: in a list in ``__init__``, in another object, in an optimizer's groups. The graph of
+a step has device parameters as its leaves. A captured host parameter would be another leaf: ``torch.autograd.grad`` would not
+find it in the graph, and its gradients would be added in another order. So host parameters have a role while a step runs
+(:class:`_HostParameterInStep`). An operation that is given a host parameter computes
 
-So is what is computed with another tensor that is on the device. Else reads and writes outside of graphs (in ``torch.no_grad``,
-of ``.data`` and ``.grad``) are those of the host's memory: between backward and an optimizer's step gradients are there.
+- with the device parameter, if it builds a graph, or if another argument is on the device;
+- with the host's memory otherwise: reads and writes in ``torch.no_grad``, of ``.data`` and of ``.grad``. Between backward and the
+  optimizer's step, gradients are on the host.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from sp_lightning.torch_compat.modes import never_compiled
 from sp_lightning.torch_compat.private import is_view, tree_leaves, tree_map_only
 
 _Exchange = tuple[nn.Module, bool, str, Any, Any]
-"""A module, whether its ``__setattr__`` is to be called, its attribute, the host parameter and its device parameter."""
+"""A module, True if its ``__setattr__`` is to be called, the attribute's name, the host parameter, the device parameter."""
 
 
 class ParameterSwap:
@@ -53,10 +54,10 @@ class ParameterSwap:
         places: the places of each parameter in the module tree. A shared parameter has several.
         layers: the layers, whose host and device parameters are in the same order.
         wrapped: the stand-in of each wrapped parameter, which takes its place in the module.
-        residents: the residents, which are up to date whenever modules hold the device's parameters.
-        pruned: the masks, which are on the device only within a step.
-        watch: looks for writes of the host's weights, if ``debug_writes`` asks for it; otherwise None.
-        threads: the threads that belong to the run. Every other one finds the host's parameters in modules at any time.
+        residents: the residents, whose copy is current whenever modules hold device parameters.
+        pruned: the masks of pruned weights, which are on the device only within a step.
+        watch: detects writes of host weights (``debug_writes``); otherwise None.
+        threads: the threads of the run. Every other thread always finds host parameters in modules.
 
     Attributes:
         averages: the buffers that are on the device from their first use in a step until its end.
@@ -93,10 +94,10 @@ class ParameterSwap:
         of = {id(host): device for host, device in plain if isinstance(host, nn.Parameter)}
         self._captured = [device.host for device in of.values()]
         self._role: type[_HostParameterInStep] = type(
-            "InStep", (_HostParameterInStep,), {"device_of": of, "swap": self}
+            "HostParameterInStep", (_HostParameterInStep,), {"device_of": of, "swap": self}
         )
         self._wrapped = list(wrapped)
-        # What changed() compares. It is asked before each batch, so it walks along lists, and calls no function of Python's own.
+        # For changed(). It is called before each batch, so it compares lists that were made here, without calls of Python.
         self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
         held = [(each, name, p) for each in self._modules for name, p in each._parameters.items()]
         self._held = [(each, name, p, p.dtype, p.shape, p.stride()) for each, name, p in held if p is not None]
@@ -109,7 +110,7 @@ class ParameterSwap:
 
     def to_device(self) -> None:
         """Puts the device's parameters into the modules, which hold the host's."""
-        self._residents.group.ask(before_use=False)
+        self._residents.group.notice_uses(False)
         self.on_device = True
         _swap(self._pairs, to_device=True)
         self._pruned.hold_device()
@@ -118,7 +119,7 @@ class ParameterSwap:
         """Puts the host's parameters into the modules."""
         if not self.on_device:
             return
-        self._residents.group.ask(before_use=True)
+        self._residents.group.notice_uses(True)
         self._pruned.hold_host()
         for average in self.averages:
             average.send_back()
@@ -136,10 +137,10 @@ class ParameterSwap:
         self.on_device = False  # set last, so that a call that was interrupted is repeated
 
     def watch_captured(self, watch: bool) -> None:
-        """Sets whether what is computed with the host's parameters for a graph is computed with the device's.
+        """Gives host parameters their role in a step, or takes it.
 
         Args:
-            watch: whether it is. Otherwise each use is an ordinary one: an optimizer's, or one between steps.
+            watch: True to give it. Without the role each use is an ordinary one: by an optimizer, or between steps.
         """
         if watch:
             take_all(self._captured, self._role)
@@ -148,12 +149,12 @@ class ParameterSwap:
 
     @property
     def captured_used(self) -> bool:
-        """Whether user code has computed with a host parameter in a step."""
+        """True if user code has computed with a host parameter in a step."""
         return self._role.used
 
     def changed(self) -> bool:
-        """Whether modules or parameters were replaced or renamed, or parameters changed their dtype, shape or strides."""
-        # Updates may be under way. Neither weights nor gradients are read here, so nothing is to wait for them.
+        """Returns True if modules or parameters were replaced or renamed, or a parameter has another dtype, shape or strides."""
+        # Updates may be under way. This reads neither weights nor gradients, so it need not wait for the updates.
         with DisableTorchFunctionSubclass():
             for module, children, count in self._children:
                 if module._modules != children or len(module._parameters) != count:
@@ -180,7 +181,7 @@ class ParameterSwap:
 
 
 def _swap(exchanges: Iterable[_Exchange], *, to_device: bool) -> None:
-    """Puts device parameters into every place that holds their hosts, or back. User code has filled the other places."""
+    """Puts device parameters in place of their host parameters, or back. Skips places that user code has filled since."""
     for module, keeps_list, attribute, host, device in exchanges:
         old, new = (host, device) if to_device else (device, host)
         parameters = module._parameters
@@ -191,12 +192,13 @@ def _swap(exchanges: Iterable[_Exchange], *, to_device: bool) -> None:
 
 
 class ByThread(dict[str, Any]):
-    """A module's ``_parameters`` while a run lasts. A thread that is not the run's finds the host's parameters there at any time.
+    """A module's ``_parameters`` while a run lasts. A thread outside the run always finds host parameters in it.
 
-    Device parameters change their memory and their class while it looks at them. A copy is an ordinary dictionary.
+    Otherwise that thread could find a device parameter, which changes its memory and its class at any time. A copy is an ordinary
+    dictionary.
 
     Args:
-        parameters: those of the module.
+        parameters: the parameters of the module.
         threads: the threads that belong to the run.
     """
 
@@ -207,7 +209,7 @@ class ByThread(dict[str, Any]):
         self._threads = threads
 
     def _seen(self, found: Any) -> Any:
-        """What the present thread finds in place of what is there."""
+        """Returns the parameter that the present thread finds in place of a stored one."""
         kind = type(found)
         if kind is nn.Parameter or not issubclass(kind, (DeviceParameter, OffloadedWrapper)) or self._threads.own:
             return found
@@ -246,7 +248,13 @@ class ByThread(dict[str, Any]):
 
 
 class _HostParameterInStep(ParameterRole):
-    """A host parameter while a step runs."""
+    """The role of a host parameter while a step runs. Each run has a subclass of its own.
+
+    Attributes:
+        device_of: the device parameters of the run, by the id of their host parameter.
+        swap: the swap of the run.
+        used: True if user code has computed with a host parameter in a step.
+    """
 
     rank = 2
     device_of: dict[int, DeviceParameter]
@@ -262,21 +270,28 @@ class _HostParameterInStep(ParameterRole):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Calls a function that was given a host parameter while a step runs. There are four cases:
+
+        - Another thread calls it: see :func:`_call_in_other_thread`.
+        - It reads or sets an attribute of the parameter (``.grad``, ``.data``, hooks): it gets the host parameter.
+        - It computes on the device (:func:`_computes_on_device`): it gets device parameters.
+        - It computes on the host: it gets host parameters, which have all writes of the device then.
+        """
         kwargs = kwargs or {}
-        # Another thread may take the role from a parameter at any time: its class is not asked again.
+        # Another thread may take the role from a parameter at any time, so the parameter's class is not read again.
         role = next(each for each in cls.roles if issubclass(each, _HostParameterInStep))
         of = role.device_of
         if not role.swap.threads.own:
-            return _elsewhere(role, func, args, kwargs)
+            return _call_in_other_thread(role, func, args, kwargs)
         if func in OF_THE_PARAMETER:
             if func == _GET_DATA:
                 role.used = True
                 device = of[id(args[0])]
                 if role.in_use([args[0]]):
                     return device.data
-                device._of.doors.host_is_shown(device._of.layer)
+                device._of.engine.host_is_shown(device._of.layer)
             if func == _SET_GRADIENT and args[1] is not None and id(args[0]) in of:
-                args = args[0], of[id(args[0])]._of.doors.device.on_host(args[1])
+                args = args[0], of[id(args[0])]._of.engine.device.on_host(args[1])
             with Untouched():
                 return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
@@ -284,33 +299,36 @@ class _HostParameterInStep(ParameterRole):
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in of]
         role.used = True
         groups = {of[id(host)]._of for host in hosts}
-        if _on_device(func, hosts, others, role):
+        if _computes_on_device(func, hosts, others, role):
             for group in groups:
-                group.doors.device_is_used(group.layer)
+                group.engine.device_is_used(group.layer)
             args, kwargs = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
             if func == _SET_DATA:
                 args[0].data = args[1]
                 return None
             return func(*args, **kwargs)
-        for group in groups:  # the host's weights have what was written on the device, and no transfer reads them
-            group.doors.host_is_used(group.layer)
-        # No update is waited for here: what has that role, too, was asked first. Other classes among the arguments are asked.
+        for (
+            group
+        ) in groups:  # copies writes of the device to the host, and waits for transfers that read the host weights
+            group.engine.host_is_used(group.layer)
+        # If an update of these parameters is under way, their classes include the role that waits. Torch has called its
+        # `__torch_function__` before this one, because its rank is lower. The roles of other arguments are still called.
         with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
             output = func(*args, **kwargs)
         viewed = func in _DETACH or (type(output) is Tensor and is_view(output))
         for group in groups:
-            group.doors.host_was_used(group.layer, viewed=viewed)
+            group.engine.host_was_used(group.layer, viewed=viewed)
         return output
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Tensor.set_``, which torch calls without asking classes."""
+        """Runs ``Tensor.set_``, for which torch does not call ``__torch_function__`` itself."""
         return type(self).__torch_function__(Tensor.set_, (type(self),), (self, *args), kwargs)
 
     @classmethod
     def in_use(cls, hosts: Iterable[Tensor]) -> bool:
-        """Whether the running step has all of them on the device, in use or viewed: then those there are the weights.
+        """Returns True if the layers of all these parameters are in use on the device, or viewed there.
 
-        Other threads look at the host's memory, which never leaves.
+        The device then has the present values. False in other threads, which read the host's memory.
         """
         if not cls.swap.on_device or get_ident() != cls.swap.threads.main:
             return False
@@ -318,58 +336,73 @@ class _HostParameterInStep(ParameterRole):
 
 
 def _is_in_use(layer: StreamedLayer) -> bool:
-    """Whether a layer is used on the device, or viewed. Residents are there all the time, and used in calls of any modules."""
+    """Returns True if a layer is in use on the device, or viewed. Residents are in use while any module call runs."""
     if layer.kind is Kind.RESIDENTS:
-        return bool(layer.parameters.doors.calls.depth)
+        return bool(layer.parameters.engine.calls.depth)
     return layer.state.attached or (layer.slot is not None and layer.slot.held)
 
 
-def _elsewhere(
+def _call_in_other_thread(
     role: type[_HostParameterInStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """A use of host parameters in a thread that is not the run's: it helps in a forward, or looks at the host's memory."""
+    """Calls a function that a thread outside the run gives host parameters to.
+
+    If the function computes on the device or writes a weight, and a forward runs, the thread is a helper: the function gets
+    device parameters. Otherwise the thread only reads, and the function gets the host's memory, or copies of the device's values.
+    """
     of = role.device_of
     if func in OF_THE_PARAMETER or func == _SET_DATA:
         with Untouched():
             found = func(*args, **kwargs)
-        return _present(role, args[0], found) if func == _GET_DATA else found
+        return _seen_by_other_thread(role, args[0], found) if func == _GET_DATA else found
     others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) not in of]
-    doors = next(iter(of.values()))._of.doors
-    computes = func not in _DETACH and (_on_device(func, [], others, role) or not doors.device.computes_on_host)
+    engine = next(iter(of.values()))._of.engine
+    computes = func not in _DETACH and (
+        _computes_on_device(func, [], others, role) or not engine.device.computes_on_host
+    )
     writes = writes_in_place(func, kwargs)
     if computes or writes:
         try:
-            with doors.helping() as helps:
+            with engine.helping() as helps:
                 if helps:
                     role.used = True
                     given, named = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
                     return func(*given, **named)
         except LateError:
-            if writes or any(map(doors.device.has, others)):
+            if writes or any(map(engine.device.has, others)):
                 raise
-    return looked_at(func, args, kwargs, lambda host, seen: _present(role, host, seen) if id(host) in of else seen)
+    return looked_at(
+        func, args, kwargs, lambda host, seen: _seen_by_other_thread(role, host, seen) if id(host) in of else seen
+    )
 
 
-def _present(role: type[_HostParameterInStep], host: Tensor, seen: Tensor) -> Tensor:
-    """What a thread that is not the run's sees of a host parameter: its memory, or a copy if the device has other values."""
+def _seen_by_other_thread(role: type[_HostParameterInStep], host: Tensor, seen: Tensor) -> Tensor:
+    """Returns the tensor that a thread outside the run reads for a host parameter: its memory, or a copy of the device's
+    values."""
     group = role.device_of[id(host)]._of
-    copied: Tensor | None = group.doors.copied(group.layer, role.device_of[id(host)]._index)
+    copied: Tensor | None = group.engine.copied(group.layer, role.device_of[id(host)]._index)
     return seen if copied is None else copied
 
 
-def _on_device(
+def _computes_on_device(
     func: Callable[..., Any], hosts: Sequence[Tensor], others: Sequence[Tensor], role: type[_HostParameterInStep]
 ) -> bool:
-    """Whether a call is to be given the device's parameters: for a graph, or because another argument is on the device."""
-    device = next(iter(role.device_of.values()))._of.doors.device
+    """Returns True if a function is to get device parameters: it builds a graph, or another argument is on the device.
+
+    Args:
+        func: the function.
+        hosts: the host parameters among its arguments.
+        others: the other tensors among its arguments.
+        role: the role of the run's host parameters.
+    """
+    device = next(iter(role.device_of.values()))._of.engine.device
     if func == _SET_DATA:
         return len(others) == 1 and role.in_use(hosts) and (device.computes_on_host or device.has(others[0]))
     if func in _OF_GRAPHS or any(issubclass(type(other), DeviceParameter) for other in others):
         return True
-    if func in _DETACH:
-        # It may be written. Other threads look at the host's memory, which never leaves.
+    if func in _DETACH:  # user code may write the result, so the run's thread gets the memory with the present values
         return role.swap.on_device and get_ident() == role.swap.threads.main
-    others = [other for other in others if other.ndim]
+    others = [other for other in others if other.ndim]  # a scalar tensor may be on another device than the weight
     if any(map(device.has, others)):
         return True
     if others and not device.computes_on_host:
@@ -378,7 +411,7 @@ def _on_device(
 
 
 _OF_GRAPHS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-"""What looks for parameters in a graph."""
+"""Functions that look for parameters in a graph."""
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ class Uploads:
 
     Attributes:
         ring: the index of the ring that most bytes pass through.
-        gathered_bytes: bytes that came from other devices.
+        gathered_bytes: bytes that other devices have uploaded and sent.
     """
 
     def __init__(self, device: Device) -> None:
@@ -39,10 +39,10 @@ class Uploads:
             layer: the layer.
             target: its slot's memory, flat ``uint8``.
             source: its bytes in host memory, of the same size.
-            landed: called once all of it has been issued to the upload stream, if that is later than now.
+            landed: called when the last part of the upload was issued to the upload stream, if that is after this call.
 
         Returns:
-            The part that is still to be issued; None if all of it was issued.
+            The part that is still to be issued; None if the whole upload was issued.
         """
         self.device.copy((target,), (source,), Stream.UPLOAD)
         return None
@@ -55,14 +55,14 @@ class Uploads:
         """
 
     def finish(self, last: PendingUpload | None = None) -> None:
-        """Issues all pending uploads up to this one, or all of them. It may wait, and raise an error of another process."""
+        """Issues all pending uploads up to ``last``; None: all. This may wait, and raise an error of another process."""
 
     def end_round(self, *, after_error: bool = False) -> None:
-        """Issues all pending uploads, because the next ones may be of other weights.
+        """Issues all pending uploads, because other code may write weights before the next upload.
 
         Args:
-            after_error: an error is being raised already, so failures of other processes raise none.
+            after_error: True if an error is being raised already. Then failures of other processes raise none.
         """
 
     def close(self) -> None:
-        """Ends the uploads. None is begun afterwards."""
+        """Ends the uploads. No upload begins afterwards."""

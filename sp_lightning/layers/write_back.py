@@ -1,8 +1,8 @@
-"""Write-back: copies to the host what user code has written to weights on the device.
+"""Write-back: copies weights to the host that user code has written on the device.
 
-At a layer's release, version counters show which weights were written: :meth:`WriteBack.write_back` copies them. What no counter
-shows is in the layer's :class:`~sp_lightning.layers.write_guard.WriteGuard`. The table of rules is in that file; here is the code
-that follows them.
+At a layer's release, version counters show which weights were written: :meth:`WriteBack.write_back` copies them. Writes that no
+counter shows are recorded in the layer's :class:`~sp_lightning.layers.write_guard.WriteGuard`. The rules for them are a table in
+``write_guard.py``; this file carries them out.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class WriteBack:
         device: waits for compute; reads and writes are declared to it.
         resident_storages: addresses of storages that never leave the device. Memory that weights are given in a step is
             added for that step.
-        watch: compares the host's weights, if ``debug_writes`` asks for it; it is told what the engine itself writes.
+        watch: compares the host's weights (``debug_writes``), and gets the writes of the engine itself; otherwise None.
 
     Attributes:
         replaced: released layers with weights in other memory, which user code holds.
-        left: views of memory that their layer has left.
-        exchanged: memory that weights had before ``param.data = other``, while user code views it.
+        stale_views: views of slots that their layer has left.
+        exchanged: memory that weights had before ``param.data = other``, as long as user code views it.
         await_update: waits until a layer's update is done and its results are on the host.
-        write_backs: how often the host has waited to take back a weight.
-        refuses: whether it is an error if host and device have both written a weight. Otherwise the host's write counts,
-            because there is an error already.
+        write_backs: how often the host has waited to copy back a weight.
+        refuses: True if it is an error that host and device have both written a weight. Otherwise the host's write is kept,
+            because an error is being raised already.
     """
 
     def __init__(self, slots: Slots, device: Device, resident_storages: set[int], watch: WeightWatch | None) -> None:
@@ -52,13 +52,13 @@ class WriteBack:
         self._watch = watch
         self.replaced: set[StreamedLayer] = set()
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
-        self.left = StaleViews()
+        self.stale_views = StaleViews()
         self.exchanged = ExchangedMemory()
         self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
         self.write_backs = 0
         self.refuses = True
 
-    # ------------------------------------------------------------------ weights go to the host
+    # ------------------------------------------------------------------ weights are copied to the host
 
     def write_back(
         self, layer: StreamedLayer, written: Iterable[tuple[int, Tensor]], replaced: Collection[int] = ()
@@ -72,12 +72,12 @@ class WriteBack:
         """
         group = layer.parameters
         for index, value in written:
-            self._settle_update(layer)
+            self._wait_for_update(layer)
             value = layer.rows.completed(index, value, self._slots.by_address)
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
-            if group.version_once_fetched(index) != group.version(index):  # the host's was written, too
+            if group.version_once_fetched(index) != group.version(index):  # the host's weight was written, too
                 if self.refuses:
                     raise RuntimeError(
                         f"Parameter {group.spans[index].name!r} was written on the host (through a view from before the step, "
@@ -101,22 +101,24 @@ class WriteBack:
                     self._watch.look_at(layer.block, index)
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
-        """Copies back what was written through views of these slots since the release of their layers."""
-        self.compare_left()
+        """Copies back weights that were written through views of these slots since the release of their layers."""
+        self.compare_stale_views()
         for slot in slots:
             if slot.layer is not None and slot.layer.state is HELD:
                 self.take_back_views(slot.layer, slot)
 
     def take_back_views(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Copies back what was written through views of a layer's slot, and updates whether any view is left.
+        """Copies back weights that were written through views of a layer's slot, and updates the layer if no view is left.
 
-        No device parameter is a view of the slot then.
+        The layer is not attached: its device parameters do not view the slot.
         """
         self.take_back_slot(slot)
         viewed = self._slots.forget_dropped(layer, slot)
         guard = layer.guard
         if guard is not None and not guard.replaced.keys().isdisjoint(guard.viewed):
-            layer.leave_slot()  # where a weight lay that was given other memory since, something else was written
+            # A weight has other memory, and user code has written the place in the slot that the weight had before. So the slot
+            # does not have the layer's values any more.
+            layer.leave_slot()
         if not viewed:
             if guard is not None:
                 guard.drop_views()
@@ -127,16 +129,20 @@ class WriteBack:
     def take_back_slot(self, slot: Slot, *, held_is_compared_later: bool = False) -> tuple[bool, dict[int, Tensor]]:
         """Copies back the weights of the layer in a slot that were written since the last call, or may have been.
 
+        1. Version counters and the guard show which weights may have been written (``written``).
+        2. Of these, ``replaced`` have other memory than the slot's (``param.data = other``), while the layer is in use.
+        3. If user code has held views longer than a step, digests show which weights were really written.
+        4. Otherwise weights in other memory with the values of the slot are left out (:meth:`_alike`).
+
         Args:
             slot: the slot.
-            held_is_compared_later: leaves weights to :meth:`take_back_replaced` whose other memory user code holds, because
-                it may write them at any time.
+            held_is_compared_later: True to leave weights to :meth:`take_back_replaced` if user code holds their other memory, and
+                so may write it at any time.
 
         Returns:
-            Whether anything may have been written, and by index the weights that were given other memory than the slot's
-            (``param.data = other``) while their layer is in use.
+            True if a weight may have been written; and ``replaced``, by the index of the weight.
         """
-        self.compare_left()
+        self.compare_stale_views()
         layer = slot.layer
         assert layer is not None
         group, attached, written = layer.parameters, layer.state.attached, set(layer.parameters.take_written())
@@ -144,9 +150,11 @@ class WriteBack:
         if guard is None:
             return False, {}  # `take_written` makes a guard if it finds a written weight
         digests = guard.digests
-        if digests is not None:  # any weight: an early update has removed them from the exposed ones
+        if (
+            digests is not None
+        ):  # an early update has cleared the guard's `exposed`, so any weight may have been written
             written.update(range(len(group.all)))
-        if not attached:  # the slot does not have the values of these
+        if not attached:  # these weights are in other memory, and the slot does not have their values
             written -= guard.replaced.keys()
         if not written:
             return False, {}
@@ -159,10 +167,10 @@ class WriteBack:
             if not attached:
                 written -= guard.replaced.keys()
             if written:
-                group.fetched()  # the host's are those of before, whatever their versions say
+                group.fetched()  # digests have shown that the host was not written, whatever its versions are
             written |= replaced.keys()
         elif replaced:
-            # Beside is the device parameter.
+            # `beside=1`: the device parameter itself holds the memory, too.
             later = {i for i, value in replaced.items() if held_is_compared_later and shared(value, beside=1)}
             alike = self._alike(slot, replaced, later)
             written -= alike
@@ -195,11 +203,11 @@ class WriteBack:
             or layer.owner.kept
             or slot.stale
             or guard.digests is not None
-            or slot.coming is not None
+            or slot.pending is not None
             or layer.outdated
         ):
             return set()
-        # Not weights of another dtype: the slot has the values from before, and not the host's.
+        # Without weights of another dtype: the slot has their values from before the change.
         unwritten = [i for i in given.keys() - guard.viewed - guard.retyped.keys() if _same_form(given[i], places[i])]
         compared, written = [i for i in unwritten if i not in later], set[int]()
         if compared:
@@ -216,24 +224,25 @@ class WriteBack:
     def _values(self, slot: Slot) -> Sequence[Tensor]:
         """Returns the weights in a slot, after all kernels that write them."""
         assert slot.layer is not None
-        self._settle(slot.memory)
+        self._wait_for_kernels(slot.memory)
         return self._slots.views(slot.layer, slot)[: len(slot.layer.parameters.spans)]
 
-    def _settle(self, memory: Tensor) -> None:
+    def _wait_for_kernels(self, memory: Tensor) -> None:
         """Waits for all kernels that write a slot's memory."""
         self.device.access(memory, Stream.COMPUTE, write=False)
         self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
 
-    def _settle_update(self, layer: StreamedLayer) -> None:
-        """Waits for a layer's update on the host before its weights are read or written: a fetch does not wait for that."""
+    def _wait_for_update(self, layer: StreamedLayer) -> None:
+        """Waits for a layer's update before the host reads or writes its weights. A fetch does not wait for the host's
+        results."""
         if layer.owner.update is not None or layer.owner.kept:
             self.await_update(layer)
 
     def take_digests(self, slot: Slot) -> None:
-        """Takes digests of a viewed slot and of the host's weights, to find out later which of them were written."""
+        """Takes digests of a viewed slot and of the host's weights, to detect later which of the two was written."""
         assert slot.layer is not None
         group = slot.layer.parameters
-        self._settle_update(slot.layer)
+        self._wait_for_update(slot.layer)
         group.expose()
         guard_of(slot.layer).digests = ViewDigests(group, self._values(slot))
 
@@ -246,7 +255,7 @@ class WriteBack:
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
 
     def take_back_all(self) -> None:
-        """Copies back everything that was written on the device, after a step or in the middle of one. No layer is in use."""
+        """Copies back all weights that were written on the device, after a step or in the middle of one. No layer is in use."""
         for layer in list(self.replaced):
             self.take_back_replaced(layer)
             self.set_replaced(layer, {})
@@ -265,8 +274,8 @@ class WriteBack:
 
         Args:
             layer: the layer.
-            index: of the weight.
-            value: its new memory.
+            index: the index of the weight.
+            value: the weight's new memory.
             run: the running forward that may run again in backward; None if there is none.
 
         Raises:
@@ -288,13 +297,20 @@ class WriteBack:
             self._note_exchanged(layer, index, run)
         if are_saved(group.present_values, index):
             self._note_exchanged(layer, index, group.present_values[index])
-            self._settle_update(layer)
-            self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
+            self._wait_for_update(layer)
+            self.write_back(layer, [(index, group.value(index))])  # graphs also see earlier writes through .data
             guard_of(layer).viewed.add(index)
             keep_saved(layer, index)
 
     def _note_exchanged(self, layer: StreamedLayer, index: int, needed_by: object) -> None:
-        """Remembers the values in memory that a weight is about to leave, if user code views it and may write it."""
+        """Remembers the values in the memory that a weight is about to leave, if user code views that memory and may write it.
+
+        Args:
+            layer: the layer.
+            index: the index of the weight.
+            needed_by: the object that needs the values to stay the same: saved values of a graph, or a forward that may run
+                again.
+        """
         group, slot = layer.parameters, layer.slot
         if slot is None:
             return
@@ -307,37 +323,37 @@ class WriteBack:
             return
 
         def written() -> None:
-            group.unversioned_writes[index] += 1  # for forwards that would run again
+            group.unversioned_writes[index] += 1  # a forward that would run again detects the write by this
             if isinstance(needed_by_it := alive(), SavedValues):
                 needed_by_it.overwritten = group.spans[index].name
 
         alive = weakref.ref(needed_by)
-        self._settle(slot.memory)
+        self._wait_for_kernels(slot.memory)
         self.exchanged.note(slot.lease, slot.memory, value, needed_by, written)
 
-    def compare_left(self) -> None:
-        """Checks memory that layers or weights have left for writes. Nearly always there is none."""
-        if self.left.noted:
-            self.left.compare(self._settle, refuse=self.refuses)
+    def compare_stale_views(self) -> None:
+        """Detects writes to memory that layers or weights have left. Nearly always there is no such memory."""
+        if self.stale_views.noted:
+            self.stale_views.compare(self._wait_for_kernels, refuse=self.refuses)
         if self.exchanged.noted:
-            self.exchanged.compare(self._settle)
+            self.exchanged.compare(self._wait_for_kernels)
 
     def compare_exchanged(self) -> None:
         """Detects writes of user code to memory that its weight has left; see :class:`ExchangedMemory`."""
-        self.exchanged.compare(self._settle)
+        self.exchanged.compare(self._wait_for_kernels)
 
-    def leave_views(self, slot: Slot, replaced: Collection[int]) -> None:
-        """Remembers the views of a slot that its layer leaves. Through them, other weights must not be written any more."""
+    def note_stale_views(self, slot: Slot, replaced: Collection[int]) -> None:
+        """Remembers views of a slot that its layer leaves: user code must not write the layer's other weights through them."""
         if slot.lease.in_use and slot.layer is not None:
             weights = enumerate(zip(slot.layer.parameters.spans, self._values(slot), strict=True))
             others = [(span.name, value) for i, (span, value) in weights if i not in replaced]
-            self.left.note(slot.lease, slot.memory, others)
+            self.stale_views.note(slot.lease, slot.memory, others)
 
     def set_replaced(self, layer: StreamedLayer, given: Mapping[int, Tensor]) -> None:
         """Remembers weights that were given other memory (``param.data = other``) while user code holds it and may write it.
 
         Args:
-            layer: the layer, which is away.
+            layer: the layer, which is not attached.
             given: that memory by the weight's index. Other weights of the layer are forgotten.
         """
         guard_of(layer).replace({i: value for i, value in given.items() if shared(value)})
@@ -348,7 +364,7 @@ class WriteBack:
             drop_if_empty(layer)
 
     def take_back_replaced(self, layer: StreamedLayer) -> None:
-        """Copies back what user code wrote to other memory of a layer's weights while the layer was not in use."""
+        """Copies back weights in other memory (``replaced``) that user code has written while the layer was not in use."""
         group, guard = layer.parameters, layer.guard
         if guard is not None and guard.replaced and not layer.state.attached:
             before = list(group.unversioned_writes)
@@ -367,7 +383,7 @@ _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def _same_form(tensor: Tensor, other: Tensor) -> bool:
-    """True if two tensors can be compared by their bytes."""
+    """Returns True if two tensors can be compared by their bytes."""
     return (
         (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         == (other.dtype, other.shape, other.stride(), other.device)
@@ -377,7 +393,7 @@ def _same_form(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _differ(tensor: Tensor, other: Tensor) -> Tensor:
-    """Returns, on the device, whether any bytes of two tensors of the same form differ."""
+    """Returns a bool tensor on the device: True if any bytes of two tensors of the same form differ."""
     kind = _WHOLE_NUMBERS[tensor.dtype.itemsize]
     return (tensor.view(kind) != other.view(kind)).any()
 

@@ -1,28 +1,28 @@
-"""Write guard: how user code may write a layer's weights in a way that no version counter shows, and what is done about it.
+"""Write guard: records that user code may write a layer's weights in a way that no version counter shows.
 
-Torch counts in-place writes of a tensor (``tensor._version``), so the engine finds them by comparing two lists. That is enough
-for nearly all code, and then ``layer.guard`` is None. If user code does one of the following, the guard remembers it, and
-:mod:`~sp_lightning.layers.write_back` acts on it:
+Torch counts in-place writes of a tensor (``tensor._version``), so the engine detects them by comparing two lists of numbers. This
+is enough for nearly all code, and then ``layer.guard`` is None. If user code has one of the following, the guard records it, and
+:mod:`~sp_lightning.layers.write_back` copies weights accordingly:
 
 =========================  ==============  ==================================================================================
-user code has              the guard       what is done
+user code has              recorded in     treatment
 =========================  ==============  ==================================================================================
-a weight's ``.data``       ``exposed``     At the layer's release its values are copied to the host, written or not.
+a weight's ``.data``       ``exposed``     At the layer's release the weight is copied to the host, written or not.
 a view that outlives the   ``views``       The slot is not overwritten (the layer is HELD). Before the layer's next use, and at
 layer's use                                the end of the step, the view's values are copied to the host.
 a view that outlives the   ``digests``     The view and the host's weight are one memory on plain Lightning. Here they are two,
 step                                       and each may be written at any time. So both are compared with their digests, and
-                                           the one that was written is copied to the other. If both were: an error.
-given a weight other       ``replaced``    The weight stays in that memory in its layer's next uses. It is copied to the host
-memory, and holds it                       before each of them, as long as user code holds the memory.
-given a weight another     ``retyped``     The slot has no place for it. It stays in device memory of its own, and each use
-dtype                                      copies the host's values to it.
+                                           the written one is copied to the other. If both were written: an error.
+other memory for a weight  ``replaced``    User code has set ``param.data = other`` and holds ``other``. The weight stays in
+                                           that memory in its layer's next uses. Before each use it is copied to the host.
+a weight of another dtype  ``retyped``     The slot has no place for the weight. It has device memory of its own, to which each
+                                           use copies the host's values.
 =========================  ==============  ==================================================================================
 
-``viewed`` says where the slot may have other values than the host in the meantime: a weight whose new memory has the same values
-as the slot need not be copied, unless it is one of these.
+``viewed`` has the weights for which the slot may have other values than the host. For a weight outside ``viewed``, new memory
+with the slot's values need not be copied.
 
-A guard is made by :func:`guard_of` when the first of these happens, and goes by :func:`drop_if_empty` when the last one is over.
+:func:`guard_of` makes a guard when the first of these happens, and :func:`drop_if_empty` removes it when the last one is over.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from torch import Tensor
 
 
 class WriteGuard:
-    """What is known of unseen writes to one layer. All weights are given by their index in the layer.
+    """Records possible writes to one layer that no version counter shows. Weights are given by their index in the layer.
 
     Attributes:
         exposed: weights that user code may write at any time without a change of their version.
-        viewed: weights of which the slot may have other values than the host.
-        replaced: the other memory of weights (``param.data = other``) which user code holds as well.
+        viewed: weights for which the slot may have other values than the host.
+        replaced: the other memory of weights (``param.data = other``), which user code holds as well.
         retyped: the memory of weights that were given another dtype.
-        views: whether tensors view the layer's slot that were made in an earlier use.
-        digests: the :class:`~sp_lightning.layers.writes.ViewDigests` that such views, and the host's weights, are compared with.
+        views: True if tensors that were made in an earlier use view the layer's slot.
+        digests: the :class:`~sp_lightning.layers.writes.ViewDigests` with which such views, and the host's weights, are compared.
             None within the step in which the views were made.
     """
 
@@ -57,23 +57,23 @@ class WriteGuard:
         self.digests: Any = None
 
     def expose(self, indices: Iterable[int]) -> None:
-        """User code gets memory of these weights in the slot."""
+        """Called when user code gets memory of these weights in the slot."""
         indices = tuple(indices)
         self.exposed.update(indices)
         self.viewed.update(indices)
 
     def replace(self, replaced: dict[int, Tensor]) -> None:
-        """User code holds this other memory of weights, and no other any more."""
+        """Called when user code holds this other memory of weights, and no further one."""
         self.replaced = replaced
         self.exposed.intersection_update(replaced)
 
     def leave_slot(self) -> None:
-        """The layer leaves its slot. What tensors view there is not the layer's any more."""
+        """Called when the layer leaves its slot. Views of the slot do not show the layer's weights any more."""
         self.views = False
         self.digests = None
 
     def drop_views(self) -> None:
-        """No tensor but the layer's own views the slot. What was written there is on the host."""
+        """Called when only the layer's own tensors view the slot, and the host has all writes."""
         self.leave_slot()
         self.exposed.intersection_update(self.replaced)
         self.viewed.clear()
@@ -86,14 +86,14 @@ class Guarded(Protocol):
 
 
 def guard_of(layer: Guarded) -> WriteGuard:
-    """Returns the layer's guard, which is made if there is none."""
+    """Returns the layer's guard. Makes one if the layer has none."""
     if layer.guard is None:
         layer.guard = WriteGuard()
     return layer.guard
 
 
 def drop_if_empty(layer: Guarded) -> None:
-    """Drops the layer's guard if nothing is left to guard, so that the layer's uses cost nothing more."""
+    """Removes the layer's guard if it records nothing any more, so that uses of the layer need no more time."""
     guard = layer.guard
     if guard is not None and not (
         guard.exposed or guard.viewed or guard.replaced or guard.retyped or guard.views or guard.digests is not None

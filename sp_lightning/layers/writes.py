@@ -95,11 +95,11 @@ class StaleViews:
         """Notes the values of the weights that moved, by name. They must not change while the lease of the memory is in use."""
         self.noted.append((lease, memory, [(name, value, digest(value)) for name, value in others]))
 
-    def compare(self, settle: Callable[[Tensor], None], *, refuse: bool) -> None:
+    def compare(self, wait: Callable[[Tensor], None], *, refuse: bool) -> None:
         """Compares the memory with the values that were noted, and forgets memory that nobody views any more.
 
         Args:
-            settle: waits for everything that writes a memory.
+            wait: waits for everything that writes a memory.
             refuse: True if a write is an error.
 
         Raises:
@@ -107,7 +107,7 @@ class StaleViews:
         """
         before, self.noted = self.noted, [left for left in self.noted if left[0].in_use]
         for _, memory, others in before if refuse else ():
-            settle(memory)
+            wait(memory)
             for name, value, before_it in others:
                 if digest(value) != before_it:
                     self.noted.clear()
@@ -139,14 +139,14 @@ class ExchangedMemory:
         """
         self.noted.append((lease, memory, value, digest(value), weakref.ref(needed_by), written))
 
-    def compare(self, settle: Callable[[Tensor], None]) -> None:
-        """Compares the memory with the values that were noted. ``settle`` waits for everything that writes a memory."""
+    def compare(self, wait: Callable[[Tensor], None]) -> None:
+        """Compares the memory with the values that were noted. ``wait`` waits for everything that writes a memory."""
         before, self.noted = self.noted, []
         for noted in before:
             lease, memory, value, before_it, needed_by, written = noted
             if needed_by() is None:
                 continue
-            settle(memory)
+            wait(memory)
             if digest(value) != before_it:
                 written()
             elif lease.in_use:

@@ -87,7 +87,7 @@ def _how_to_stream(parameter: nn.Parameter) -> str:
     return ""
 
 
-def parted_parameters(module: nn.Module, whole: Mapping[nn.Module, str]) -> tuple[OverlappingPair, ...]:
+def overlapping_pairs(module: nn.Module, whole: Mapping[nn.Module, str]) -> tuple[OverlappingPair, ...]:
     """Returns the pairs of frozen parameters that share memory.
 
     Args:

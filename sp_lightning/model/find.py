@@ -23,7 +23,7 @@ from sp_lightning.model.blocks import (
     is_repeated,
     uses_torchscript,
 )
-from sp_lightning.model.checks import advice_to_group, modules_moved_whole, notes_on, parted_parameters, why_nothing
+from sp_lightning.model.checks import advice_to_group, modules_moved_whole, notes_on, overlapping_pairs, why_nothing
 from sp_lightning.model.found import (
     Found,
     Layer,
@@ -82,7 +82,7 @@ def find_layers(
     chosen, kept = chosen_layers(module, layers, names), chosen_residents(module, keep_on_gpu)
     whole = modules_moved_whole(module, kept)
     _refuse_both(chosen, kept, names)
-    parted = parted_parameters(module, whole)
+    overlapping = overlapping_pairs(module, whole)
     walk = _Walk(module, finder, chosen=chosen, whole=whole, whole_blocks=whole_blocks)
     units = list(walk.units(module, names[module]))
     places = _places(module, whole)
@@ -104,7 +104,7 @@ def find_layers(
         tables=tables,
         experts=frozenset(index for index, unit in enumerate(streamed) if unit.expert),
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
-        parted=parted,
+        overlapping=overlapping,
         grouping_advice=advice_to_group(streamed, {child: names[child] for child in walk.above}),
         buffer_bytes=sum(map(tensor_bytes, buffers_in(module))),
         nothing=why_nothing(whole, (*found, *tables), places),

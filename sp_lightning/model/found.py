@@ -121,7 +121,7 @@ class Found:
         experts: the indices of the layers that are used only by tokens routed to them.
         units: by name, the modules that each have one activation mode: the layers, and the parts that stay on the device, in
             the order of the module tree.
-        parted: pairs of frozen parameters that share memory. Each parameter gets its own copy.
+        overlapping: pairs of frozen parameters that share memory. Each parameter gets its own copy.
         buffer_bytes: bytes of all buffers. They stay on the device.
         nothing: why nothing is streamed; empty if something is.
         grouping_advice: which modules to group, and how, if all layers are single modules without children.
@@ -138,7 +138,7 @@ class Found:
     tables: tuple[Layer, ...] = ()
     experts: frozenset[int] = frozenset()
     units: Mapping[str, nn.Module] = field(default_factory=dict)
-    parted: tuple[OverlappingPair, ...] = ()
+    overlapping: tuple[OverlappingPair, ...] = ()
     grouping_advice: str = ""
     buffer_bytes: int = 0
     nothing: str = ""

@@ -125,7 +125,7 @@ class Plan:
         return (*self.layers, *self.masters, *self.tables)
 
     @property
-    def settled(self) -> frozenset[int]:
+    def never_evicted(self) -> frozenset[int]:
         """The indices of the layers whose ring has a slot for each of its layers, so that none of them is ever evicted."""
         sharing = Counter(layer.ring for layer in self.layers)
         fits = {ring for ring, layers in sharing.items() if layers <= self.rings[ring].slots}

@@ -206,7 +206,7 @@ class ReducedGradients(GradientSink[None]):
             with no_inference_mode():
                 for layer, index in family.trainable():
                     layer.block.parameters[index].grad = self.places.whole(family, (layer, index))
-        family.owner.parameters.doors.gradients_complete(family.owner)
+        family.owner.parameters.engine.gradients_complete(family.owner)
 
     def landing(self, owner: StreamedLayer) -> Callable[[], None] | None:
         """Returns a function that waits until this rank's part of the gradients has landed.

@@ -242,7 +242,7 @@ class OptimizerSteps:
     def _make_steps(self, policy: UpdatePolicy, optimizers: Sequence[Optimizer]) -> None:
         """Makes the steps of optimizers that are taken apart by layers."""
         engine = self._run.engine
-        engine.updating.gradients.keep_there = policy.gradients_stay
+        engine.updating.gradients.keep_for_own_slot = policy.gradients_stay
         if policy.all_threads:
             engine.device.background_threads = torch.get_num_threads()
         self._layerwise = {

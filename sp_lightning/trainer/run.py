@@ -139,7 +139,7 @@ class Run:
             stay=stay,
         )
         self._threads = OwnThreads()
-        self._parted: list[OverlappingPair] = []
+        self._overlapping: list[OverlappingPair] = []
         self._host_room: int | None = None
         self._activations = ActivationPlan()
         self._buffers_due = trains
@@ -221,8 +221,8 @@ class Run:
     def renew(self) -> None:
         """Adapts the engine to the module as it is now. Called before a batch."""
         self.steps.open()
-        for parted in self._parted:
-            parted.refuse_trained()
+        for pair in self._overlapping:
+            pair.refuse_trained()
         changed = self.engine.changed()
         if changed:
             self._log.debug("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
@@ -284,7 +284,7 @@ class Run:
             log=self._log,
         )
         self.streamer.activations.limit_host_memory(self._host_room)
-        self._parted += found.parted
+        self._overlapping += found.overlapping
         self.tuner = make_tuner(
             self._window,
             self.streamer,

@@ -17,10 +17,10 @@ from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.timeline import Kind
 from sp_lightning.engine.assembly import kinds
 from sp_lightning.engine.residency import Residency
+from sp_lightning.layers.bound_weights import SlotUsers
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Kind as LayerKind
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.lent_weights import SlotUsers
 from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.slots import BlockSource, Slots, Staged
 from sp_lightning.layers.uploads import Uploads

@@ -55,7 +55,7 @@ class BackgroundUpdates:
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
-        self._role = type("BeingUpdated", (_PendingUpdate,), {"_updates": self})
+        self._role = type("PendingUpdate", (_PendingUpdate,), {"_updates": self})
         self.stepper = LayerStepper()
         self.landed_in_a_row = 0
         self._has_landed = False  # since the present step began
@@ -217,7 +217,7 @@ class BackgroundUpdates:
             if layer is not None and layer.kept:
                 self.land(layer)
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Waits for all updates. Does not land layers.
 
         Raises:
@@ -338,7 +338,7 @@ class BackgroundUpdates:
             del self._under_way[layer]
             layer.update = layer.landed = None
             if why is not Wait.FETCH_AFTER_UPDATE:
-                layer.made = ()  # the code that waits may write the host's weights
+                layer.step_results = ()  # the code that waits may write the host's weights
             if layer.kept:
                 self.stepper.hide(layer)
             if not layer.updated_early:

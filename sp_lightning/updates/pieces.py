@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning.device.host_kernels import HALVES, Operands
-from sp_lightning.layers.narrow_gradient import Change, Factor, NarrowGradient, made_of
+from sp_lightning.layers.narrow_gradient import Change, Factor, NarrowGradient, narrow_and_changes
 from sp_lightning.registry import host_kernels
 from sp_lightning.torch_compat.private import FUSED_STEPS, second_level_cache
 
@@ -68,7 +68,7 @@ class InPieces(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         step, together, size = partial(func, **(kwargs or {})), list[Update](), 0
         for weight, gradient, *state in zip(*(column or [None] * len(args[0]) for column in args), strict=True):
-            came, changes = made_of(gradient)
+            came, changes = narrow_and_changes(gradient)
             if id(weight) in self._clips:
                 changes = (*changes, self._clips[id(weight)])
             update = Update(weight.detach(), came, self._casts.get(id(weight)), state, changes)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.layers.narrow_gradient import Factor, as_it_came, change, is_narrow, stored, widen_if_changed
+from sp_lightning.layers.narrow_gradient import Factor, change, is_narrow, stored, unwidened, widen_if_changed
 from sp_lightning.registry import host_kernels
 from sp_lightning.torch_compat.private import scaler_device
 
@@ -59,7 +59,7 @@ class HostGradScaler(torch.amp.GradScaler):
         if narrow:
             infinite = found.setdefault(torch.device("cpu"), found_inf)
             # torch also tests gradients before it multiplies them.
-            if not _are_finite([as_it_came(stored(parameter)) for parameter in narrow]):
+            if not _are_finite([unwidened(stored(parameter)) for parameter in narrow]):
                 infinite.fill_(1.0)
             for parameter in narrow:
                 if not change(parameter, unscale) and parameter.grad is not None:

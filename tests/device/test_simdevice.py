@@ -148,10 +148,10 @@ def test_an_operator_that_nobody_declared_is_noticed() -> None:
         ):
             return use(self, layer, **more)
 
-    use = Slots.use
+    use = Slots.lock
     with (
         simulated(),
-        mock.patch.object(Slots, "use", undeclared),
+        mock.patch.object(Slots, "lock", undeclared),
         pytest.raises(Race, match=r"read by compute"),
     ):
         fit(lambda: Module(Stack()), vectors(1), superpipeline())

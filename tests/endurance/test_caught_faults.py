@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.step import Step
-from sp_lightning.layers.lent_weights import BoundWeights
+from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.swap import ParameterSwap
@@ -143,9 +143,9 @@ ROWS = [
     Row("enter of a call / leave", torch, "tanh", 2, calls),
     Row("leave of a call, its parts", WriteBack, "write_back", 1, writes_and_calls),
     Row("leave of a call, its parts", WriteBack, "take_back_all", 1, calls, BETWEEN),
-    Row("begin_call / end_call", Slots, "use", 3, calls),
-    Row("begin_call / end_call", BoundWeights, "move_in", 3, calls),
-    Row("on_demand: begin_call / end_call", Slots, "use", 2, reads, IN),
+    Row("begin_call / end_call", Slots, "lock", 3, calls),
+    Row("begin_call / end_call", BoundWeights, "attach", 3, calls),
+    Row("on_demand: begin_call / end_call", Slots, "lock", 2, reads, IN),
     Row("fetch: slot taken / filled", Uploads, "send", 3, calls),
     Row("modules: to_device / to_host", ParameterSwap, "to_device", 1, calls, BETWEEN),
     Row("modules: to_host / to_device", ParameterSwap, "to_host", 1, saves, IN),

@@ -244,23 +244,23 @@ def test_what_a_fetch_reads_on_the_device_is_alive_until_steps_have_waited(
     make: Callable[[], Stepped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is fetched last and in vain is there until the run ends, and then the host waits."""
-    let_go, fetch, free = Slots._wait_for_readers, Slots.fetch, Slots._free
+    let_go, fetch, free = Slots._release_sources, Slots.fetch, Slots._free
     seen, read, at_end = list[tuple[int, Wait]](), list[int](), list[int]()
 
     def noting(self: Slots, slot: Slot) -> None:
-        alive = len(slot.alive)
+        alive = len(slot.sources)
         let_go(self, slot)
         seen.append((alive, self._device.waits[-1]))
 
     def counting(self: Slots, transfer: Any) -> None:
-        read.extend(len(layer.made) for layer, _, _ in transfer if layer.made)
+        read.extend(len(layer.step_results) for layer, _, _ in transfer if layer.step_results)
         fetch(self, transfer)
 
     def ending(self: Slots) -> None:
-        at_end.extend(len(slot.alive) for slot in self.all)
+        at_end.extend(len(slot.sources) for slot in self.all)
         free(self)
 
-    monkeypatch.setattr(Slots, "_wait_for_readers", noting)
+    monkeypatch.setattr(Slots, "_release_sources", noting)
     monkeypatch.setattr(Slots, "fetch", counting)
     monkeypatch.setattr(Slots, "_free", ending)
     fetched(make)
@@ -408,7 +408,7 @@ def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pyt
     stage, staged, left, inside = HostSource.stage, list[StreamedLayer](), list[bool](), list[int]()
 
     def interrupted(self: HostSource, layer: StreamedLayer) -> Any:
-        if inside and staged and staged[-1].made:
+        if inside and staged and staged[-1].step_results:
             raise KeyboardInterrupt
         staged.append(layer)
         return stage(self, layer)
@@ -419,7 +419,7 @@ def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pyt
             try:
                 return super().training_step(batch, batch_idx)
             except KeyboardInterrupt:
-                left.append(bool(staged.pop().made))
+                left.append(bool(staged.pop().step_results))
                 return None
             finally:
                 inside.clear()

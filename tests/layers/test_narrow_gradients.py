@@ -20,11 +20,11 @@ from sp_lightning.layers import gradients
 from sp_lightning.layers.narrow_gradient import (
     NarrowGradient,
     Norms,
-    as_it_came,
     change,
     drop,
     keep_narrow,
     stored,
+    unwidened,
     widen,
 )
 from sp_lightning.model.find import find_layers
@@ -70,7 +70,7 @@ def test_it_stays_as_it_came_whatever_is_done_with_the_parameter(kind: type[nn.P
     assert not looks
     found = stored(parameter)
     assert isinstance(found, NarrowGradient)
-    assert as_it_came(found).dtype is torch.bfloat16
+    assert unwidened(found).dtype is torch.bfloat16
     assert (found.dtype, found.shape, found.layout) == (torch.float32, parameter.shape, torch.strided)
     assert torch.empty_like(found).dtype is torch.float32
 

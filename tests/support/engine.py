@@ -66,7 +66,7 @@ def update(streamer: Streamer, optimizer: torch.optim.Optimizer) -> None:
 def events() -> Iterator[list[str]]:
     """What happens to which layer, in order: one word and the layer's index, ``R`` for the residents."""
     happened: list[str] = []
-    fetch, use, release = Slots.fetch, Slots.use, Slots.release
+    fetch, use, release = Slots.fetch, Slots.lock, Slots.release
     drain, apply, hold = Gradients.drain, Gradients._apply, Access.enter
 
     def name(layer: StreamedLayer) -> str:
@@ -101,7 +101,7 @@ def events() -> Iterator[list[str]]:
 
     with (
         mock.patch.object(Slots, "fetch", note_fetch),
-        mock.patch.object(Slots, "use", note_use),
+        mock.patch.object(Slots, "lock", note_use),
         mock.patch.object(Slots, "release", note_release),
         mock.patch.object(Access, "enter", note_enter),
         mock.patch.object(Gradients, "drain", note_drain),

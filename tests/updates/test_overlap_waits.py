@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device, Stream
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.narrow_gradient import as_it_came, stored
+from sp_lightning.layers.narrow_gradient import stored, unwidened
 from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.engine import streamer_of
 from tests.support.models import (
@@ -345,7 +345,7 @@ def test_an_update_declares_to_write_the_gradients_that_it_writes(precision: str
 
     def compared(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         found = [stored(parameter) for member in layer.family for parameter in member.block.parameters]
-        gradients = [as_it_came(gradient) for gradient in found if gradient is not None]
+        gradients = [unwidened(gradient) for gradient in found if gradient is not None]
 
         def update() -> None:
             before = [gradient.clone() for gradient in gradients]

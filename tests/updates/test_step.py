@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.layers.narrow_gradient import NarrowGradient, as_it_came, keep_narrow, stored
+from sp_lightning.layers.narrow_gradient import NarrowGradient, keep_narrow, stored, unwidened
 from sp_lightning.updates.scaler import HostGradScaler
 from tests.support.runs import assert_equal
 
@@ -106,7 +106,7 @@ def test_a_narrow_gradient_stays_narrow_and_as_it_came_when_it_is_unscaled() -> 
         torch.optim.SGD([parameter]), torch.tensor(0.25), torch.zeros(()), False
     )
     gradient = stored(parameter)
-    assert as_it_came(gradient) is came
+    assert unwidened(gradient) is came
     assert came.tolist() == [1.0, 2.0, 4.0]
     assert type(gradient) is NarrowGradient
     assert parameter.grad is not None

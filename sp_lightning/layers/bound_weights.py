@@ -1,4 +1,4 @@
-"""Lent weights: gives modules the slots of the layers in use, by making their device parameters views of them."""
+"""Bound weights: binds the device parameters of a layer in use to its slot, by making them views of the slot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 
 
 class SlotUsers:
-    """What :class:`~sp_lightning.engine.residency.Residency` calls when a layer changes its state. A simulation has no modules.
+    """The interface that :class:`~sp_lightning.engine.residency.Residency` calls when a layer changes its state.
+
+    The methods of this class do nothing with modules. A simulation, which has no modules, uses it as it is.
 
     Args:
         slots: the slots of the layers.
 
     Attributes:
-        held: released layers of which a graph still holds device parameters.
+        held: released layers whose device parameters a graph still holds.
         replaced: released layers with weights in other memory, which user code holds.
     """
 
@@ -33,36 +35,36 @@ class SlotUsers:
         self.replaced: set[StreamedLayer] = set()
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used, if any is ``replaced``: its weights on the host must be up to date."""
+        """Called before a layer is used, if any layer is ``replaced``: the host weights of the used layer must be up to date."""
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
-        """Called before slots are overwritten, which loses what was written there."""
+        """Called before slots are overwritten. Writes through views of the slots would be lost."""
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Called after the transfer of a layer was issued."""
 
-    def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Attaches a layer, because a module call uses it: gives modules its weights on the device."""
+    def attach(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Attaches a layer, because a module call uses it: makes its device parameters views of the slot."""
 
     def release(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Releases a layer that no call uses: takes its memory from the modules, and releases the slot."""
+        """Releases a layer that no call uses: makes its device parameters stand-ins, and releases the slot."""
         self._slots.release(layer, slot)
 
     def before_renewal(self, layer: StreamedLayer) -> None:
-        """Called before the host's present weights overwrite the slot of a layer in use."""
+        """Called before a fetch overwrites the slot of a layer in use with the host's present weights."""
 
     def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called after the host's present weights have overwritten the slot of a layer in use."""
+        """Called after that fetch was issued."""
 
     def rest(self, layer: StreamedLayer) -> None:
-        """Called instead of :meth:`release` for a layer that rests: it keeps its slot."""
+        """Called instead of :meth:`release` for a layer that rests and keeps its slot."""
 
     def written(self, layer: StreamedLayer) -> bool:
-        """Whether a resting layer may have been written on the device, so that its weights must be copied back."""
+        """Returns True if a resting layer may have been written on the device, so that its weights must be copied back."""
         return False
 
     def free_dropped(self) -> bool:
-        """Frees device parameters that graphs held and have dropped. Returns whether any layer had such."""
+        """Frees device parameters that graphs held and have dropped. Returns True if a slot may have become free."""
         return False
 
 
@@ -72,7 +74,7 @@ class BoundWeights(SlotUsers):
     Args:
         slots: the slots, whose memory the device parameters are given.
         writes: copies to the host what was written on the device.
-        watched: whether ``debug_writes`` looks for writes.
+        watched: True if ``debug_writes`` looks for writes.
     """
 
     def __init__(self, slots: Slots, writes: WriteBack, *, watched: bool) -> None:
@@ -84,28 +86,28 @@ class BoundWeights(SlotUsers):
     # ------------------------------------------------------------------ a use begins
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Takes back what was written outside the layer's slot, before the layer is fetched or used."""
+        """Copies weights to the host that were written in memory outside the layer's slot (``param.data = other``)."""
         for member in layer.family:
             self._writes.take_back_replaced(member)
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
-        """Takes back what was written through views of these slots, which are about to be overwritten."""
+        """Copies weights to the host that were written through views of these slots, before the slots are overwritten."""
         writes = self._writes
-        if writes.left.noted or writes.exchanged.noted:
-            writes.compare_left()
+        if writes.stale_views.noted or writes.exchanged.noted:
+            writes.compare_stale_views()
         for slot in slots:
             if slot.layer is not None and slot.layer.state is HELD:
                 writes.take_back_views(slot.layer, slot)
 
     def fetched(self, layer: StreamedLayer) -> None:
-        """Notes that the device's copy is that of the host's present parameters."""
+        """Records that the device has the host's present values."""
         layer.parameters.fetched()
         if layer.guard is not None and layer.guard.digests is not None and layer.slot is not None:
-            self._slots.join(layer.slot)  # user code that holds the slot may read it at any time
+            self._slots.join(layer.slot)  # user code that holds a view of the slot may read it at any time
             self._writes.take_digests(layer.slot)
 
-    def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Makes the layer's device parameters views of its slot, and lets modules use them without being noticed."""
+    def attach(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Makes the layer's device parameters views of its slot, with the class that does not notice uses."""
         group = layer.parameters
         views = slot.lease.views(layer.layout, layer.spans)
         if not layer.state.attached:
@@ -113,15 +115,17 @@ class BoundWeights(SlotUsers):
             if self._watched:  # debug_writes assumes that every weight on the device is written
                 group.expose()
         elif layer.state is RESTING:
-            group.ask(before_use=False)
-        if layer.owner.updated_early:  # a use of weights that backward has updated already is an error, so notice it
-            group.ask(before_use=True)
+            group.notice_uses(False)
+        if (
+            layer.owner.updated_early
+        ):  # backward has updated the layer, so each later use is an error that must be noticed
+            group.notice_uses(True)
         group.sync_requires_grad()
         if not layer.whole:
             layer.casts.offer(views[len(group.all) :])
 
     def before_renewal(self, layer: StreamedLayer) -> None:
-        """Copies to the host what was written on the device.
+        """Copies weights to the host that were written on the device.
 
         Raises:
             RuntimeError: a weight was given other memory on the host, or was written on the host and on the device.
@@ -137,10 +141,10 @@ class BoundWeights(SlotUsers):
                 )
 
     def refuse_viewed(self, layer: StreamedLayer) -> None:
-        """Checks that no user code views the slot of a layer in use, whose host memory is handed out.
+        """Checks that no view of the slot exists, before user code gets the host memory of a layer in use.
 
         Raises:
-            RuntimeError: it does. A write on the host, which no version shows, would be missing in the view.
+            RuntimeError: user code has a view. It would not show writes to the host memory, which change no version.
         """
         group = layer.parameters
         if layer.slot is not None and layer.slot.lease.in_use_beside(len(group.all) if layer.state.attached else 0):
@@ -151,7 +155,7 @@ class BoundWeights(SlotUsers):
             )
 
     def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Copies the new values to weights that were given other memory in this use, and gives functions the new casts."""
+        """Copies the new values to weights that were given other memory in this use, and offers the new casts."""
         group, guard = layer.parameters, layer.guard
         places = self._slots.views(layer, slot)
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
@@ -161,21 +165,21 @@ class BoundWeights(SlotUsers):
                     value.copy_(group.hosts[index])
                 elif not same_place(value, places[index]):
                     value.copy_(places[index])
-        self.move_in(layer, slot)
+        self.attach(layer, slot)
 
     # ------------------------------------------------------------------ a use ends
 
     def rest(self, layer: StreamedLayer) -> None:
-        """Lets every use of the layer's weights be noticed, as with stand-ins, and withdraws its casts."""
-        layer.parameters.ask(before_use=True)
+        """Notices every use of the layer's weights, as of stand-ins, and withdraws its casts."""
+        layer.parameters.notice_uses(True)
         layer.casts.withdraw()
 
     def written(self, layer: StreamedLayer) -> bool:
-        """Whether a weight of a resting layer was written on the device, or may have been."""
+        """Returns True if a weight of a resting layer was written on the device, or may have been."""
         return layer.parameters.written()
 
     def release(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Copies to the host what was written on the device, makes device parameters stand-ins, and releases the slot.
+        """Copies written weights to the host, makes device parameters stand-ins, and releases the slot.
 
         Raises:
             RuntimeError: host and device have both written a weight. The slot is released all the same.
@@ -184,9 +188,8 @@ class BoundWeights(SlotUsers):
         try:
             if layer.state.attached:
                 self._detach(layer, slot)
-            elif (
-                guard is not None and guard.views
-            ):  # only autograd has used the layer, but older views may have been written
+            elif guard is not None and guard.views:
+                # Only autograd has used the layer, so its parameters are stand-ins. But user code may have written older views.
                 self._writes.take_back_views(layer, slot)
         finally:
             viewed = self._slots.release(layer, slot)  # (5)
@@ -196,33 +199,33 @@ class BoundWeights(SlotUsers):
             if layer.guard is not None and not viewed:
                 layer.guard.drop_views()
                 drop_if_empty(layer)
-            if (
-                layer.on_demand and viewed
-            ):  # user code may write the masters through a view, so casts may be out of date
-                layer.parameters.casts = None
+            if layer.on_demand and viewed:
+                layer.parameters.casts = (
+                    None  # user code may write the masters through a view, so casts may be out of date
+                )
             elif layer.on_demand:
-                layer.invalidate()
+                layer.invalidate()  # used seldom, so other layers should get the slot
 
     def _detach(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Copies to the host what was written, and makes the device parameters stand-ins, which do not view the slot."""
+        """Copies written weights to the host, and makes the device parameters stand-ins, which do not view the slot."""
         group, writes = layer.parameters, self._writes
         replaced: dict[int, Tensor] = {}
         try:
-            if layer.guard is not None or writes.left.noted or writes.exchanged.noted or group.changed:
+            if layer.guard is not None or writes.stale_views.noted or writes.exchanged.noted or group.changed:
                 _, replaced = writes.take_back_slot(slot, held_is_compared_later=True)
         finally:  # after an error as well
             if not group.detach():
                 self.held.add(layer)
             if writes.exchanged.noted:
                 writes.exchanged.forget_dropped()
-        if replaced:  # param.data = other
-            if not replaced.keys().isdisjoint(guard_of(layer).viewed):  # the slot does not have these values
-                writes.leave_views(slot, replaced)
+        if replaced:  # user code has given weights other memory (param.data = other), and holds that memory
+            if not replaced.keys().isdisjoint(guard_of(layer).viewed):  # the slot has older values than that memory
+                writes.note_stale_views(slot, replaced)
                 layer.leave_slot()
             writes.set_replaced(layer, replaced)
 
     def free_dropped(self) -> bool:
-        """Frees device parameters that graphs held and have dropped. Returns whether any layer had such."""
+        """Frees device parameters that graphs held and have dropped. Returns True if a layer is not held any more."""
         freed = {layer for layer in self.held if layer.parameters.free_dropped()}
         self.held -= freed
         return bool(freed)
