@@ -1,8 +1,9 @@
-"""Where the capabilities enter. This is the only file of the core that names their folders.
+"""Imports the capabilities. This is the only file of the core that names their folders.
 
-A capability is a folder without which the core works: it is found here, when the option that asks for it is resolved, and enters
-through an interface that the core defines. Its own ``__init__`` says what it adds, at which interface it enters, and what it
-costs when it is not used. Nothing is imported from a capability before it is asked for.
+A capability is a folder without which the core works. When an option that needs it is resolved, a function of this file imports
+it and returns its implementation of an interface that the core defines. The core has a default for each interface. The
+capability's own ``__init__`` describes what it adds, its interface, and its cost when it is not used. Nothing is imported from a
+capability before it is needed.
 
 If a folder is missing, one of three things happens. Each function below says which:
 
@@ -78,10 +79,10 @@ class MissingCapabilityError(ImportError):
 
 @contextmanager
 def needed_for(option: str, *, can_leave_out: bool = True) -> Iterator[None]:
-    """Imports of a capability stand inside this context, so that a missing folder raises one clear error.
+    """A context for imports of a capability. If the folder is missing, it raises an error that names the option.
 
     Args:
-        option: what the user wrote, for the message, for example ``disk="/scratch"``.
+        option: the option as the user wrote it, for the message, for example ``disk="/scratch"``.
         can_leave_out: True if the message may suggest to leave the option out.
 
     Raises:
@@ -90,23 +91,26 @@ def needed_for(option: str, *, can_leave_out: bool = True) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        folder = _capability(error.name)
-        if folder is None:
+        folder = _missing_capability(error.name)
+        if folder is None:  # another module is missing
             raise
         install = "pip install --force-reinstall sp_lightning"
-        remedy = f"Install the whole package: {install}"
         if can_leave_out:
             remedy = f"Install the whole package ({install}), or leave {option} out."
+        else:
+            remedy = f"Install the whole package: {install}"
         raise MissingCapabilityError(
             f"{option} needs sp_lightning/{folder}, which is not installed. {remedy}"
         ) from None
 
 
-def _capability(module: str | None) -> str | None:
-    """Returns the capability that a module's name is in; None for other modules."""
+def _missing_capability(module: str | None) -> str | None:
+    """Returns the capability to which a module belongs, if its folder is missing; None for all other modules."""
     package, _, rest = (module or "").partition(".")
     folder = rest.partition(".")[0]
-    return folder if package == "sp_lightning" and folder in CAPABILITIES and not is_installed(folder) else None
+    if package != "sp_lightning" or folder not in CAPABILITIES or is_installed(folder):
+        return None
+    return folder
 
 
 @cache
@@ -116,7 +120,7 @@ def is_installed(folder: str) -> bool:
 
 
 def public(name: str) -> Any:
-    """Returns what a public name of a capability stands for.
+    """Returns the object of a public name that a capability defines, for example ``sp_lightning.check``.
 
     Raises:
         MissingCapabilityError: the folder is missing.
@@ -127,7 +131,10 @@ def public(name: str) -> Any:
 
 @cache
 def row_finder() -> RowFinder:
-    """Returns what finds stacked experts and embeddings. Without ``experts`` (slower), all layers are uploaded whole."""
+    """Returns the finder of stacked experts and embeddings, whose rows are uploaded as batches use them.
+
+    Without ``experts`` (slower), all layers are uploaded whole.
+    """
     if is_installed("experts"):
         from sp_lightning.experts.finder import ExpertsAndEmbeddings
 
@@ -141,24 +148,26 @@ def row_finder() -> RowFinder:
 
 
 def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, may_choose: bool) -> ActivationPlan:
-    """``activations=``: what becomes of what autograd saves in forward.
+    """Resolves ``activations=``: how the activations of each unit are stored between forward and backward.
 
-    Missing folder: error, except with ``"keep"``. ``"auto"`` continues with ``"keep"``, and logs that if device memory ends.
+    Without the folder, ``"auto"`` (fallback) keeps all activations, and logs that if device memory does not suffice. Other values
+    than ``"auto"`` and ``"keep"`` are an error.
 
     Args:
         choice: the option.
         module: the root.
         found: its layers and units.
-        may_choose: whether ``"auto"`` may choose modes: the run trains, and device memory is limited.
+        may_choose: True if ``"auto"`` may choose modes: the run trains, and device memory is limited.
     """
     from sp_lightning.engine.activations import ActivationPlan
 
     if choice == "keep" or (choice == "auto" and not may_choose):
-        return ActivationPlan()
+        return ActivationPlan(automatic=choice == "auto")
     if choice == "auto" and not is_installed("activations"):
         return ActivationPlan(
+            automatic=True,
             why_kept='Superpipeline: activations="auto" keeps all activations on the device, because sp_lightning/activations '
-            "is not installed."
+            "is not installed.",
         )
     with needed_for("activations=" + json.dumps(choice)):
         from sp_lightning.activations.calls import plan_activations
@@ -169,13 +178,13 @@ def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, ma
 
 
 def require_disk(option: str) -> None:
-    """``disk=``. **Error** if the folder is missing. The functions below are called afterwards."""
+    """Checks that ``disk=`` is possible. Without the folder it is an error. The functions below are called afterwards."""
     with needed_for(option):
         import sp_lightning.disk  # noqa: F401
 
 
 def host_budget(host_memory: int | float) -> HostBudget:
-    """``host_memory=`` without ``disk=``. Returns what limits host memory. **Error** if the folder is missing."""
+    """Returns the limit of host memory for ``host_memory=`` without ``disk=``. Without the folder it is an error."""
     with needed_for("host_memory="):
         from sp_lightning.disk.host_budget import LimitedMemory
     return LimitedMemory(host_memory)
@@ -184,7 +193,7 @@ def host_budget(host_memory: int | float) -> HostBudget:
 def placement_on_disk(
     found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int
 ) -> Placement:
-    """``disk=``. Returns where weights and gradients are. The arguments are those of ``disk.tier.place``."""
+    """Returns the placement of weights and gradients with ``disk=``. The arguments are those of ``disk.tier.place``."""
     from sp_lightning.disk.tier import place
 
     return place(found, plan, options, device, accumulate=accumulate)
@@ -198,14 +207,17 @@ def state_on_disk(
     still: Callable[[], AbstractContextManager[None]],
     log: logging.Logger,
 ) -> tuple[StateStore, int]:
-    """``disk=``. Returns where optimizer state is, and its host memory. The arguments are those of ``disk.tier.open_store``."""
+    """Returns the store of optimizer state with ``disk=``, and its host memory. See ``disk.tier.open_store``."""
     from sp_lightning.disk.tier import open_store
 
     return open_store(run, options, optimizers, ledger, still, log)
 
 
 def checkpoint_writer() -> Callable[[Any, IO[bytes]], None]:
-    """Returns what writes a checkpoint: ``torch.save``, unless this process has had tensors on a disk, which may be in it."""
+    """Returns the function that writes a checkpoint: ``torch.save``, or one that can also write tensors on a disk.
+
+    Such tensors can only be in a checkpoint if this process has imported the module that makes them.
+    """
     if "sp_lightning.disk.away" not in sys.modules:
         import torch
 
@@ -219,25 +231,26 @@ def checkpoint_writer() -> Callable[[Any, IO[bytes]], None]:
 
 
 def layer_stepper(optimizer_on: OptimizerOn, gpu_layers: Share) -> MakeStepper | None:
-    """Returns what makes the GPU's optimizer steps; None if the options ask for none.
+    """Returns the function that makes the stepper of layers on the GPU; None if all layers step on the CPU.
 
     Without ``gpu_steps``, ``optimizer_on="gpu"`` and a number of ``gpu_layers`` are errors. ``"auto"`` falls back to the CPU.
     """
-    named = []
-    if optimizer_on == "gpu":
-        named.append('optimizer_on="gpu"')
-    if gpu_layers not in (0, "auto"):
-        named.append(f"gpu_layers={gpu_layers}")
-    by_default = (optimizer_on, gpu_layers) == ("cpu", 0)
-    if by_default or not (named or is_installed("gpu_steps")):
+    if (optimizer_on, gpu_layers) == ("cpu", 0):
         return None
-    with needed_for(" and ".join(named)):
+    required = []
+    if optimizer_on == "gpu":
+        required.append('optimizer_on="gpu"')
+    if gpu_layers not in (0, "auto"):
+        required.append(f"gpu_layers={gpu_layers}")
+    if not required and not is_installed("gpu_steps"):
+        return None
+    with needed_for(" and ".join(required)):
         from sp_lightning.gpu_steps.on_device import make_stepper
     return make_stepper
 
 
 def step_place() -> type[StepPlace]:
-    """Returns what says whether optimizers can step on the GPU. Without ``gpu_steps`` (fallback) they cannot."""
+    """Returns the class that decides whether optimizers step on the GPU. Without ``gpu_steps`` (fallback) they do not."""
     if is_installed("gpu_steps"):
         from sp_lightning.gpu_steps.step_place import MeasuredPlace
 
@@ -253,16 +266,16 @@ def step_place() -> type[StepPlace]:
 def make_tuner(
     window: Window, streamer: Streamer, device: Device, log: logging.Logger, *, chooses_modes: bool, alone: bool
 ) -> BaseTuner:
-    """Returns what chooses k, k' and the modes of activations between batches.
+    """Returns the tuner, which chooses k, k' and the modes of activations between batches.
 
     Without ``tuning`` (fallback) the first plan stays and all activations are kept.
 
     Args:
-        window: what the user asked for, and what fits.
+        window: the user's k, k' and GPU memory, and the sizes that fit.
         streamer: the engine.
         device: its device.
         log: the logger for choices.
-        chooses_modes: True if modes of activations are to be chosen once not all activations fit.
+        chooses_modes: True to choose modes of activations when not all activations fit.
         alone: True if nothing else in this process uses the device's memory.
     """
     chooses_window = window.auto or (window.room is not None and streamer.plan.stack_bytes > 0)
@@ -277,18 +290,18 @@ def make_tuner(
     return BaseTuner(window, streamer)
 
 
-# ---------------------------------------------------------------------- ranks: error
+# ---------------------------------------------------------------------- ranks (without the folder all of these are errors)
 
 
 def part_of_several_devices(devices: int, nodes: int) -> Any:
-    """Returns the class that is the strategy's part for several devices."""
+    """Returns the class that a strategy on several devices has as a further base."""
     with needed_for(f"devices={devices}" if nodes == 1 else f"num_nodes={nodes}"):
         from sp_lightning.ranks.strategy import RankStrategy
     return RankStrategy
 
 
 def checkpoint_format(*, folder: bool) -> CheckpointFormat:
-    """Returns how checkpoints are written: as one file, or as a folder (``save_distributed_checkpoint=True``)."""
+    """Returns the format of checkpoints: one file, or a folder (``save_distributed_checkpoint=True``)."""
     if not folder:
         from sp_lightning.trainer.checkpoint_io import CheckpointFormat
 
@@ -306,7 +319,7 @@ def read_checkpoint_folder(folder: Path, weights_only: bool | None) -> dict[str,
 
 
 def check_transfer(transfer: str) -> None:
-    """Raises an error if devices of a node are to share uploads (``transfer=``), and the folder is missing."""
+    """Checks that ``transfer=`` is possible: devices of a node can only share uploads with the folder."""
     if transfer != "full":
         with needed_for(f'transfer="{transfer}"'):
             import sp_lightning.ranks.transfer  # noqa: F401
@@ -328,7 +341,7 @@ def host_kernels() -> HostKernels:
 
 
 def gpu_bits(device: torch.device | None) -> GpuBits:
-    """Makes what decides which CPU steps have the bits of a GPU. Without ``kernels`` (fallback), none have, which is logged.
+    """Returns the object that decides which CPU steps have a GPU's bits. Without ``kernels`` (fallback): none, which is logged.
 
     Args:
         device: the GPU on which plain Lightning steps; None if it steps on the CPU.

@@ -58,7 +58,9 @@ def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) 
                 say_once(log, f"Superpipeline: {setup.found.grouping_advice}")
         return UnitModes(setup, modes)
 
-    return ActivationPlan(make if changed or chooses else KeepAll, "recompute" in modes.values(), chooses)
+    return ActivationPlan(
+        make if changed or chooses else KeepAll, "recompute" in modes.values(), chooses, automatic=chooses
+    )
 
 
 class UnitModes:

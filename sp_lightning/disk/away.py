@@ -51,7 +51,7 @@ class OnDiskTensor(AbsentTensor):
             load(away, leaves)
         return func(*args, **(kwargs or {}))
 
-    def bring(self) -> None:
+    def load(self) -> None:
         with no_dispatch_modes(), torch.no_grad():
             self.owner.give(self)
 

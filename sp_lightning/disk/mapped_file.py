@@ -187,7 +187,7 @@ class MappedMemory(BlockMemory):
         self.begin, self.pages = begin, pages
         self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self.nbytes]
 
-    def anew(self) -> None:
+    def reallocate(self) -> None:
         other = self._file.allocate(self.nbytes, False)
         self._map(other.begin, other.pages)
 

@@ -74,7 +74,7 @@ class StateOnDisk:
         away = [tensor for tensor in tensors if type(tensor) is OnDiskTensor]
         # An earlier run has stored them, or user code has moved them to a layer whose state stays in memory.
         for tensor in [tensor for tensor in away if tensor.owner is not self or key[0].name in self._stay]:
-            tensor.bring()
+            tensor.load()
         away = [tensor for tensor in away if type(tensor) is OnDiskTensor]
         with self._lock:
             none_yet = not tensors and key[0].name not in self._stay and key not in self._roomy

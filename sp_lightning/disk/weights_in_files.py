@@ -177,9 +177,9 @@ class SparseMemory(BlockMemory):
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self.anew()
+        self.reallocate()
 
-    def anew(self) -> None:
+    def reallocate(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         pages = mmap.mmap(-1, whole_pages(self._nbytes), flags=flags)
         pages.madvise(mmap.MADV_NOHUGEPAGE)
@@ -220,16 +220,16 @@ class FileBlock(HostBlock):
             known_digests[parameter] = _digest
             page_out(parameter.data_ptr(), parameter.nbytes)
 
-    def _take(self, index: int, into: Tensor | None) -> None:
+    def _absorb(self, index: int, into: Tensor | None) -> None:
         mapped = self._mapped.get(index)
         if mapped is None or addresses([self.parameters[index]]) != [mapped.data_ptr()]:
-            super()._take(index, into)
+            super()._absorb(index, into)
             self._mapped.pop(index, None)
             self.in_file.discard(index)
 
-    def present(self, index: int) -> Tensor:
+    def weight_bytes(self, index: int) -> Tensor:
         if index not in self._mapped:
-            return super().present(index)
+            return super().weight_bytes(index)
         with no_inference_mode():
             return self._mapped[index].reshape(-1).view(torch.uint8)
 
@@ -247,7 +247,7 @@ class FileBlock(HostBlock):
                 self.in_file.discard(index)
         for index, span in enumerate(self.planned.spans):
             if index not in self.in_file:
-                bytes_of(memory, span).copy_(self.present(index))
+                bytes_of(memory, span).copy_(self.weight_bytes(index))
         for span in self.planned.casts:
             bytes_of(memory, span).copy_(bytes_of(self.weights, span))
 

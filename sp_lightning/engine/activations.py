@@ -170,10 +170,12 @@ class ActivationPlan:
         make: makes the part that carries it out.
         reruns: True if forwards of units run again in backward. Then a unit is one layer, with all experts in it.
         chooses: True if modes are chosen while the run lasts, if activations do not fit.
+        automatic: True if the option is ``"auto"``. After an out-of-memory error there is no use in suggesting it.
         why_kept: a line to log if device memory ends, because a part that is not installed could have prevented that.
     """
 
     make: MakeActivations = KeepAll
     reruns: bool = False
     chooses: bool = False
+    automatic: bool = False
     why_kept: str = ""

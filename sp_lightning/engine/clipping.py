@@ -61,7 +61,7 @@ class Clipping:
             total = of_host.total([self._norm_or_gradient(measured, each, of_host) for each in parameters])
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_gpu:
-            self._engine.stepper.read()
+            self._engine.stepper.synchronize_norms()
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
         self._clip(Factor(coefficient) if coefficient != 1 else None)
 

@@ -140,7 +140,7 @@ class HostSource(BlockSource):
         for index in displaced:
             keep_saved(layer, index)
             layer.parameters.unversioned_writes[index] += 1
-        block.adopt()
+        block.reabsorb()
         layer.parameters.adopted()
         if layer.owner is not layer:
             layer.owner.casts.invalidate()  # the masters have new values in the same memory

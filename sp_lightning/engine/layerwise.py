@@ -240,7 +240,7 @@ class LayerwiseStep:
         self._engine.before_early_update(layer)
         self._submit(layer, groups, held=held)
         if self._traits.early is EarlyUpdates.FREES:
-            self._updates.bound(1)  # so the gradients of one layer at most wait in memory
+            self._updates.limit_pending(1)  # so the gradients of one layer at most wait in memory
 
     def _do_without(self, layer: StreamedLayer) -> None:
         """Tests, after a layer's gradients are complete, if backward still uses the layer."""
@@ -248,7 +248,7 @@ class LayerwiseStep:
         if layer.own_slot is not None:
             return
         self._engine.notice_uses(layer)
-        self._updates.do_without(layer, self.needed.append)
+        self._updates.note_late_uses(layer, self.needed.append)
 
     def _order(self) -> list[StreamedLayer]:
         """Returns all layers by the urgency of their updates: first those that stay on the GPU, then as the next forward needs

@@ -45,7 +45,7 @@ class StateStore:
         for parameter in [p for group in part.param_groups for p in group["params"]]:
             for value in state.get(parameter, {}).values():
                 if issubclass(type(value), AbsentTensor):  # an earlier run has left the tensor on a disk
-                    value.bring()
+                    value.load()
 
     def store(self, key: Key, part: Any) -> None:
         """Stores the state of a layer after its update. The arguments are those of :meth:`load`."""

@@ -341,7 +341,7 @@ class ExpertRows(AllRows):
             return value
         span, rows = replace(self.layer.planned.spans[index], offset=0), sorted(self.present)
         with no_inference_mode():
-            whole = part(self.layer.block.present(index).clone(), span)
+            whole = part(self.layer.block.weight_bytes(index).clone(), span)
             whole[rows] = value[rows].to("cpu")
         return whole
 

@@ -48,7 +48,7 @@ class OnGpu(ParameterRole):
             return super().__torch_function__(func, types, args, kwargs or {})
         for kind in types:
             if issubclass(kind, OnGpu):
-                kind._updates.land_those(values)  # after this the arguments have their ordinary classes again
+                kind._updates.land_layers_of(values)  # after this the arguments have their ordinary classes again
         return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -60,7 +60,7 @@ class OnGpu(ParameterRole):
         if self.is_foreign():
             updates.await_work([self])
             return ParameterRole.__deepcopy__(self, memo)
-        updates.land_those([self])
+        updates.land_layers_of([self])
         return copy.deepcopy(self, memo)
 
 

@@ -438,7 +438,7 @@ class StepsOnDevice(LayerStepper):
             at = end
         return found
 
-    def read(self) -> None:
+    def synchronize_norms(self) -> None:
         self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.CLIP_AFTER_NORM)
 
 

@@ -88,7 +88,7 @@ class WriteBack:
             if self._watch is not None:
                 self._watch.compare_one(layer.block, index)
             if index in replaced:
-                layer.block.leave_to_views(index)
+                layer.block.detach_views(index)
             written_now = layer.block.write(index, value)
             if index in layer.block.retyped:
                 group.set_retyped(index, value)
@@ -400,4 +400,4 @@ def _differ(tensor: Tensor, other: Tensor) -> Tensor:
 
 def keep_saved(layer: StreamedLayer, index: int) -> None:
     """Keeps the present values of a weight, which are about to be replaced, for graphs that saved views of it."""
-    keep_saved_values(layer.parameters.present_values, index, layer.block.present(index).clone())
+    keep_saved_values(layer.parameters.present_values, index, layer.block.weight_bytes(index).clone())

@@ -66,7 +66,7 @@ class SharedBlockMemory(BlockMemory):
         self.pinned = self._memory.pinned
 
     @property
-    def first(self) -> Tensor | None:
+    def initial(self) -> Tensor | None:
         return self.common if self.primary else None
 
     @property
@@ -100,7 +100,7 @@ class SharedBlockMemory(BlockMemory):
                 found = view.checksum(begin + span.offset, span.nbytes, crc32(span.name.encode(), found))
         return found
 
-    def anew(self) -> None:
+    def reallocate(self) -> None:
         self.view.keep(self._offset, self._offset + self._pages)
         self.view = self._shared.view_anew(self._begin, self._begin + self._pages)
         self._offset = 0

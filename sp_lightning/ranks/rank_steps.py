@@ -49,7 +49,7 @@ class RankSteps(WholeSteps):
         """Replaces the steps of these optimizers, and the unscaling of a gradient scaler (None without one)."""
         self.detach()
         if isinstance(scaler, HostGradScaler):
-            self._attached.enter_context(in_place_of(scaler, {"together": self._unscale}))
+            self._attached.enter_context(in_place_of(scaler, {"run_on_one_rank": self._unscale}))
         for optimizer in optimizers:
             if "state" not in vars(optimizer):
                 raise ValueError(

@@ -86,6 +86,6 @@ class SharedUpdates(BackgroundUpdates):
                 ranks.fail(error)
             raise
 
-    def bound(self, most: int) -> None:
+    def limit_pending(self, most: int) -> None:
         """Waits for updates until a slot is free for the next layer's gradients. All other slots may be in use."""
-        super().bound(max(most, self._gradients.places.slots - 1))
+        super().limit_pending(max(most, self._gradients.places.slots - 1))

@@ -114,9 +114,9 @@ class TrialMemory(BlockMemory):
             self._memory = PinnedMemory(self._device, memory=self._view[self.own_from :], pin=True)
             self.pinned = self.pinned and self._memory.pinned
 
-    def anew(self) -> None:
+    def reallocate(self) -> None:
         self.shared = None
-        super().anew()
+        super().reallocate()
 
     def own(self, end: int) -> list[tuple[int, int]]:
         """Returns where this trial's own pages begin and end before ``end``, in order."""
@@ -146,20 +146,20 @@ class TrialBlock(HostBlock):
         if options["pin"]:
             memory.lock()
 
-    def _take(self, index: int, into: Tensor | None) -> None:
+    def _absorb(self, index: int, into: Tensor | None) -> None:
         shared, parameter, span = self.memory.shared, self.parameters[index], self.planned.spans[index]
         if shared is not None and span.offset + span.nbytes <= shared.bytes.nbytes:
             common = bytes_of(shared.bytes, span)
             with no_inference_mode(), torch.no_grad():
                 value = torch.empty(common.nbytes, dtype=torch.uint8, device="cpu")
-                view(value, self._alone[index]).copy_(parameter.data)
+                view(value, self._own_spans[index]).copy_(parameter.data)
                 if not shared.filled:
                     common.copy_(value)
                 if torch.equal(value, common):
                     self.common_bytes += common.nbytes
-                if torch.equal(value, self.present(index)):  # a page of this trial may have another value
+                if torch.equal(value, self.weight_bytes(index)):  # a page of this trial may have another value
                     into = None
-        super()._take(index, into)
+        super()._absorb(index, into)
 
 
 @dataclass(eq=False)

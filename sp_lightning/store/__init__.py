@@ -4,6 +4,7 @@
 - ``block_memory``: the memory of a block, and of the gradients of a layer.
 - ``absent_tensor``: the base class of tensors whose values are not in host memory.
 
-In come the model's parameters, which are absorbed layer by layer. Out goes flat memory, which uploads read and downloads write.
+To *absorb* a parameter is to copy its value to its place in a block, and to make the parameter a view of that place. The store
+absorbs the model's parameters layer by layer at set-up. Uploads read the blocks, and downloads and optimizers write them.
 This folder may import ``plan``, ``model``, ``observe`` and the folders below them.
 """

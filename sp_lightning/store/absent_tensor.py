@@ -6,8 +6,11 @@ from torch import Tensor
 
 
 class AbsentTensor(Tensor):
-    """A tensor of an optimizer's state, or a weight, whose values are elsewhere. Computing with it brings them."""
+    """A tensor of an optimizer's state, or a weight, whose values are elsewhere, for example in a file.
 
-    def bring(self) -> None:
-        """Reads the values into memory of the tensor's own. From then on it is an ordinary tensor."""
+    Computing with it loads the values first.
+    """
+
+    def load(self) -> None:
+        """Loads the values into memory of the tensor's own. From then on it is an ordinary tensor."""
         raise NotImplementedError

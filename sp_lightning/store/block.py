@@ -1,7 +1,8 @@
 """One layer's block of the host store: its weights in one flat, pinned memory.
 
-The user's ``Parameter`` objects become views of the block, each with a storage of its own. So every optimizer, checkpoint and
-callback works on them unchanged.
+The user's ``Parameter`` objects become views of the block. So every optimizer, checkpoint and callback works on them unchanged.
+Each parameter has its own torch storage, although the memory is one block: a storage tells whether user code holds a view of that
+weight, and ``torch.save`` writes only that weight.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ _moved: list[tuple[StorageWeakRef, Tensor]] = []
 class HostBlock:
     """The weights of one layer in host memory, and the memory for its gradients.
 
+    To *absorb* a parameter is to copy its value into the block, and to make it a view of its place there.
+
     Attributes:
         planned: the place of each parameter.
         parameters: the user's parameters, in the order of ``planned.spans``.
         retyped: the indices of parameters that got another dtype inside a step (``module.float()`` in a forward). They have
             memory of their own until the engine is rebuilt, before the next batch.
+        memory: the block itself.
         gradients: the memory for the parameters' gradients.
         addresses: the address of each parameter's data when the block last absorbed parameters.
-        hidden: True if the parameters have no memory, because only the device has their values.
+        hidden: True if the parameters have no memory, because only the device has their values (:meth:`hide`).
 
     Args:
         layer: the parameters to absorb.
@@ -66,13 +70,13 @@ class HostBlock:
         self._device = device
         self._fetched_seldom = fetched_seldom
         self.retyped: set[int] = set()
-        self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
+        self._storages: list[StorageWeakRef | None] = [None] * len(planned.spans)
         self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
-        self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
+        self._own_spans = [replace(span, offset=0) for span in planned.spans]  # the place of each in its own storage
         self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
         # Each original is freed when it is absorbed, so that set-up takes the memory of the model and of one layer.
         for index in range(len(self.parameters)):
-            self._take(index, self.memory.first)
+            self._absorb(index, self.memory.initial)
         self.addresses = addresses(self.parameters)
         self.hidden = False
 
@@ -85,35 +89,37 @@ class HostBlock:
     def displaced(self) -> list[int]:
         """The indices of parameters that got other memory (``param.data = other``) after they were absorbed."""
         now = addresses(self.parameters)
-        if now == self.addresses:
+        if now == self.addresses:  # nearly always true, and this is called before each fetch
             return []
         pairs = enumerate(zip(now, self.addresses, strict=True))
         return [index for index, (at, before) in pairs if at != before and index not in self.retyped]
 
     def hide(self) -> None:
-        """Takes the memory from the parameters, and returns its pages to the system. The device has the values.
+        """Takes the memory from the parameters, and returns its pages to the system. Called while only the device has the values.
 
         Code that reads the memory without torch's dispatch gets an error, not stale values.
         """
         for parameter, span in zip(self.parameters, self.planned.spans, strict=True):
             hide(parameter, span, HIDDEN_ON_GPU.format(name=span.name))
         self.hidden = True
-        self.memory.empty()
+        self.memory.release_pages()
 
     def show(self) -> None:
-        """Gives the parameters their memory back. The caller writes it at once."""
+        """Gives the parameters memory again after :meth:`hide`. Its contents are undefined: the caller writes them at once."""
         if self.hidden:
             self.hidden = False
             for index, parameter in enumerate(self.parameters):
-                self._lend(index)
+                self._make_view(index)
                 shown(parameter)
 
-    def present(self, index: int) -> Tensor:
+    def weight_bytes(self, index: int) -> Tensor:
         """Returns the bytes of a weight, flat ``uint8``."""
         return bytes_of(self.memory.seen, self.planned.spans[index])
 
     def write(self, index: int, value: Tensor) -> bool:
         """Copies the device's value of a weight to the host if it differs. Autograd sees a write in place.
+
+        Called for weights that user code has written on the device (``layers.write_back``).
 
         Args:
             index: the index of the parameter.
@@ -129,7 +135,7 @@ class HostBlock:
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
                 self.retyped.add(index)
-                with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # see below
+                with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # on the parameter itself, see below
                     target.data = value.to("cpu", copy=True)
                 return True
             raise RuntimeError(
@@ -146,63 +152,73 @@ class HostBlock:
             else:
                 # Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
                 written = torch.empty(target.nbytes, dtype=torch.uint8)
-                view(written, self._alone[index]).copy_(value)
-                if torch.equal(written, self.present(index)):
+                view(written, self._own_spans[index]).copy_(value)
+                if torch.equal(written, self.weight_bytes(index)):
                     return False
                 self._device.access(self.memory.seen, None, write=True)
-            # The parameter itself is written, whatever its class does meanwhile.
+            # Write the parameter itself, even if it has a class meanwhile whose operators wait (``layers.roles``).
             with torch.DisableTorchFunctionSubclass():
                 target.copy_(value)
         return True
 
-    def adopt(self) -> None:
+    def reabsorb(self) -> None:
         """Absorbs the memory that parameters got (``param.data = other``) since they were absorbed.
 
-        Other tensors may hold the old values: another parameter after a swap, or a ``state_dict()``. If tensors also view other
-        weights of the layer, which keep their memory, then the old values move to memory of their own. Otherwise the block
-        leaves its memory to them and takes new memory. The caller has waited for uploads that read the old memory.
+        Other tensors may still view the old memory: another parameter after a swap, or a ``state_dict()``. They keep the old
+        values, in one of two ways:
+
+        - If tensors also view weights of the layer that were not displaced, the old values move to memory of their own.
+        - Otherwise the block gets new memory, and the old block belongs to those tensors. This copies nothing for them.
+
+        The caller has waited for uploads that read the old memory.
 
         Raises:
-            RuntimeError: a parameter has another dtype or shape, and so no place in the block.
+            RuntimeError: a parameter has another dtype or shape, which does not fit its place in the block.
         """
         displaced = self.displaced
         for index in displaced:
             self._refuse_other_form(index, "in the middle of a step or in a call outside any step")
-        held = [index for index in displaced if (lent := self._lent[index]) is not None and not lent.expired()]
-        others = [index for index in range(len(self.parameters)) if index not in self.retyped]
-        if held and any(self._is_viewed(index) for index in others if index not in displaced):
-            for index in held:
+        still_viewed = [
+            index for index in displaced if (storage := self._storages[index]) is not None and not storage.expired()
+        ]
+        in_block = [index for index in range(len(self.parameters)) if index not in self.retyped]
+        if still_viewed and any(self._is_viewed(index) for index in in_block if index not in displaced):
+            for index in still_viewed:
                 self._move_old_values(index)
-        elif held:
+        elif still_viewed:
             before = self.weights
-            self.memory.anew()
+            self.memory.reallocate()
             for cast in self.planned.casts:  # not parameters, so the loop below does not copy them
                 bytes_of(self.memory.seen, cast).copy_(bytes_of(before, cast))
-            displaced = others
+            displaced = in_block  # all of them have to be copied to the new memory
         for index in displaced:
-            self._take(index, self.memory.seen)
+            self._absorb(index, self.memory.seen)
         self.addresses = addresses(self.parameters)
 
-    def leave_to_views(self, index: int) -> None:
-        """Called before a weight gets other values that views of its memory must not see (``param.data = other``)."""
+    def detach_views(self, index: int) -> None:
+        """Moves tensors that view a weight to memory of their own.
+
+        Called before the weight gets values that those tensors must not see (``param.data = other`` on the device).
+        """
         if index not in self.retyped and self._is_viewed(index):
             self._move_old_values(index)
-            self._lend(index)
+            self._make_view(index)
 
     @property
     def is_viewed(self) -> bool:
-        """True if a tensor other than its parameter holds the memory of a weight."""
+        """True if a tensor other than its parameter views the memory of a weight."""
         return any(map(self._is_viewed, range(len(self.parameters))))
 
     def _is_viewed(self, index: int) -> bool:
         with torch.DisableTorchFunctionSubclass():
-            return self._lent[index] is not None and shared(self.parameters[index])
+            return self._storages[index] is not None and shared(self.parameters[index])
 
     def _move_old_values(self, index: int) -> None:
         """Moves tensors that view a weight's place in the block to memory of their own, with the same values."""
-        lent = self._lent[index]
-        if lent is not None and (storage := storage_of(lent)) is not None:
-            _moved[:] = [moved for moved in _moved if not moved[0].expired()] + [(lent, self.memory.seen)]
+        reference = self._storages[index]
+        if reference is not None and (storage := storage_of(reference)) is not None:
+            _moved[:] = [moved for moved in _moved if not moved[0].expired()]
+            _moved.append((reference, self.memory.seen))
             move_storage(storage)
 
     def unpin(self) -> None:
@@ -210,36 +226,37 @@ class HostBlock:
         self.memory.unpin()
         self.gradients.unpin()
 
-    def _take(self, index: int, into: Tensor | None) -> None:
+    def _absorb(self, index: int, into: Tensor | None) -> None:
         """Absorbs one parameter: copies its value, and makes its data a view of the block.
 
         Args:
             index: the index of the parameter.
             into: the memory to write; None if another process writes the same value.
         """
-        # Within a step, using the parameter would use the device's.
+        # Without dispatch: within a step, operators on the host parameter would use the device's.
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             if into is not None:
                 self._device.access(self.weights, None, write=True)
                 part(into, self.planned.spans[index]).copy_(self.parameters[index].data)
-        self._lend(index)
+        self._make_view(index)
 
-    def _lend(self, index: int) -> None:
-        """Makes a parameter's data a view of its place in the block, with a new storage."""
+    def _make_view(self, index: int) -> None:
+        """Makes a parameter's data a view of its place in the block, with a new storage. Copies nothing."""
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            target = view(lend(bytes_of(self.memory.seen, self.planned.spans[index])), self._alone[index])
+            target = view(lend(bytes_of(self.memory.seen, self.planned.spans[index])), self._own_spans[index])
             self.parameters[index].data = target
-        self._lent[index] = StorageWeakRef(target.untyped_storage())
+        self._storages[index] = StorageWeakRef(target.untyped_storage())
 
     @contextmanager
     def written_in_common(self) -> Iterator[None]:
-        """A context in which parameters are views of the common memory, so that an optimizer steps what all processes see.
+        """A context in which parameters are views of the memory that all processes share. The optimizer's step runs in it.
 
-        It steps parameters with a gradient. A parameter that was frozen may have kept its gradient.
+        Outside of it, user code of each process writes to its own view of that memory.
 
         Raises:
-            RuntimeError: the optimizer has given a parameter another dtype or shape, and so no place in the block.
+            RuntimeError: the optimizer has given a parameter another dtype or shape, which does not fit its place in the block.
         """
+        # Optimizers step parameters with a gradient. A parameter that was frozen may have kept its gradient.
         stepped = [i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None]
         seen = {i: self.parameters[i].data for i in stepped if i not in self.retyped}
         try:
@@ -259,6 +276,12 @@ class HostBlock:
                     self.parameters[index].data = value
 
     def _refuse_other_form(self, index: int, when: str) -> None:
+        """Raises a RuntimeError if a parameter's new memory does not have the dtype and shape of its place in the block.
+
+        Args:
+            index: the index of the parameter.
+            when: the time at which it got that memory, for the message.
+        """
         parameter, span = self.parameters[index], self.planned.spans[index]
         if parameter.dtype != span.dtype or parameter.shape != span.shape:
             raise RuntimeError(

@@ -17,7 +17,11 @@ from sp_lightning.device.lease import Lease
 
 
 class BlockMemory:
-    """Host memory for the weights or the gradients of a layer. Subclasses share it with other processes, or page it out.
+    """Host memory for the weights or the gradients of a layer.
+
+    By default :attr:`seen`, :attr:`fetched` and :attr:`common` are the same memory. They differ in subclasses that share memory
+    with other processes (``ranks``) or other trials (``sharing``): there user code writes to a private view. Subclasses in
+    ``disk`` write the memory to a file between its uses (*page it out*).
 
     Args:
         device: allocates the memory.
@@ -25,7 +29,7 @@ class BlockMemory:
         pin: True to page-lock it.
 
     Attributes:
-        common: the memory that optimizers write, flat ``uint8``, of ``nbytes`` bytes.
+        common: the memory that optimizers write and all processes see, flat ``uint8``, of ``nbytes`` bytes.
         pinned: True if ``common`` is page-locked.
     """
 
@@ -37,11 +41,11 @@ class BlockMemory:
         self._device = device
         self._nbytes = nbytes
         self._pin = pin
-        self.anew()
+        self.reallocate()
 
     @property
-    def first(self) -> Tensor | None:
-        """The memory for the initial values of parameters; None if another process writes them."""
+    def initial(self) -> Tensor | None:
+        """The memory to which the initial values of parameters are copied; None if another process writes the same values."""
         return self.common
 
     @property
@@ -54,24 +58,24 @@ class BlockMemory:
         """The memory that uploads read."""
         return self.common
 
-    def anew(self) -> None:
-        """Replaces the memory of ``seen``. Tensors that view the old memory keep it, with its values."""
+    def reallocate(self) -> None:
+        """Allocates new memory for ``seen``. Tensors that view the old memory keep it, with its values."""
         self._memory = memory = PinnedMemory(self._device, self._nbytes, pin=self._pin)
         self.common = memory.bytes[: self._nbytes]
         self.pinned = memory.pinned
 
     def use(self) -> None:
-        """Called before all of the memory is read or written. Pages that are elsewhere are brought.
+        """Called before all of the memory is read or written. Subclasses read pages that were paged out.
 
         Raises:
             OSError: they could not be read.
         """
 
     def renew(self) -> None:
-        """Called before all of the memory is written. Its old contents need not be brought."""
+        """Called before all of the memory is overwritten. Subclasses need not read its old contents."""
 
-    def empty(self) -> None:
-        """Returns the pages to the system. Their values are elsewhere; the caller writes them before anybody reads them again."""
+    def release_pages(self) -> None:
+        """Returns the pages to the system, and loses their contents. The caller writes them before they are read again."""
         if self._memory is not None:
             self.unpin()
             return_pages(self._memory.bytes)
@@ -110,13 +114,16 @@ class GradientMemory:
         self._places: dict[tuple[int, torch.dtype], tuple[Lease, Tensor]] = {}
 
     def target(self, index: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns memory of a parameter's shape for its gradient; None while a tensor holds an earlier gradient in it.
+        """Returns memory of a parameter's shape, to which its gradient is offloaded.
 
         Args:
             index: the index of the parameter.
             dtype: the dtype of its gradient.
+
+        Returns:
+            The memory; None if a tensor still holds an earlier gradient in it (gradient accumulation, or user code).
         """
-        if self._staging.paged and not self._held():  # the layer's first gradient of this backward
+        if self._staging.paged and not self._is_held():  # the layer's first gradient of this backward
             for memory in self._memory:
                 memory.renew()
         place = self._places.get((index, dtype))
@@ -127,11 +134,14 @@ class GradientMemory:
         return None if lease.in_use else gradient.data
 
     def _allocate(self, index: int, dtype: torch.dtype) -> None:
+        """Allocates a place for a gradient, and, if it is the layer's first, for those of all trainable parameters."""
         dtypes = {index: dtype}
         if not self._places:
-            own = self._parameters[index].dtype
-            trainable = ((i, p.dtype) for i, p in enumerate(self._parameters) if p.requires_grad)
-            dtypes |= {i: dtype if each is own else each for i, each in trainable}
+            weight_dtype = self._parameters[index].dtype
+            for other, parameter in enumerate(self._parameters):
+                if parameter.requires_grad:
+                    # Parameters of the same dtype are expected to have gradients of the same dtype.
+                    dtypes[other] = dtype if parameter.dtype is weight_dtype else parameter.dtype
         like = [torch.empty_like(self._parameters[i], dtype=each, device="meta") for i, each in dtypes.items()]
         spans = lay_out(zip([self._names[i] for i in dtypes], like, strict=True))
         memory = self._staging.take(total_bytes(spans))
@@ -142,16 +152,20 @@ class GradientMemory:
 
     def release(self) -> None:
         """Returns the memory to the staging, unless a tensor still holds one of the gradients."""
-        if not self._held():
+        if not self._is_held():
             self._places.clear()
             while self._memory:
                 self._staging.give_back(self._memory.pop())
 
-    def _held(self) -> bool:
+    def _is_held(self) -> bool:
         return any(lease.in_use for lease, _ in self._places.values())
 
     def use(self) -> bool:
-        """Brings the gradients to memory. Returns True if the next layer's gradients may take their place in memory."""
+        """Called before the gradients are read: reads those that were paged out.
+
+        Returns:
+            True if gradients are paged out at all. Then the next layer's may evict them: read them layer by layer.
+        """
         for memory in self._memory:
             memory.use()
         return self._staging.paged and bool(self._memory)
@@ -163,12 +177,12 @@ class GradientMemory:
 
 
 class Staging:
-    """A pool of host memory for gradients.
+    """A pool of host memory for gradients, so that layers use the same memory one after another.
 
     Args:
         device: allocates the memory, unless ``allocate`` does.
         pin: True to page-lock it.
-        allocate: allocates memory that is paged out between its uses; None for memory of the device.
+        allocate: allocates memory that is paged out between its uses; None for ordinary host memory.
 
     Attributes:
         paged: True if the memory is paged out between its uses.
@@ -195,7 +209,7 @@ class Staging:
         self._free[block.common.nbytes].append(block)
 
     def lock(self, memory: Tensor) -> None:
-        """Page-locks memory for gradients that somebody else has allocated, in whole pages, until :meth:`unpin`."""
+        """Page-locks other memory for gradients, in whole pages, until :meth:`unpin`."""
         self._locked.append(PinnedMemory(self._device, memory=memory, pin=self._pin))
 
     def unpin(self) -> None:

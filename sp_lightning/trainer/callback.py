@@ -220,7 +220,7 @@ class SuperpipelineCallback(Callback):
         waited = bottleneck(stats, seconds, plan)
         log.debug("%s", counters_line(stats))
         if waited:
-            log.info(" ".join(filter(None, [waited, self._strategy._better_steps()])))
+            log.info(" ".join(filter(None, [waited, self._strategy._step_advice()])))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._running:

@@ -1,4 +1,4 @@
-"""Checkpoint files: written beside the old file and renamed, read through a memory map of the file.
+"""Checkpoint files: written under another name and renamed when complete; read through a memory map of the file.
 
 Lightning's own ``TorchCheckpointIO`` writes a checkpoint to memory first, which is a second copy of the model and of the
 optimizer state. It also reads all of a file to memory. A model that fills host memory leaves room for neither.
@@ -11,7 +11,7 @@ import pickle
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,18 @@ from sp_lightning.trainer.part_files import cause_of, create_part, not_written, 
 
 BESIDE_AVERAGES = "current_model_state"
 """The key of a checkpoint under which Lightning's ``WeightAveraging`` keeps the model's own state."""
-# Code that restores weights copies them out of the file. Everything else, such as optimizer state, is used as it was loaded.
+# Code that restores weights copies them out of the file. Everything else, for example optimizer state, is used as it was loaded.
 _STAY_IN_THE_FILE = frozenset({"state_dict", BESIDE_AVERAGES})
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes and reads the files of Lightning's ``TorchCheckpointIO`` without copies in host memory.
 
-    It is the strategy's default. A checkpoint is written to a ``.part`` file, synced to the disk, and renamed, so that a file is
-    complete or absent, whatever happens meanwhile. Lightning's class reads and writes files that are not on this machine.
+    It is the strategy's default. A checkpoint is written to a ``.part`` file, synced to the disk, and renamed. So a checkpoint is
+    complete or absent, even if the process is killed. For files on other machines (URLs) this class calls Lightning's methods.
 
     Attributes:
-        state_stays: True if optimizer state stays in the file, too, because the code that restores it copies it.
+        state_stays: True if loaded optimizer state stays in the file, as weights do, because the code that restores it copies it.
     """
 
     state_stays = False
@@ -70,7 +70,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             part, stream = create_part(file)
             with stream:
-                registry.checkpoint_writer()(checkpoint, stream)
+                write = registry.checkpoint_writer()
+                write(checkpoint, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
                 if os.name != "posix":
@@ -79,10 +80,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except BaseException as error:
             if part is not None:
                 part.unlink(missing_ok=True)
-            said = not_written(cause_of(error, handled), file)
-            if said is error:
+            explained = not_written(cause_of(error, handled), file)
+            if explained is error:
                 raise
-            raise said from (error if isinstance(said, OSError) else None)
+            raise explained from (error if isinstance(explained, OSError) else None)
         sync_folder(file.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
@@ -101,9 +102,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         file = local_path(path)
         try:
             if file is not None and file.is_dir():
-                mapped, checkpoint = True, read_checkpoint_folder(file, weights_only)
+                mapped = True
+                checkpoint = read_checkpoint_folder(file, weights_only)
             elif file is None or not file.is_file():
-                weights_only = True if file is None and weights_only is None else weights_only
+                if file is None and weights_only is None:
+                    weights_only = True  # Lightning's default for URLs is False
                 return super().load_checkpoint(path, map_location, weights_only)
             else:
                 mapped = zipfile.is_zipfile(file)
@@ -118,19 +121,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
             raise
         if mapped and isinstance(checkpoint, dict):
-            checkpoint.update(
-                (key, tree_map_only(Tensor, _in_memory, value))
-                for key, value in checkpoint.items()
-                if key not in _STAY_IN_THE_FILE and not (self.state_stays and key == "optimizer_states")
-            )
+            stay = _STAY_IN_THE_FILE | {"optimizer_states"} if self.state_stays else _STAY_IN_THE_FILE
+            for key, value in checkpoint.items():
+                if key not in stay:
+                    checkpoint[key] = tree_map_only(Tensor, _copy_to_memory, value)
         return checkpoint
 
 
 class CheckpointFormat:
-    """How checkpoints are written: as one file, by the strategy's ``checkpoint_io``.
+    """Writes checkpoints as one file, with the strategy's ``checkpoint_io``. ``ranks`` has a subclass that writes a folder.
 
     Attributes:
-        compares_state: whether all processes compare the optimizers' state before they write.
+        compares_state: True if all processes compare the optimizers' state before they write.
     """
 
     compares_state = False
@@ -152,7 +154,7 @@ class CheckpointFormat:
         by_io(checkpoint, path, storage_options)
 
 
-def _in_memory(value: Tensor) -> Tensor:
+def _copy_to_memory(value: Tensor) -> Tensor:
     """Copies a tensor out of the file. A wrapped tensor (torchao's 8-bit states) may not support ``clone``."""
     return rebuild(value, (part.clone() for _, part in parts("", value)))
 
@@ -175,23 +177,26 @@ def load(
     base = io
     while wraps_another(base):
         base = base.checkpoint_io
-    seen = module is None or _users_see_what_is_loaded(module)
+    users_may_keep_it = module is None or _is_user_code_given_weights(module)
     if isinstance(base, AtomicCheckpointIO):
-        base.state_stays = state_stays and not seen
-    theirs = getattr(base.load_checkpoint, "__func__", None) is base_of(base, TorchCheckpointIO).load_checkpoint
+        base.state_stays = state_stays and not users_may_keep_it
+    is_lightnings = getattr(base.load_checkpoint, "__func__", None) is base_of(base, TorchCheckpointIO).load_checkpoint
     # torch cannot load quantized weights with a callable map_location, which Lightning 2.6 passes by default.
-    options = {"map_location": "cpu"} if theirs else {}
+    options = {"map_location": "cpu"} if is_lightnings else {}
     checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only, **options)
     if isinstance(base, AtomicCheckpointIO):
-        weights = {} if module is None or seen else dict(module.named_parameters(remove_duplicate=False))
-        for state in (checkpoint[key] for key in _STAY_IN_THE_FILE & checkpoint.keys()):
-            for name in state.keys() - weights.keys():
+        copied_by_torch: Set[str] = set()  # names of the weights that may stay in the file
+        if module is not None and not users_may_keep_it:
+            copied_by_torch = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        for key in _STAY_IN_THE_FILE & checkpoint.keys():
+            state = checkpoint[key]
+            for name in state.keys() - copied_by_torch:
                 state[name] = tree_map_only(Tensor, Tensor.clone, state[name])
     return checkpoint
 
 
-def _users_see_what_is_loaded(module: pl.LightningModule) -> bool:
-    """Returns True if user code may see the loaded weights. torch's own code copies them and drops them."""
+def _is_user_code_given_weights(module: pl.LightningModule) -> bool:
+    """Returns True if user code may get the loaded weights. torch's own code copies them and drops them."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
     if any(loads_in_its_own_way(child) for child in module.modules() if any(True for _ in child.parameters())):
@@ -213,18 +218,20 @@ def local_path(path: Any) -> Path | None:
 
 
 def _refuse_no_checkpoint(file: Path) -> None:
-    """Raises a clear error for a file that is neither a zip nor an older file of torch.
+    """Checks a file that is not a zip file, as torch's checkpoints are since torch 1.6.
 
     Raises:
-        ValueError: the file is not a checkpoint.
+        ValueError: it is not an older checkpoint of torch either.
     """
     with file.open("rb") as stream:
-        begins, size = stream.read(16), file.stat().st_size
+        begins = stream.read(16)
+        size = file.stat().st_size
     if begins.startswith(b"PK\x03\x04"):
         raise ValueError(
             f"{file} ends too early ({size} bytes): the process that wrote it was stopped. Take an earlier one."
         )
-    if begins[:1] != b"\x80" and not tarfile.is_tarfile(file):  # files of torch before 1.6, which torch still reads
+    # Before torch 1.6, files were pickles or tar files, which torch still reads.
+    if begins[:1] != b"\x80" and not tarfile.is_tarfile(file):
         content = f"its {size} bytes begin with {begins!r}" if begins else "it is empty"
         raise ValueError(
             f"{file} is not a checkpoint: {content}. Expected a file that ModelCheckpoint or trainer.save_checkpoint wrote."

@@ -1,7 +1,7 @@
-"""The group: the processes that train one module together, as a run and a strategy see them.
+"""The group: the processes that train one module together. The interface of ``ranks``, with the default for one device.
 
-On one device it is :data:`ALONE`, whose methods return at once. ``ranks`` has the group of several devices. Its methods are
-collective: all processes call them in the same order. They are called when a run, a loop or a batch begins, and not per layer.
+On one device the group is :data:`ALONE`, whose methods return at once. ``ranks`` has the group of several devices. Its methods
+are collective: all processes call them in the same order. They are called when a run, a loop or a batch begins, not per layer.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from sp_lightning.trainer.options import Options
 
 
 class WholeSteps:
-    """Optimizer steps that are not split by layers. On one device they stay as the user made them."""
+    """Optimizer steps that are not taken apart by layers. On one device they run as the user made them.
+
+    With several devices, one rank runs such a step for all.
+    """
 
     def attach(self, optimizers: list[Optimizer], scaler: Any) -> None:
-        """Takes over the steps of optimizers.
+        """Replaces the steps of optimizers.
 
         Args:
-            optimizers: those whose steps are not split by layers.
-            scaler: the gradient scaler; None without one.
+            optimizers: those whose steps are not taken apart by layers.
+            scaler: the gradient scaler, whose unscaling is replaced as well; None without one.
         """
 
     def detach(self) -> None:
-        """Gives the optimizers their own steps back."""
+        """Restores the optimizers' own steps."""
 
     def clipping(
         self, methods: dict[str, Callable[..., None]], plugin: Any, *, in_updates: bool
@@ -41,22 +44,22 @@ class WholeSteps:
         """Returns the methods that replace a precision plugin's in one step, by name.
 
         Args:
-            methods: those that the step itself replaces.
+            methods: the methods that clip layer by layer; empty if the plugin's own are used.
             plugin: the precision plugin.
-            in_updates: updates in the background clip.
+            in_updates: True if updates in the background clip.
         """
         return methods
 
 
 class Group:
-    """One process that trains alone.
+    """The default: one process that trains alone.
 
     Attributes:
-        alone: whether there is only this process.
-        size: how many processes this node has, each with its own device.
-        nodes: how many nodes there are.
-        primary: whether this process updates the weights of its node.
-        first: whether this process is the first of all.
+        alone: True if there is only this process.
+        size: the number of this node's processes, each with its own device.
+        nodes: the number of nodes.
+        primary: True if this process updates the weights of its node.
+        first: True if this process is the first of all nodes.
     """
 
     alone = True
@@ -67,12 +70,12 @@ class Group:
 
     @property
     def closed(self) -> bool:
-        """True if the group is over."""
+        """True if the group has ended. The strategy then behaves as on one device."""
         return False
 
     @property
     def failure(self) -> str:
-        """This process's own error; empty if it has none."""
+        """The message of this process's own error; empty if it has none."""
         return ""
 
     # ------------------------------------------------------------------ before work begins
@@ -81,7 +84,7 @@ class Group:
         """Checks that the module and the options are supported, and the same in all processes.
 
         Raises:
-            ValueError: they are not.
+            ValueError: the module or an option is not supported, or differs between processes.
         """
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -91,56 +94,57 @@ class Group:
         """Checks that all processes have the same number of batches. The error is a ``ValueError``."""
 
     def check_weights(self, module: pl.LightningModule, when: str, optimizers: Sequence[Optimizer]) -> None:
-        """Checks that all nodes have the same weights, while the module has the host's parameters.
+        """Checks that all nodes have the same weights. The caller has put the host parameters into the module.
 
         Args:
             module: the module.
             when: the time in words, for the error.
-            optimizers: those whose state is compared as well.
+            optimizers: optimizers whose state is compared as well.
 
         Raises:
-            ValueError: some node has other weights.
+            ValueError: a node has different weights.
         """
 
     # ------------------------------------------------------------------ the parts of a run
 
     def placement(self, transfer: Transfer, device: Device, log: logging.Logger, *, trains: bool) -> Placement | None:
-        """Returns the parts of the engine of several devices; None on one device, where other options choose them."""
+        """Returns the placement for several devices; None on one device, where other options determine the placement."""
         warn_of_one_device(transfer, log)
         return None
 
     def steps(self, engine: Callable[[], Streamer]) -> WholeSteps:
-        """Returns the steps of optimizers that are not split by layers.
+        """Returns the object for steps that are not taken apart by layers.
 
         Args:
-            engine: returns the engine, which may be built anew while a run lasts.
+            engine: returns the engine, which may be built again during a run.
         """
         return WholeSteps()
 
-    # ------------------------------------------------------------------ while a run lasts
+    # ------------------------------------------------------------------ during a run
 
     def note_place(self, place: str) -> None:
-        """Notes where this process is in the training, for errors of other processes."""
+        """Records how far this process is in the training. Errors of other processes that wait for it name the place."""
 
     def meet(self, what: str) -> None:
-        """Waits until all processes of the node are here. ``what`` names it for errors."""
+        """A barrier: waits until all processes of the node call it. Errors name the barrier by ``what``."""
 
     def gather(self, number: int, what: str) -> list[int]:
-        """Returns the numbers of all processes of the node. ``what`` names them for errors."""
+        """Returns the numbers that all processes of the node pass. Errors name the collective by ``what``."""
         return [number]
 
     def send_buffers(self, module: pl.LightningModule) -> None:
-        """Overwrites the buffers of all processes with those of the first one, as DistributedDataParallel does."""
+        """Copies the first process's buffers to all processes, as DistributedDataParallel does."""
 
     def fail(self, error: BaseException) -> None:
-        """Announces an error of this process, so that the others stop waiting for it."""
+        """Reports an error of this process to the others, so that they stop waiting for it."""
 
 
 ALONE = Group()
+"""The group of a strategy on one device."""
 
 
 def warn_of_one_device(transfer: Transfer, log: logging.Logger) -> None:
-    """Logs once that an option for several devices of a node has no effect on one device."""
+    """Logs once that ``transfer="sharded"`` has no effect, if this node has only one device. ``ranks`` calls it as well."""
     if transfer == "sharded":
         say_once(
             log, 'Superpipeline: transfer="sharded" changes nothing: no other device on this node could bring slices.'

@@ -1,4 +1,13 @@
-"""The base of the strategy: parameters and optimizer state stay in host memory, and devices and plugins are checked."""
+"""The base of the strategy: keeps modules in host memory, and takes devices and plugins from the trainer.
+
+The class of a strategy object is made at run time, with three bases:
+
+1. ``SuperpipelineStrategy``, or a user's subclass of it;
+2. on several devices, the part that ``ranks`` adds (``registry.part_of_several_devices``);
+3. Lightning's strategy for the number of devices (``SingleDeviceStrategy`` or ``DDPStrategy``).
+
+Lightning sets the devices after the strategy was made. So an object on several devices changes its class once.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +33,7 @@ from sp_lightning.trainer.run_scope import current
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
 else:
-    _Base = object  # an object's class has a strategy of its Lightning as a later base
+    _Base = object  # the strategy of Lightning is a later base of each object's class, see above
 
 
 class HostStrategy(_Base):
@@ -46,8 +55,8 @@ class HostStrategy(_Base):
         precision_plugin: Precision | None,
     ) -> None:
         self._device_given = device is not None
-        self._of_trainer: dict[str, Any] = {}
-        self._connected = ALONE
+        self._of_trainer: dict[str, Any] = {}  # the trainer's plugins, by attribute
+        self._connected = ALONE  # the group, which ``ranks`` replaces
         self._devices = [torch.device("cpu" if device is None else device)]
         self._nodes = 1
         super().__init__(self._devices[0], accelerator, checkpoint_io, precision_plugin)
@@ -78,38 +87,34 @@ class HostStrategy(_Base):
 
     # ------------------------------------------------------------------ one device or several
 
-    # The class of an object has these bases: SuperpipelineStrategy or a user's subclass of it; on several devices the part that
-    # ``ranks`` has; and Lightning's strategy for the number of devices. Lightning sets the devices after the strategy was made,
-    # so an object with several devices changes its class once.
-
     _one_device: Any
     """Lightning's strategy for one device."""
 
     _several_devices: Any
-    """Lightning's strategy for several devices. ``ranks`` has a part that precedes it."""
+    """Lightning's strategy for several devices."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(_on_devices(cls, cls._one_device))
+        return object.__new__(_class_for_devices(cls, cls._one_device))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the base classes: pickle would not find the class itself by its name."""
-        return _unpickled, type(self).__bases__, self.__getstate__()
+        return _object_for_devices, type(self).__bases__, self.__getstate__()
 
     def _change_class(self) -> None:
         """Changes the class to the one for the present number of devices."""
-        users = type(self).__bases__[0]
-        of_devices: tuple[Any, ...] = (self._one_device,)
+        public = type(self).__bases__[0]
+        for_devices: tuple[Any, ...] = (self._one_device,)
         if self._several:
-            of_devices = part_of_several_devices(len(self._devices), self._nodes), self._several_devices
-        if type(self).__bases__ == (users, *of_devices):
+            for_devices = (part_of_several_devices(len(self._devices), self._nodes), self._several_devices)
+        if type(self).__bases__ == (public, *for_devices):
             return
         devices = self._devices
-        self.__class__ = _on_devices(users, *of_devices)
-        of_devices[0].__init__(self, devices[0], super().accelerator, given_checkpoint_io(self), self.precision_plugin)
+        self.__class__ = _class_for_devices(public, *for_devices)
+        for_devices[0].__init__(self, devices[0], super().accelerator, given_checkpoint_io(self), self.precision_plugin)
         self._devices = devices  # Lightning's constructor has reset them
 
     cluster_environment: Any = None
-    """How processes find each other. Lightning sets this attribute of strategies that have it."""
+    """Lightning's object with which processes find each other. Lightning sets this attribute of strategies that have it."""
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -150,14 +155,14 @@ class HostStrategy(_Base):
 
     @property
     def root_device(self) -> torch.device:
-        """The device on which this process computes: the user's, else the trainer's choice."""
+        """The device on which this process computes: the user's, otherwise the trainer's choice."""
         return self._devices[self.local_rank if len(self._devices) > 1 else 0]
 
     # ------------------------------------------------------------------ plugins
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The one that was given, or wrapped; else an :class:`~sp_lightning.trainer.checkpoint_io.AtomicCheckpointIO`."""
+        """The user's; otherwise an :class:`~sp_lightning.trainer.checkpoint_io.AtomicCheckpointIO`, also inside of a wrapper."""
         given = given_checkpoint_io(self)
         if given is None:
             self.checkpoint_io = AtomicCheckpointIO()
@@ -171,7 +176,7 @@ class HostStrategy(_Base):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The trainer's; before there is a trainer, the one that was given, else one for float32."""
+        """The trainer's; before there is a trainer, the user's, otherwise one for float32."""
         return self._of_trainer.get("precision_plugin") or super().precision_plugin
 
     @precision_plugin.setter
@@ -182,7 +187,7 @@ class HostStrategy(_Base):
         else:
             set_inherited(HostStrategy, self, "precision_plugin", plugin)
 
-    # ------------------------------------------------------------------ what stays on the host
+    # ------------------------------------------------------------------ host memory
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -192,13 +197,19 @@ class HostStrategy(_Base):
 
 
 @cache
-def _on_devices(users: type, *of_devices: type) -> Any:
-    """Returns the class of a strategy: the public one, or a user's that derives from it, with Lightning's for its devices."""
-    return type(users.__name__, (users, *of_devices), {"__module__": users.__module__, "__doc__": users.__doc__})
+def _class_for_devices(public: type, *for_devices: type) -> Any:
+    """Returns the class of a strategy object.
+
+    Args:
+        public: ``SuperpipelineStrategy``, or a user's subclass of it.
+        for_devices: Lightning's strategy for the number of devices, after the part of ``ranks`` if there is one.
+    """
+    return type(public.__name__, (public, *for_devices), {"__module__": public.__module__, "__doc__": public.__doc__})
 
 
-def _unpickled(users: type, *of_devices: type) -> Any:
-    return object.__new__(_on_devices(users, *of_devices))
+def _object_for_devices(public: type, *for_devices: type) -> Any:
+    """Returns an object without attributes. ``pickle`` calls it."""
+    return object.__new__(_class_for_devices(public, *for_devices))
 
 
 def _refuse_processes_alone(strategy: Any) -> None:
@@ -214,7 +225,7 @@ def _refuse_processes_alone(strategy: Any) -> None:
         return
     try:
         number = environment.world_size()
-    except Exception:  # SLURM's needs SLURM_NTASKS, for example. Plain Lightning does not ask it on one device
+    except Exception:  # for example SLURM without SLURM_NTASKS. Plain Lightning does not call it on one device
         return
     if number > 1:
         raise ValueError(

@@ -1,4 +1,8 @@
-"""The strategy's methods that Lightning's loops call during a run, and those with which users read its plan and counters."""
+"""The strategy's methods that Lightning's loops call during a run, and the methods with which users read plan and counters.
+
+Two classes between :class:`~sp_lightning.trainer.host_strategy.HostStrategy` and the strategy itself: ``ReadableStrategy`` keeps
+the run and its results, and ``LoopStrategy`` calls the run in each hook of Lightning.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +33,20 @@ class ReadableStrategy(HostStrategy):
     """A strategy with the plan and the counters of the present run, or of the last one.
 
     Args:
-        options: the user's options. The other arguments are passed on.
+        options: the user's options.
+        args: the arguments of :class:`~sp_lightning.trainer.host_strategy.HostStrategy`.
     """
 
     def __init__(self, options: Options, *args: Any) -> None:
         self._options = options
-        self._run: Run | None = None  # while it lasts
-        self._last: Results | None = None  # of the run before
+        self._run: Run | None = None  # the present run
+        # What remains of the last run:
+        self._last: Results | None = None
         self._ledger: Ledger | None = None
         self._remarks: list[str] = []
         self._bits: list[str] = []  # sentences on the bits of optimizer steps
         self._updates: UpdatePolicy | None = None  # how layers were updated
-        self._said: set[str] = set()  # the lines that runs have logged when they began
+        self._said: set[str] = set()  # lines that runs logged when they began; a second run does not log them again
         self._signals = DeferredSignals()
         super().__init__(*args)
 
@@ -51,8 +57,10 @@ class ReadableStrategy(HostStrategy):
             return
         try:
             if run.streamer is not None:  # otherwise building the engine again has failed
-                self._ledger = run.steps.ledger or self._ledger  # with the state that optimizers have come to
-                self._remarks, self._bits, self._updates = run.remarks(), run.steps.bits(), run.steps.policy
+                self._ledger = run.steps.ledger or self._ledger  # now with the size of the optimizers' state
+                self._remarks = run.remarks()
+                self._bits = run.steps.bits()
+                self._updates = run.steps.policy
         finally:
             try:
                 run.close()
@@ -60,16 +68,16 @@ class ReadableStrategy(HostStrategy):
                 self._run, self._last = None, run.results
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the run, which may be under way: a copy is that of a strategy whose run is over."""
+        """Leaves out the run, because an engine cannot be pickled. A copy is a strategy whose run is over."""
         return {**super().__getstate__(), "_run": None, "_last": self._known}
 
     def _is_torn(self) -> bool:
-        """Whether a step has updated some weights, and will update the others: handlers of signals wait until it has."""
+        """Returns True if a step has updated some weights, and not all. Signal handlers, which may save, wait until it has."""
         return self._run is not None and self._run.steps.is_torn
 
     @property
     def plan(self) -> Plan:
-        """What was decided, from set-up on.
+        """The plan of the run: layers, k, k', memory, and how layers are updated. Available from set-up on.
 
         Raises:
             RuntimeError: before set-up.
@@ -80,9 +88,9 @@ class ReadableStrategy(HostStrategy):
 
     @property
     def activations(self) -> dict[str, Mode]:
-        """What happens to the activations of each layer, and of each part beside them, by name.
+        """The mode of activations of each layer, and of each part that stays on the device, by name.
 
-        What ``"auto"`` has chosen is in it. It can be given as ``activations=`` to another strategy.
+        It includes the choices of ``"auto"``, and can be given as ``activations=`` to another strategy.
 
         Raises:
             RuntimeError: before set-up.
@@ -91,10 +99,10 @@ class ReadableStrategy(HostStrategy):
 
     @property
     def ledger(self) -> Ledger:
-        """Host memory and traffic of training, from set-up for ``trainer.fit`` on.
+        """Host memory and traffic of training. Available from set-up for ``trainer.fit`` on.
 
         Raises:
-            RuntimeError: before, and outside training.
+            RuntimeError: before that, and outside training.
         """
         if self._run is not None:
             self._ledger = self._run.steps.ledger or self._ledger
@@ -103,7 +111,7 @@ class ReadableStrategy(HostStrategy):
         return self._ledger
 
     def stats(self) -> Stats:
-        """Counters since the last set-up; they can be read after the run, too.
+        """Returns counters since the last set-up. They can also be read after the run.
 
         Raises:
             RuntimeError: before set-up.
@@ -111,7 +119,7 @@ class ReadableStrategy(HostStrategy):
         return self._results("counters").stats
 
     def fetches(self) -> dict[str, int]:
-        """How often each layer was fetched since the last set-up, by name: which experts were, for example.
+        """Returns how often each layer was fetched since the last set-up, by name: for example, which experts were used.
 
         Raises:
             RuntimeError: before set-up.
@@ -119,6 +127,7 @@ class ReadableStrategy(HostStrategy):
         return self._results("counters").fetches
 
     def _results(self, what: str) -> Results:
+        """Returns the results of the present or the last run. ``what`` names the value that the user asks for, for the error."""
         if (known := self._known) is None:
             raise RuntimeError(
                 f"This strategy has no {what} yet: a run begins in trainer.fit (validate, test, predict)."
@@ -131,22 +140,22 @@ class ReadableStrategy(HostStrategy):
         return self._last if run is None else run.results
 
     def remarks(self) -> list[str]:
-        """What a user should know about this run beside the plan, in sentences."""
+        """Returns sentences for the user about this run, which are logged with the plan."""
         return self._remarks if self._run is None else self._run.remarks()
 
-    def _better_steps(self) -> str:
-        """What would make the optimizers' steps of the run that lasts faster, in sentences; empty if nothing is known to."""
-        return "" if self._run is None else self._run.steps.better()
+    def _step_advice(self) -> str:
+        """Returns options with which the present run's optimizer steps would be faster, in sentences; empty if there are none."""
+        return "" if self._run is None else self._run.steps.advice()
 
     @property
     def _stepping(self) -> tuple[str, str]:
-        """Where the optimizers of the run that lasts step, "cpu" or "gpu", and in which mode updates run."""
+        """The place in which the present run's optimizers step, "cpu" or "gpu", and the mode of updates."""
         assert self._run is not None
         return "gpu" if self._run.steps_on_device else "cpu", self._run.steps.overlap
 
     @property
     def _device_memory(self) -> tuple[int, int] | None:
-        """Peak and limit of device memory in bytes; None on the CPU, and outside of a run."""
+        """The peak of device memory and its limit, in bytes; None on the CPU, and outside of a run."""
         return None if self._run is None else self._run.device_memory
 
     @property
@@ -156,9 +165,12 @@ class ReadableStrategy(HostStrategy):
 
 
 class LoopStrategy(ReadableStrategy):
-    """A strategy with an engine during a run. A run is training with its validation, or another loop alone."""
+    """A strategy with an engine during a run. A run is training with its validation, or another loop alone.
 
-    _loop_begun: bool
+    Outside of a run (``self._run`` is None), all methods do what Lightning's do.
+    """
+
+    _loop_begun: bool  # True once a loop of this run has begun
 
     # ------------------------------------------------------------------ a run begins and ends
 
@@ -175,7 +187,7 @@ class LoopStrategy(ReadableStrategy):
         self._loop_begun = False
 
     def _fitting_begins(self) -> None:
-        """Called at the end of set-up for training, before a checkpoint is loaded.
+        """Decides how optimizers step, and reserves host memory. Called at the end of set-up, before a checkpoint is loaded.
 
         Raises:
             ValueError: ``optimizer_overlap`` names a mode that is not possible, or ranks have different optimizers.
@@ -219,7 +231,7 @@ class LoopStrategy(ReadableStrategy):
         self._loop_begins("predict")
 
     def _loop_begins(self, phase: str) -> None:
-        """Called when a loop begins, after ``on_fit_start`` and similar hooks."""
+        """Called when a loop begins, after ``on_fit_start`` and similar hooks: user code may have changed the module in them."""
         if self._run is None:
             return
         self._signals.run_deferred()
@@ -230,16 +242,16 @@ class LoopStrategy(ReadableStrategy):
         self._run.hooks.loop_starts()
         self._group.note_place(f"the beginning of the loop {phase!r}")
         if phase == "train":
-            self._run.steps.arrange()
+            self._run.steps.decide_again()
         if phase == "validate":
             self._run.tuner.stop_timing()  # validation does not count as part of the previous training batch
 
     def _compare_nodes(self, when: str, *, state: bool = False) -> None:
-        """Compares the weights of several nodes during a run. Collective.
+        """Compares the weights of several nodes during a run, because each node has its own copy. Collective.
 
         Args:
             when: the time, for the error.
-            state: compare the optimizers' state as well.
+            state: True to compare the optimizers' state as well.
 
         Raises:
             ValueError: nodes have different weights.
@@ -252,7 +264,10 @@ class LoopStrategy(ReadableStrategy):
     # ------------------------------------------------------------------ batches
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called after the hooks of callbacks and module. The training step follows, perhaps within an optimizer step."""
+        """Adapts the engine to this batch, and prefetches its first layers.
+
+        Lightning calls it after the hooks of callbacks and module. The training step follows, often in an optimizer's closure.
+        """
         super().on_train_batch_start(batch, batch_idx)
         if self._run is not None:
             self._group.note_place(f"batch {batch_idx} of epoch {self._run.module.current_epoch}")
@@ -273,7 +288,13 @@ class LoopStrategy(ReadableStrategy):
         return self._step("predict", super().predict_step, *args, **kwargs)
 
     def _step(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs Lightning's step of a batch.
+        """Runs Lightning's step of a batch, with the engine streaming layers.
+
+        Args:
+            phase: the loop: "train", "validate", "test" or "predict".
+            step: Lightning's method.
+            args: its positional arguments: the batch and its indices.
+            kwargs: its other arguments.
 
         Raises:
             torch.OutOfMemoryError: device memory does not suffice. The window is smaller from now on, and the error names
@@ -284,38 +305,45 @@ class LoopStrategy(ReadableStrategy):
             self._refuse_partially_updated()
             return step(*args, **kwargs)  # user code calls it outside of a run: the weights are in host memory
         training = phase == "train"
+        manual = training and not run.module.automatic_optimization
+        automatic = (
+            training and not manual
+        )  # then this runs in the closure of an optimizer's step, and backward follows
         if not training:  # ``on_train_batch_start`` calls it for training
             self._batch_starts(run, phase, args)
         run.step_begins()
-        streamer, hooks, manual = run.engine, run.hooks, training and not run.module.automatic_optimization
-        if manual or not training:  # otherwise this is a step's closure
-            run.steps.none_runs()
+        streamer, hooks = run.engine, run.hooks
+        if not automatic:
+            run.steps.forget_running_steps()
         with run.whole_after_failure(make_room=True):
             streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
             with streamer.saving():
                 output = step(*args, **kwargs)
-                if training and not manual:
+                if automatic:
                     run.steps.forget_freed()
-                if training and not manual and output is not None and not skips_backward(run.module.trainer):
+                if automatic and output is not None and not skips_backward(run.module.trainer):
                     streamer.await_backward(seen=hooks.run_at("zero_grad"))
-                else:  # after the loop's last batch, hooks between training batches run
+                else:
+                    # After the last batch of a validation within training, hooks of training run before the engine's next step.
                     follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")
                     streamer.end(writes_follow=follows)
                 return output
 
     def _refuse_partially_updated(self) -> None:
-        mixed = None if self._known is None else self._known.partially_updated
-        if mixed is not None:
-            if self._run is not None and self._run.is_foreign:
-                raise RuntimeError(BEING_UPDATED)
-            if sys.exception() is not None:  # a checkpoint on exception: if it fails, Lightning does not call teardown
-                self._close()
-                self._signals.remove()
-            assert self.lightning_module is not None
-            raise RuntimeError(not_whole(mixed, last_checkpoint(self.lightning_module.trainer)))
+        """Raises a RuntimeError if only some weights have the values of the last step. Called before user code gets weights."""
+        partly = None if self._known is None else self._known.partially_updated
+        if partly is None:
+            return
+        if self._run is not None and self._run.is_foreign:
+            raise RuntimeError(BEING_UPDATED)
+        if sys.exception() is not None:  # a checkpoint on exception: if it fails, Lightning does not call teardown
+            self._close()
+            self._signals.remove()
+        assert self.lightning_module is not None
+        raise RuntimeError(not_whole(partly, last_checkpoint(self.lightning_module.trainer)))
 
     def _batch_starts(self, run: Run, phase: str, batch: Any) -> None:
-        """Adapts the engine to changes of the module, and lets the tuner choose k and k'."""
+        """Adapts the engine to changes of the module since the last batch, and lets the tuner change k, k' and activations."""
         self._signals.run_deferred()
         self._signals.install(self._is_torn)  # user code may have set handlers since
         try:
@@ -326,11 +354,11 @@ class LoopStrategy(ReadableStrategy):
             raise
         if phase == "train" and run.hooks.may_write_weights("train"):
             run.engine.invalidate()
-        if (phase == "train") == run.trains:  # validation within training does not count
+        if (phase == "train") == run.trains:  # not for validation within training, which the tuner does not measure
             stay = run.engine.plan.stay
             run.tuner.batch_starts(batch, run.steps.overlap)
             if run.engine.plan.stay != stay:
-                run.steps.arrange()
+                run.steps.decide_again()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -341,8 +369,8 @@ class LoopStrategy(ReadableStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._run is not None:  # even if the module's own ``backward`` computes nothing
-            self._run.engine.end_without_backward()
+        if self._run is not None:
+            self._run.engine.end_without_backward()  # no effect after a backward; the module's own ``backward`` may compute none
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step
@@ -353,7 +381,10 @@ class LoopStrategy(ReadableStrategy):
         )
 
     def _expect_next_batch(self) -> None:
-        """Called after a training batch. Prefetches the first layers of the next one unless hooks may write weights before."""
+        """Prefetches the first layers of the next batch, unless hooks may write weights before it.
+
+        The callback calls it after a training batch, so that uploads overlap with loading the next batch.
+        """
         if self._run is not None and not self._run.hooks.may_write_weights("train"):
             with self._run.whole_after_failure():
                 self._run.engine.prefetch_for("train", training=True)

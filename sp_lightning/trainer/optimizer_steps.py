@@ -1,4 +1,7 @@
-"""Runs the steps of a run's optimizers as the policy says: whole or by layers, at once or in the background."""
+"""Runs the steps of a run's optimizers: whole or by layers, in ``optimizer.step()`` or in the background.
+
+``plan.update_policy`` decides which (the *policy*), from facts that ``trainer.update_facts`` collects.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,6 @@ from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.update_facts import (
-    CLIPPING,
     batch_facts,
     clips_as_lightning,
     collect,
@@ -51,7 +53,7 @@ Closure = Callable[[], Any]
 
 
 class SteppedRun(Protocol):
-    """What :class:`OptimizerSteps` uses of a run."""
+    """The part of :class:`~sp_lightning.trainer.run.Run` that :class:`OptimizerSteps` uses."""
 
     module: pl.LightningModule
     trains: bool
@@ -65,36 +67,33 @@ class SteppedRun(Protocol):
         """The engine. It may be built anew while the run lasts."""
 
     @property
-    def steps_on_device(self) -> bool:
-        """Whether layers step on the GPU, as far as is decided."""
+    def steps_on_device(self) -> bool: ...
 
     @property
-    def shares_base(self) -> bool:
-        """Whether the run is a trial of a SharedBase."""
+    def shares_base(self) -> bool: ...
 
-    def step_on_host(self) -> None:
-        """Gives the memory of steps on the GPU to other things."""
+    def step_on_host(self) -> None: ...
 
-    def let_layers_stay(self, may: bool) -> None:
-        """Says whether results would be the same if layers stayed on the GPU."""
+    def let_layers_stay(self, may: bool) -> None: ...
 
-    def most_that_stay(self) -> int:
-        """Returns how many layers could stay on the GPU."""
+    def most_that_stay(self) -> int: ...
 
-    def finish_updates(self) -> None:
-        """Waits for updates in the background."""
+    def finish_updates(self) -> None: ...
 
-    def whole_after_failure(self, *, make_room: bool = False) -> AbstractContextManager[None]:
-        """A context after which the module is whole, whatever was raised in it."""
+    def whole_after_failure(self, *, make_room: bool = False) -> AbstractContextManager[None]: ...
 
 
 class OptimizerSteps:
     """Runs the optimizers' steps of one run, and announces every other optimizer's step to its engine.
 
+    The policy is decided again when facts change: at the beginning of a loop, after the engine was built again, before batches.
+    With ``optimizer_overlap="auto"`` the first step is a trial: it runs without updates in backward, and notes which layers
+    backward uses after their gradients are complete. If there are none, later steps may update layers in backward.
+
     Args:
         run: the run whose layers the steps update.
-        options: the user's.
-        log: the logger for the mode of updates, at DEBUG.
+        options: the user's options.
+        log: the logger. The mode of updates is logged at DEBUG.
 
     Attributes:
         policy: how layers are updated; None until :meth:`begin`, when there are optimizers.
@@ -105,93 +104,102 @@ class OptimizerSteps:
         self._run = run
         self._options = options
         self._log = log
-        self._layerwise: dict[Optimizer, LayerwiseStep] = {}
+        self._layerwise: dict[Optimizer, LayerwiseStep] = {}  # the steps that are taken apart by layers
         self._trainer: Any = run.module.trainer
-        self._whole = run.group.steps(lambda: run.engine)
+        self._whole_steps = run.group.steps(lambda: run.engine)  # all other steps
         self.state: StateStore = IN_MEMORY
         self._facts = UpdateFacts()
         self.policy: UpdatePolicy | None = None
-        # What ``_layerwise`` was made for.
-        self._executed: tuple[Streamer, UpdateFacts, UpdatePolicy] | None = None
+        # The engine, the facts and the policy for which ``_layerwise`` was made.
+        self._applied: tuple[Streamer, UpdateFacts, UpdatePolicy] | None = None
         self._logged = ""  # the mode that was logged last
         self._bits = registry.gpu_bits(None)
-        self._none_stay = ""  # why gpu_layers="auto" keeps no layer on the device
-        self._place = step_place()(lambda: run.engine.device, self._count_as)
+        self._none_stay = ""  # the reason why gpu_layers="auto" keeps no layer on the device
+        self._place = step_place()(lambda: run.engine.device, self._count_as)  # chooses for optimizer_on="auto"
         self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._fuses_whole)
-        self._tried = False  # whether a step has shown what backward needs
-        self._needed = ""  # its use of a layer whose gradients were complete
-        self._steps = 0  # how many steps are running: an optimizer may step inside another one's closure
-        self._updates = False  # whether the innermost of them has come to the optimizer's own code
-        self._backward = False  # whether one has begun in it that updates layers
-        self._counted: int | None = None  # how many steps the trainer had counted when the last one returned
+        self._tried = False  # True after the trial of the first step, see above
+        self._needed = ""  # a use of a layer by backward, after its gradients were complete, that the trial has found
+        self._running = 0  # the number of running steps: an optimizer may step inside another one's closure
+        self._in_own_code = False  # True if the innermost running step has reached the optimizer's own code
+        self._in_backward = False  # True if a backward is running in it that updates layers
+        self._counted: int | None = None  # the trainer's count of steps when the last step returned
 
     def open(self) -> None:
-        """Starts noticing the steps of all optimizers. Called again, because other code may remove torch's hooks."""
+        """Registers hooks on the steps of all optimizers. Called before each batch: other code may have removed the hooks."""
         self._step_hooks.open()
 
     def close(self) -> None:
         """Restores the optimizers as their users configured them. Called after the run is closed."""
         self._step_hooks.close()
-        self._whole.detach()
+        self._whole_steps.detach()
         self._layerwise.clear()
-        self._executed = None
+        self._applied = None
         self.state = IN_MEMORY  # files are gone with the run
 
     # ------------------------------------------------------------------ how steps run
 
     @property
     def overlap(self) -> Overlap:
-        """What updates run beside; ``"off"`` until that is decided."""
+        """The part of a batch during which updates run; ``"off"`` until that is decided."""
         return "off" if self.policy is None else self.policy.overlap
 
     @property
     def _frees(self) -> bool:
+        """True if updates in backward free their gradients."""
         return self.policy is not None and self.policy.early is EarlyUpdates.FREES
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
-        """Returns True if an optimizer runs fused if its user has left that open."""
+        """Returns True if those groups of an optimizer run fused whose user has set neither ``fused`` nor ``foreach``."""
         fuse = self.policy is not None and self.policy.fused
-        return fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
+        return fuse and optimizer in self._optimizers and has_fused_step(optimizer)
 
     def _fuses_whole(self, optimizer: Optimizer) -> bool:
-        """Returns True if a step of all layers runs fused. Logs once that it has the CPU's last bits."""
+        """Returns True if a step that is not taken apart runs fused, as :meth:`_is_fused`. The hooks on steps ask.
+
+        Logs once if updates by layers have the GPU's bits, and this step has the CPU's.
+        """
         if (layerwise := self._layerwise.get(optimizer)) is not None:
             layerwise.warn_of_bits("user code has called torch's optimizer, not the one that self.optimizers() returns")
         return self._is_fused(optimizer)
 
     @property
-    def _real_optimizers(self) -> list[Optimizer]:
-        """The optimizers that step; none outside of training."""
+    def _optimizers(self) -> list[Optimizer]:
+        """The trainer's optimizers, without wrappers; an empty list outside of training."""
         return real_optimizers(self._trainer) if self._run.trains else []
 
     def begin(self) -> int:
-        """Decides how layers are updated, and where the optimizers' state is. Returns the bytes of host memory for state.
+        """Decides how layers are updated, and where the optimizers' state is. Called once, at the end of set-up for training.
+
+        Returns:
+            The bytes of host memory for state.
 
         Raises:
             ValueError: an option asks by name for a place or a mode that is not possible.
         """
         self._decide(self._collect())
-        state = self.place_state()
-        self._execute()
-        self.absorb_state()
-        return state
+        nbytes = self.place_state()
+        self._apply_policy()
+        self._absorb_state()
+        return nbytes
 
-    def arrange(self) -> None:
+    def decide_again(self) -> None:
         """Decides again if the facts have changed: optimizers, hooks, callbacks, or the layers that stay.
 
         Raises:
             ValueError: an option asks by name for a place or a mode that is not possible.
         """
-        if (facts := self._collect()) != self._facts:
+        facts = self._collect()
+        if facts != self._facts:
             self._decide(facts)
-        self._execute()
+        self._apply_policy()
 
     def _collect(self) -> UpdateFacts:
+        """Collects the facts on which the policy depends, as they are now."""
         run = self._run
         return collect(
             self._trainer,
             self._options,
-            self._real_optimizers,
+            self._optimizers,
             self._place,
             place="gpu" if run.steps_on_device else "cpu",
             stay=bool(run.engine.plan.stay),
@@ -203,18 +211,20 @@ class OptimizerSteps:
         )
 
     def _decide(self, facts: UpdateFacts) -> None:
-        """Decides where and when optimizers step."""
-        if self._place.moves(self._real_optimizers, facts):
+        """Decides where and when optimizers step. With ``optimizer_on="auto"`` this measures both places."""
+        if self._place.moves(self._optimizers, facts):
             self._run.step_on_host()
             facts = replace(facts, place="cpu")
-        self._facts, self.policy = facts, decide(facts)
+        self._facts = facts
+        self.policy = decide(facts)
 
-    def _execute(self) -> None:
-        """Completes the policy, and has the optimizers step as it says."""
-        run, engine, facts, decided = self._run, self._run.engine, self._facts, self.policy
+    def _apply_policy(self) -> None:
+        """Completes the policy with the bits of steps, and makes the objects that run the steps."""
+        run, engine = self._run, self._run.engine
+        facts, decided = self._facts, self.policy
         assert decided is not None
         paging = Paging(self.state.elsewhere, run.placement.pages_gradients, run.placement.pages)
-        optimizers = self._real_optimizers
+        optimizers = self._optimizers
         bits = self._bits = registry.gpu_bits(None if facts.place == "gpu" else engine.device.plain_steps_on)
         bits.decide(
             optimizers,
@@ -224,23 +234,24 @@ class OptimizerSteps:
             scaled=facts.batch.scales,
             clips=self._clips() == "norm" or clips_in_its_own_way(run.module),
         )
-        likes = [bits.stepping.get(each) for each in optimizers]
-        like_gpu = [(like is not None, like is not None and like.norms is not None) for like in likes]
+        stepping = [bits.stepping.get(each) for each in optimizers]
+        # For each optimizer, whether its steps have the GPU's bits, and whether its norms have them.
+        like_gpu = [(each is not None, each is not None and each.norms is not None) for each in stepping]
         policy = self.policy = complete(decided, facts, paging, like_gpu)
         self._none_stay = against_staying(facts, like_gpu=bool(bits.stepping) and bits.whole)
         run.let_layers_stay(not self._none_stay)
-        if self._executed != (engine, facts, policy):
+        if self._applied != (engine, facts, policy):
             self._make_steps(policy, optimizers)
-            self._executed = engine, facts, policy
-        # Again each time: a checkpoint may have given an optimizer other state.
-        self._whole.attach([each for each in optimizers if each not in self._layerwise], scaler_of(self._trainer))
-        placed = self._options.disk is None or self.state is not IN_MEMORY  # only the primary's state is on the disk
-        if placed and policy.mode != self._logged:
+            self._applied = engine, facts, policy
+        # In any case: a checkpoint may have given an optimizer other state.
+        self._whole_steps.attach([each for each in optimizers if each not in self._layerwise], scaler_of(self._trainer))
+        has_state = self._options.disk is None or self.state is not IN_MEMORY  # with disk=, only the primary rank
+        if has_state and policy.mode != self._logged:
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), policy.mode)
             self._logged = policy.mode
 
     def _make_steps(self, policy: UpdatePolicy, optimizers: Sequence[Optimizer]) -> None:
-        """Makes the steps of optimizers that are taken apart by layers."""
+        """Makes the steps of those optimizers whose steps are taken apart by layers."""
         engine = self._run.engine
         engine.updating.gradients.keep_for_own_slot = policy.gradients_stay
         if policy.all_threads:
@@ -259,8 +270,10 @@ class OptimizerSteps:
             if own.by_layers
         }
 
-    def look_again(self) -> None:
-        """Decides again if user code has added hooks, or changed the clipping, since the last batch. Called when a batch begins.
+    def check_batch_settings(self) -> None:
+        """Decides again if user code has added hooks, or changed the clipping, since the last batch. Called before a batch.
+
+        Updates in backward depend on both.
 
         Raises:
             ValueError: ``"backward"`` was asked for by name, and is no longer possible.
@@ -268,26 +281,28 @@ class OptimizerSteps:
         if self.overlap != "backward" or not self._layerwise or batch_facts(self._trainer) == self._facts.batch:
             return
         self._run.finish_updates()
-        self.arrange()
-        if when := self._when():
-            self._log.info("Superpipeline: %s", when)
+        self.decide_again()
+        if schedule := self._describe_schedule():
+            self._log.info("Superpipeline: %s", schedule)
 
     def _end_trial(self, needed: Sequence[str]) -> None:
-        """Decides again after a step has shown whether updates may begin in backward.
+        """Decides again after the first step has shown whether updates may begin in backward.
 
         Args:
-            needed: uses of layers whose gradients were complete, or why no step can be divided.
+            needed: uses of layers in backward after their gradients were complete, or the reason why the step cannot be taken
+                apart; empty if updates may begin in backward.
         """
-        self._tried, self._needed = True, f"in the first step, {needed[0]}" if needed else ""
+        self._tried = True
+        self._needed = f"in the first step, {needed[0]}" if needed else ""
         self._run.finish_updates()  # until then optimizers have a class that waits
-        self.arrange()
+        self.decide_again()
         if needed:
-            self._log.info("Superpipeline: %s", self._when())
+            self._log.info("Superpipeline: %s", self._describe_schedule())
 
-    def _when(self) -> str:
-        """Returns when updates run and why not sooner, as a sentence; empty if the user has chosen that, or on the CPU."""
+    def _describe_schedule(self) -> str:
+        """Returns a sentence: when updates run, and why not sooner. Empty if the user has chosen that, or on the CPU."""
         policy = self.policy
-        if self._options.optimizer_overlap != "auto" or policy is None or not self._real_optimizers:
+        if self._options.optimizer_overlap != "auto" or policy is None or not self._optimizers:
             return ""
         if self._run.engine.device.computes_on_host:
             return ""
@@ -297,17 +312,17 @@ class OptimizerSteps:
             return f"Optimizer steps overlap with the next forward pass; {policy.why}."
         return f"Optimizer steps do not overlap with the model; {policy.why}."
 
-    def better(self) -> str:
-        """Returns how steps would be faster, in the other place or at another time, in sentences; empty if there is no choice."""
-        if self._run.engine.device.computes_on_host or not self._real_optimizers or self.policy is None:
+    def advice(self) -> str:
+        """Returns options with which steps would be faster, in sentences; empty if there are none. Logged after training."""
+        if self._run.engine.device.computes_on_host or not self._optimizers or self.policy is None:
             return ""
         self._run.finish_updates()  # until then optimizers have a class that waits
-        other = self._place.better(self._real_optimizers, self._facts) if self._run.group.alone else ""
-        earlier = self._earlier() if self.overlap == "forward" else ""
-        return " ".join(filter(None, [other, earlier or self._would_stay()]))
+        place = self._place.better(self._optimizers, self._facts) if self._run.group.alone else ""
+        backward = self._advise_backward() if self.overlap == "forward" else ""
+        return " ".join(filter(None, [place, backward or self._advise_staying()]))
 
-    def _earlier(self) -> str:
-        """Returns a sentence if the run has mostly stalled on updates, and they may also run during backward; else empty."""
+    def _advise_backward(self) -> str:
+        """Returns a sentence if the run mostly stalled on updates that could also run during backward; else empty."""
         stats = self._run.engine.stats()
         if 2 * stats.update_stall_seconds < stats.waited_seconds:
             return ""
@@ -320,45 +335,46 @@ class OptimizerSteps:
             "(p.grad is None after a step)."
         )
 
-    def _would_stay(self) -> str:
-        """Returns a sentence if the run has mostly stalled on updates, and layers fit on the GPU with their state; else empty."""
-        stats, count = self._run.engine.stats(), self._run.most_that_stay()
-        waited = stats.update_stall_seconds + stats.step_seconds
-        if not count or 2 * waited < stats.waited_seconds:
+    def _advise_staying(self) -> str:
+        """Returns a sentence if the run mostly stalled on updates, and layers fit on the GPU with their state; else empty."""
+        stats = self._run.engine.stats()
+        count = self._run.most_that_stay()
+        on_updates = stats.update_stall_seconds + stats.step_seconds
+        if not count or 2 * on_updates < stats.waited_seconds:
             return ""
         layers = len(self._run.engine.plan.layers)
         return f'Try gpu_layers="auto": {count} of {layers} layers fit on the GPU with their optimizer state, and step there.'
 
-    def rearrange(self) -> None:
-        """Makes the steps that update layer by layer again. Called after the engine was built again."""
+    def engine_rebuilt(self) -> None:
+        """Makes the steps by layers for the new engine. Called after the engine was built again."""
         if self._layerwise:
-            self.arrange()
-            self.absorb_state()
+            self.decide_again()
+            self._absorb_state()
 
     # ------------------------------------------------------------------ the optimizers' state
 
     def place_state(self) -> int:
-        """Decides where the optimizers' state lies. Returns the bytes of host memory that it takes."""
+        """Decides where the optimizers' state is stored. Returns the bytes of host memory that it takes."""
         ledger = self._count()
         if self._options.disk is None:
             return ledger.state or 0
-        optimizers = self._real_optimizers
+        optimizers = self._optimizers
         self.state, nbytes = registry.state_on_disk(
             self._run, self._options, optimizers, ledger, self._still, self._log
         )
         return nbytes
 
-    def absorb_state(self) -> None:
-        """Called when optimizers have state that their steps have not made."""
+    def _absorb_state(self) -> None:
+        """Moves state that the optimizers' steps have not made to its place, for example state of a checkpoint to the disk."""
         if self.state is not IN_MEMORY:
-            self.state.absorb(self._real_optimizers, self._run.engine.updating.layer_of)
+            self.state.absorb(self._optimizers, self._run.engine.updating.layer_of)
 
     def state_loaded(self) -> None:
-        """Called when optimizers have the state of a checkpoint, which may be in its file still."""
-        self.absorb_state()
+        """Called when the optimizers got the state of a checkpoint. Their tensors may be views of its file."""
+        self._absorb_state()
         self.state.loaded(self._trainer.optimizers)
 
-    # ------------------------------------------------------------------ what a user reads
+    # ------------------------------------------------------------------ results for users
 
     @property
     def ledger(self) -> Ledger | None:
@@ -366,6 +382,7 @@ class OptimizerSteps:
         return self._count() if self.policy is not None else None
 
     def _count(self) -> Ledger:
+        """Returns host memory and traffic of the run as it is: in the decided place and mode, and with a disk's files."""
         trainer = self._trainer
         ledger = self._count_as(self._facts.place, self.overlap)
         fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
@@ -373,8 +390,12 @@ class OptimizerSteps:
         return self.state.count(placement.count(replace(ledger, fused=fused)), placement)
 
     def _count_as(self, place: Place, overlap: Overlap) -> Ledger:
-        """Returns host memory and traffic with steps in this place and in this mode."""
-        trainer, on_device = self._trainer, place == "gpu"
+        """Returns host memory and traffic if steps ran in this place and in this mode.
+
+        The measurement for ``optimizer_on="auto"`` calls it for both places.
+        """
+        trainer = self._trainer
+        on_device = place == "gpu"
         paging = Paging(gradients=self._run.placement.pages_gradients)
         pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
@@ -393,7 +414,7 @@ class OptimizerSteps:
     def _still(self) -> Generator[None, None, None]:
         """A context in which no update is under way, in any thread."""
         with ExitStack() as stack:
-            if self._run.streamer is not None:  # state that is elsewhere outlives the run
+            if self._run.streamer is not None:  # tensors of state on the disk may be read after the run
                 self._run.finish_updates()  # updates of this thread, with their errors
                 stack.enter_context(self._run.engine.updates.still())
             yield
@@ -403,43 +424,42 @@ class OptimizerSteps:
         return (self._trainer.gradient_clip_algorithm or "norm") if self._trainer.gradient_clip_val else None
 
     def remarks(self) -> list[str]:
-        """Returns what a user should know of the steps, in sentences."""
-        remarks = [self.state.remark] if self.state.remark else []
-        if when := self._when():
-            remarks.append(when)
-        if remark := self._place.remark(self._facts.place):
-            remarks.append(remark)
-        remarks[:0] = self.bits()
+        """Returns sentences for the user about the steps, which are logged with the plan."""
+        remarks = [self._describe_fusing(), *self.bits(), self.state.remark, self._describe_schedule()]
+        remarks.append(self._place.remark(self._facts.place))
         if self._options.gpu_layers == "auto" and self._none_stay:
             remarks.append(f'No layer stays on the GPU (gpu_layers="auto"): {self._none_stay}.')
-        stepping = self._real_optimizers if self.policy is not None else ()
+        return [remark for remark in remarks if remark]
+
+    def _describe_fusing(self) -> str:
+        """Returns a sentence if optimizers run fused with the CPU's bits that their user did not make fused; else empty."""
+        optimizers = self._optimizers if self.policy is not None else ()
         names = {
             type(optimizer).__name__
-            for optimizer in stepping
+            for optimizer in optimizers
             if optimizer not in self._bits.stepping and self._is_fused(optimizer) and self._fuses_a_group(optimizer)
         }
-        if names:
-            overlap = self._options.optimizer_overlap
-            why = off = ""
-            if self._options.fused_optimizer == "auto" and overlap in ("forward", "backward"):
-                why, off = f', which optimizer_overlap="{overlap}" needs', ' with optimizer_overlap="off"'
-            said = f"{' and '.join(sorted(names))} runs fused on the CPU{why}"
-            if self._run.engine.plan.stay:
-                said += ", and layers that stay step as you made it: weights are those of neither."
-            else:
-                said += (
-                    ": results are bitwise those of plain Lightning whose optimizer has fused=True and steps on the CPU; "
-                    f"fused_optimizer=False{off} leaves it as it is."
-                )
-            remarks.insert(0, said)
-        return remarks
+        if not names:
+            return ""
+        overlap = self._options.optimizer_overlap
+        why = off = ""
+        if self._options.fused_optimizer == "auto" and overlap in ("forward", "backward"):
+            why = f', which optimizer_overlap="{overlap}" needs'
+            off = ' with optimizer_overlap="off"'
+        runs_fused_here = f"{' and '.join(sorted(names))} runs fused on the CPU{why}"
+        if self._run.engine.plan.stay:
+            return f"{runs_fused_here}, and layers that stay step as you made it: weights are those of neither."
+        return (
+            f"{runs_fused_here}: results are bitwise those of plain Lightning whose optimizer has fused=True and steps on the "
+            f"CPU; fused_optimizer=False{off} leaves it as it is."
+        )
 
     def _fuses_a_group(self, optimizer: Optimizer) -> bool:
         """Returns True if a group runs fused although its user has set neither ``fused`` nor ``foreach``."""
         return any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
 
     def bits(self) -> list[str]:
-        """Returns whose bits steps on the CPU have, in sentences; empty without a GPU, or if the GPU steps."""
+        """Returns sentences on the bits of steps on the CPU: the CPU's or a GPU's. Empty without a GPU, or if the GPU steps."""
         if self.policy is None:
             return []
         mixed = bool(self._run.engine.plan.stay)
@@ -448,56 +468,56 @@ class OptimizerSteps:
     # ------------------------------------------------------------------ a step
 
     def backward_begins(self) -> None:
-        """Notes that a backward begins, which may update layers. A signal handler that reads a weight waits until it ends."""
-        self._backward = bool(self._steps) and self.overlap == "backward"
+        """Called when Lightning's backward begins. If it updates layers, signal handlers that read weights wait until it ends."""
+        self._in_backward = self._running > 0 and self.overlap == "backward"
 
     def forget_freed(self) -> None:
         """Makes freed gradients None. Called after the training step, before ``zero_grad``."""
         if self._frees:
             self._run.engine.updating.forget_freed()
 
-    def none_runs(self) -> None:
-        """Called when no step is running. One may have raised an error."""
-        self._step_hooks.none_runs()
+    def forget_running_steps(self) -> None:
+        """Called when no step is running. An earlier one may have raised an error, after which torch calls no hook."""
+        self._step_hooks.forget_running_steps()
 
     def run(self, optimizer: Any, closure: Closure, step: Callable[[Closure], Any], plugin: Any) -> Any:
-        """Runs one step.
+        """Runs one step. The strategy calls it in place of Lightning's ``optimizer_step``.
 
         Args:
             optimizer: the optimizer.
             closure: runs forward and backward.
-            step: Lightning's step of the optimizer, which calls the closure that it is given.
+            step: Lightning's step of the optimizer. It calls the closure that it is given.
             plugin: the precision plugin, which clips gradients.
         """
         layerwise = self._layerwise.get(optimizer)
 
-        def closed() -> Any:
-            self._updates = False
+        def closure_then_prepare() -> Any:
+            self._in_own_code = False
             result = closure()
             self._run.engine.end_without_backward()
-            self._step_hooks.closed(optimizer)
-            self._updates, self._backward = True, False
+            self._step_hooks.prepare_after_closure(optimizer)
+            self._in_own_code, self._in_backward = True, False
             return result
 
         self.state.step_begins(self._run.placement)
-        outer = self._step_hooks.deferring, self._updates  # an optimizer may step inside another one's closure
+        outer = self._step_hooks.deferring, self._in_own_code  # an optimizer may step inside another one's closure
         # User code may catch the error of a manual step. If it does not, the step of the batch makes room.
         make_room = self._run.trains and self._run.module.automatic_optimization
         self._counted = None
-        self._steps += 1
+        self._running += 1
         try:
             with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
                 if layerwise is not None:
                     around.enter_context(layerwise.deferring())
                     self._step_hooks.deferring = optimizer, layerwise
                 around.enter_context(in_place_of(plugin, self._clipping(layerwise, plugin)))
-                result = step(closed)
+                result = step(closure_then_prepare)
                 self._counted = self._trainer.global_step
         finally:
             self._step_hooks.give_back_groups()
-            self._step_hooks.deferring, self._updates = outer
-            self._backward = False
-            self._steps -= 1
+            self._step_hooks.deferring, self._in_own_code = outer
+            self._in_backward = False
+            self._running -= 1
         if layerwise is not None and layerwise.tried and not self._tried:
             self._end_trial(layerwise.needed)
         return result
@@ -508,30 +528,35 @@ class OptimizerSteps:
 
         A signal handler may save a checkpoint, in which weights, optimizer state and the trainer's count have to agree.
         """
-        if self._steps and (streamer := self._run.streamer) is not None:
-            return self._updates or self._backward or streamer.updates.torn is not None
+        if self._running and (streamer := self._run.streamer) is not None:
+            return self._in_own_code or self._in_backward or streamer.updates.torn is not None
+        # The trainer counts a step after the strategy's ``optimizer_step`` has returned.
         return self._counted is not None and self._counted == self._trainer.global_step
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
         """Returns the methods that replace a precision plugin's in one step, by name."""
         methods = {} if layerwise is None else self._clips_layerwise(layerwise, plugin)
-        return self._whole.clipping(methods, plugin, in_updates=layerwise is not None and self.overlap != "off")
+        return self._whole_steps.clipping(methods, plugin, in_updates=layerwise is not None and self.overlap != "off")
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
-        """Returns the methods that clip layer by layer; none if the precision plugin has its own."""
-        clipping, read = layerwise.clipping, self._run.hooks.may_write_weights("gradients")
+        """Returns the methods that clip layer by layer, by name; an empty dictionary if the precision plugin clips all gradients.
+
+        It does so if the policy says so, or if it has methods of its own for clipping.
+        """
         assert self.policy is not None
-        clip = self.policy.clip(read=read, like_gpu=clipping.like_gpu)
+        clipping = layerwise.clipping
+        hooks_read_gradients = self._run.hooks.may_write_weights("gradients")
+        clip = self.policy.clip(read=hooks_read_gradients, like_gpu=clipping.like_gpu)
         if clip == "whole" or not clips_as_lightning(plugin):
             return {}
         clipping.at_once = clip == "at once"
 
-        def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            layerwise.refuse_other_clipping(None)
+        def clip_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            layerwise.refuse_other_clipping(clip_value=None)  # a norm does not limit single elements
             clipping.by_norm(optimizer, clip_val)
 
-        def by_value(optimizer: Optimizer, clip_val: float) -> None:
-            layerwise.refuse_other_clipping(clip_val)
+        def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
+            layerwise.refuse_other_clipping(clip_value=clip_val)
             clipping.by_value(optimizer, clip_val)
 
-        return dict(zip(CLIPPING, (by_norm, by_value), strict=True))
+        return {"clip_grad_by_norm": clip_by_norm, "clip_grad_by_value": clip_by_value}

@@ -55,14 +55,14 @@ from sp_lightning.trainer.user_hooks import UserHooks
 
 @dataclass(frozen=True)
 class Results:
-    """What a user can read of a run, also after its end.
+    """The results of a run that users can read, also after its end.
 
     Attributes:
         plan: the plan.
         activations: the mode of activations of each unit, by name.
         stats: the counters.
-        fetches: how often each layer was fetched, by name.
-        partially_updated: why only some weights have the values of the last step; None if all have them.
+        fetches: the number of fetches of each layer, by name.
+        partially_updated: the reason if only some weights have the values of the last step; None if all have them.
     """
 
     plan: Plan
@@ -82,28 +82,32 @@ def untested_versions() -> list[str]:
 
 
 class Run:
-    """One run. It is over after :meth:`close`, and if its engine cannot be built again.
+    """One run: from the strategy's set-up to its teardown.
+
+    It is over after :meth:`close`, or if building the engine again raises an error.
 
     Args:
         module: the root. Its parameters become views of the host store. Buffers and metrics move to the device.
-        options: the user's.
-        device: where the layers compute.
-        autocast: the dtype that autocast casts to; None without.
+        options: the user's options.
+        device: the device on which the layers compute.
+        autocast: the dtype that autocast casts to; None without autocast.
         group: the processes that train the module together.
         log: the logger for the user's messages.
-        trains: whether optimizers will step the module's parameters.
+        trains: True if optimizers will step the module's parameters.
 
     Raises:
         ValueError: the model or the options are not supported, or the model does not fit.
         RuntimeError: the host or the device has too little memory.
 
     Attributes:
-        module, group, trains: as given.
+        module: as the argument.
+        group: as the argument.
+        trains: as the argument.
         streamer: the engine; None when the run is over.
-        hooks: says where user code could read or write weights.
+        hooks: answers in which places user code could read or write weights.
         steps: the steps of its optimizers.
-        tuner: what changes the window and the modes of activations between batches.
-        placement: where weights are, and how many devices there are.
+        tuner: changes the window and the modes of activations between batches.
+        placement: makes the parts of the engine that depend on where weights are stored and on the number of devices.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class Run:
         self._scope = current()
         budget = self._scope.begin(self, options, device)
         self._make_stepper = layer_stepper(options.optimizer_on, options.gpu_layers)
-        optimizer_on, stay = ("cpu", 0) if self._make_stepper is None else (options.optimizer_on, options.gpu_layers)
+        steps_on_gpu = self._make_stepper is not None
         self._window = Window(
             options.k,
             options.k_prime,
@@ -135,14 +139,14 @@ class Run:
             ranks=group.size,
             nodes=group.nodes,
             training=trains,
-            optimizer_on=optimizer_on,
-            stay=stay,
+            optimizer_on=options.optimizer_on if steps_on_gpu else "cpu",
+            stay=options.gpu_layers if steps_on_gpu else 0,
         )
         self._threads = OwnThreads()
-        self._overlapping: list[OverlappingPair] = []
-        self._host_room: int | None = None
+        self._overlapping: list[OverlappingPair] = []  # frozen weights that share memory, and must stay frozen
+        self._host_room: int | None = None  # bytes of host memory for activations; None for no limit
         self._activations = ActivationPlan()
-        self._buffers_due = trains
+        self._must_send_buffers = trains
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
         self.tuner: BaseTuner
@@ -152,7 +156,7 @@ class Run:
             self._build()
             self._results = self.results
             self.steps.open()
-        except BaseException:  # nobody else has this run yet
+        except BaseException:  # the caller gets no run that it could close
             self.close()
             raise
 
@@ -162,27 +166,30 @@ class Run:
         assert self.streamer is not None
         return self.streamer
 
-    # ------------------------------------------------------------------ what a user reads
+    # ------------------------------------------------------------------ results for users
 
     @property
     def results(self) -> Results:
-        """What a user can read now, or, after the end, what it was when the engine was closed."""
+        """The results now; after the end of the run, those at the moment when the engine was closed."""
         streamer = self.streamer
         if streamer is not None:
-            modes, updates = dict(streamer.activations.modes), streamer.updates
             self._results = Results(
-                streamer.plan, modes, streamer.stats(), streamer.fetches(), updates.partially_updated
+                plan=streamer.plan,
+                activations=dict(streamer.activations.modes),
+                stats=streamer.stats(),
+                fetches=streamer.fetches(),
+                partially_updated=streamer.updates.partially_updated,
             )
         return self._results
 
     @property
     def device_memory(self) -> tuple[int, int] | None:
-        """The peak of device memory in bytes, and its limit; None if there is no limit."""
+        """The peak of device memory and its limit, in bytes; None if there is no limit."""
         peak = self.engine.device.peak_bytes()
         return None if peak is None or self._window.room is None else (peak, self._window.room)
 
     def remarks(self) -> list[str]:
-        """Returns what a user should know in addition to the plan, in sentences."""
+        """Returns sentences for the user about this run, which are logged with the plan."""
         remarks = [remark for remark in (self.placement.remark, self.tuner.remark) if remark]
         k, plan = self._options.k, self.engine.plan
         if isinstance(k, int) and k > plan.k and not plan.nothing:
@@ -193,33 +200,39 @@ class Run:
 
     @property
     def steps_on_device(self) -> bool:
-        """Whether layers step on the GPU, as far as is decided."""
+        """True if all layers step on the GPU, as far as is decided: ``optimizer_on="auto"`` is decided before training begins."""
         return self._window.steps_on_device
 
     @property
     def shares_base(self) -> bool:
-        """Whether the run is a trial of a SharedBase."""
+        """True if the run is a trial of a SharedBase."""
         return self._scope.shares_base
 
     def let_layers_stay(self, may: bool) -> None:
-        """Sets whether results would be the same if layers stayed on the GPU. Only then ``gpu_layers="auto"`` may choose it."""
+        """Allows or forbids that ``gpu_layers="auto"`` lets layers stay: only if results would be the same may it do so."""
         self._window.may_stay = may
 
     def most_that_stay(self) -> int:
-        """Returns how many layers could stay on the GPU with their optimizer state; 0 if that is not known, or if some stay."""
+        """Returns the number of layers that could stay on the GPU; 0 if it is not known, or if some stay already.
+
+        For the advice to set ``gpu_layers``, after training.
+        """
         plan, window = self.engine.plan, self._window
         if plan.stay or not window.may_stay or window.room is None or not window.rest:
             return 0
         return len(window.filled_with_staying(plan).stay)
 
     def step_on_host(self) -> None:
-        """Frees the GPU memory that was planned for steps: ``optimizer_on="auto"`` has chosen the CPU."""
+        """Frees the GPU memory that was planned for steps. Called if ``optimizer_on="auto"`` chooses the CPU."""
         self._window.steps_on_device = False
         self.engine.updating.step_on_host()
         self.engine.recount(self._window.again(self.engine.plan, self.engine.found))
 
     def renew(self) -> None:
-        """Adapts the engine to the module as it is now. Called before a batch."""
+        """Adapts the engine to changes of the module by user code since the last batch. Called before each batch.
+
+        If parameters or modules were exchanged, the engine is built again. If layers were unfrozen, the window gets smaller.
+        """
         self.steps.open()
         for pair in self._overlapping:
             pair.refuse_trained()
@@ -235,9 +248,9 @@ class Run:
             streamer.recount(self._window.again(streamer.plan, streamer.found))
             self.tuner.expect_more()
         if changed:
-            self.steps.rearrange()
+            self.steps.engine_rebuilt()
         else:
-            self.steps.look_again()
+            self.steps.check_batch_settings()
 
     def close(self) -> None:
         """Ends the run. The module then has ordinary parameters on the host, and optimizers are as they were configured."""
@@ -249,7 +262,7 @@ class Run:
         if streamer is None:
             return
         try:
-            # Counters include transfers that are in flight for a step that will not begin.
+            # The results are read after the abort, because their counters include transfers that it waits for.
             close_all(partial(streamer.abort, over=True), self._keep_results, streamer.close)
         finally:
             self.streamer = None
@@ -258,14 +271,16 @@ class Run:
         self._results = self.results
 
     def _build(self) -> None:
+        """Builds the engine: finds layers, plans memory, and moves weights to the host store and all else to the device."""
         device = device_for(self._device)
         if not device.synchronous:
             refuse_cuda_graphs(self.module)
-        found, plan = self._lay_out(device)
-        layers = plan.trained  # they exist already, and are moved to the host store one after another
-        copies = max(each.nbytes for each in (*layers, *plan.masters))
+        found, plan = self._find_and_plan(device)
+        layers = plan.trained
+        # The weights are in host memory already, and are absorbed layer by layer. New are one layer's copy, and the casts.
+        largest = max(each.nbytes for each in (*layers, *plan.masters))
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
-        check_host({"for a layer's copy": copies, "for casts": casts}, less_host_memory(), self._host_budget())
+        check_host({"for a layer's copy": largest, "for casts": casts}, less_host_memory(), self._host_budget())
         self.placement = self._place(found, plan, device)
         averages = find_averages(self.module)
         move_to_device(self.module, found, averages, self._device)
@@ -295,8 +310,7 @@ class Run:
         )
 
     def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
-        """Returns the placement: what makes the parts of the engine that depend on where weights are."""
-        accumulate = self.module.trainer.accumulate_grad_batches * self.trains
+        """Returns the placement: of several devices, of a SharedBase, on the disk, or in this process's host memory."""
         of_group = self.group.placement(self._options.transfer, device, self._log, trains=self.trains)
         if of_group is not None:
             return of_group
@@ -304,18 +318,20 @@ class Run:
             return self._scope.placement
         if self._options.disk is None:
             return ONE_DEVICE
+        accumulate = self.module.trainer.accumulate_grad_batches if self.trains else 0
         return registry.placement_on_disk(found, plan, self._options, self._device, accumulate=accumulate)
 
-    def _lay_out(self, device: Device) -> tuple[Found, Plan]:
-        """Finds the layers, makes the plan, and decides what becomes of activations."""
+    def _find_and_plan(self, device: Device) -> tuple[Found, Plan]:
+        """Finds the layers, makes the plan of device memory, and resolves ``activations=``."""
         layers = self._options.layers
         find: Any = partial(find_layers, self.module, keep_on_gpu=self._options.keep_on_gpu, autocast=self._autocast)
         find = self._scope.finds(self.module, find)
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
-        limited = self.trains and self._window.room is not None
-        self._activations = registry.activations(self._options.activations, self.module, found, may_choose=limited)
+        is_limited = self.trains and self._window.room is not None
+        self._activations = registry.activations(self._options.activations, self.module, found, may_choose=is_limited)
         if found.experts and self._activations.reruns:
+            # A forward that runs again has to find all experts of its block, so experts are not layers of their own.
             found = find(layers=layers, whole_blocks=True)
             plan = self._window.begin(found, device)
         return found, plan
@@ -337,7 +353,7 @@ class Run:
         self.engine.activations.limit_host_memory(self._host_room)
 
     def _host_budget(self) -> HostBudget:
-        """Returns what limits host memory, with what the node's other processes have taken now. Collective if it is limited."""
+        """Returns the limit of host memory, less the memory of the node's other processes. Collective if there is a limit."""
         budget = self._options.host_budget
         budget.count_others(self.group.gather)
         return budget
@@ -345,7 +361,10 @@ class Run:
     # ------------------------------------------------------------------ between batches, after errors, at the end of training
 
     def finish_updates(self) -> None:
-        """Waits for updates in the background and for writes to files. After an error the module has the host parameters."""
+        """Waits for updates in the background and for writes to files. After an error the module has the host parameters.
+
+        Called at the end of training, and before code that reads optimizers: while updates run, they have another class.
+        """
         if self.is_foreign:
             self.engine.updates.finish()
             return
@@ -354,20 +373,20 @@ class Run:
             self.placement.complete_pending()
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
-        """Shrinks the window after an error that has ended a step, and adds a remedy to the error."""
-        plan, modes = self.engine.plan, self.results.activations
+        """Shrinks the window after an error that ended a step, for code that catches it, and adds a remedy to the error."""
+        plan = self.engine.plan
+        modes = self.results.activations
         self.tuner.shrink()
         if self.engine.plan.stay != plan.stay:
-            self.steps.arrange()
-        now = self.results.activations
-        freed = {} if now == modes else now
+            self.steps.decide_again()
+        new_modes = self.results.activations
+        freed = {} if new_modes == modes else new_modes
         if self._activations.why_kept:
             say_once(self._log, self._activations.why_kept)
-        balanced = self._options.activations == "auto"
-        error.add_note(after_out_of_memory(plan, self.engine.plan, freed, balanced=balanced))
+        error.add_note(after_out_of_memory(plan, self.engine.plan, freed, balanced=self._activations.automatic))
 
     def host_parameters(self) -> AbstractContextManager[None]:
-        """A context in which the module has the host parameters, for example for a checkpoint."""
+        """A context in which the module has the host parameters with up-to-date values, for example for a checkpoint."""
         if self.is_foreign:
             return nullcontext()
         self.placement.complete_pending()
@@ -386,17 +405,17 @@ class Run:
     def step_begins(self) -> None:
         """Called when a step of a loop begins. Sends buffers when DistributedDataParallel would: after a training step."""
         self._scope.step_begins()
-        if self._buffers_due:
+        if self._must_send_buffers:
             self.group.send_buffers(self.module)
-        # In manual optimization Lightning's ddp sends them once: its forward ends without a backward that sums.
-        self._buffers_due = self.trains and torch.is_grad_enabled() and self.module.automatic_optimization
+        # In manual optimization Lightning's ddp sends them once: its forward ends without a backward that reduces gradients.
+        self._must_send_buffers = self.trains and torch.is_grad_enabled() and self.module.automatic_optimization
 
     @contextmanager
     def whole_after_failure(self, *, make_room: bool = False) -> Generator[None, None, None]:
         """A context after which the module has the host parameters, whatever is raised inside.
 
         Args:
-            make_room: whether an out-of-memory error of the device shrinks the window.
+            make_room: True if an out-of-memory error of the device shrinks the window.
         """
         try:
             yield
@@ -404,12 +423,14 @@ class Run:
             if not isinstance(error, torch.OutOfMemoryError):  # user code may catch that in all processes
                 self.group.fail(error)
             self.abort()
-            if (said := in_our_words(error)) is not None:
-                raise RuntimeError(said) from error
-            mixed = self.engine.updates.partially_updated
-            note(error, mixed, last_checkpoint(self.module.trainer) if mixed else None)
+            if (explained := in_our_words(error)) is not None:
+                raise RuntimeError(explained) from error
+            partly = self.engine.updates.partially_updated
+            note(error, partly, last_checkpoint(self.module.trainer) if partly else None)
             if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):
-                vars(error)["made_room"] = True  # the optimizer's step may be around this one
+                vars(error)["made_room"] = (
+                    True  # once: the same error leaves this context of the batch and of the optimizer's step
+                )
                 self._make_room(error)
             raise
 
@@ -423,11 +444,7 @@ class Run:
 
 
 def _refuse_in_step(module: pl.LightningModule) -> None:
-    """Raises an error for a module whose weights belong to another run that is in the middle of a step.
-
-    Raises:
-        ValueError: it has such a weight.
-    """
+    """Raises a ValueError if a weight of the module belongs to another run that is in the middle of a step."""
     name = next((name for name, p in module.named_parameters() if issubclass(type(p), DeviceParameter)), None)
     if name is not None:
         raise ValueError(
@@ -437,24 +454,24 @@ def _refuse_in_step(module: pl.LightningModule) -> None:
 
 
 def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module], device: torch.device) -> None:
-    """Moves buffers, metrics, and modules that keep their parameters to themselves.
+    """Moves everything except the layers' parameters to the device: buffers, metrics, and modules that cannot be streamed.
 
     Args:
         module: the root.
-        found: its layers; its parameters stay where they are.
-        averages: modules whose buffers stay on the host, with the modules in them.
-        device: the device of all others.
+        found: its layers; ``found.aside`` are the modules that cannot be streamed, which are moved with their parameters.
+        averages: modules whose buffers stay on the host, with the modules in them (averages of weights).
+        device: the device.
     """
     for _, aside in found.aside:
         aside.to(device)
-    bare = {child for child in module.modules() if not any(True for _ in child.parameters())}
-    stay = {inner for average in averages for inner in average.modules()}
+    without_parameters = {child for child in module.modules() if not any(True for _ in child.parameters())}
+    on_host = {inner for average in averages for inner in average.modules()}
     for child in module.modules():
         note_device(child, device)
-        if child in stay:
+        if child in on_host:
             continue
-        if child in bare and not stay.intersection(child.modules()):
-            child.to(device)  # metrics have states that are not buffers
+        if child in without_parameters and not on_host.intersection(child.modules()):
+            child.to(device)  # not only its buffers: metrics have states that are not buffers
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.device != device:
                 child._buffers[name] = buffer.to(device)

@@ -1,4 +1,7 @@
-"""Prepares the engine for every optimizer's step in this process, by torch's hooks on optimizers."""
+"""Prepares the engine for every optimizer's step in this process, with torch's hooks on optimizers.
+
+These hooks also see steps that Lightning does not call: of optimizers that user code makes, for example in a callback.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +28,35 @@ from sp_lightning.torch_compat.private import (
 from sp_lightning.updates.background import updates_here
 from sp_lightning.updates.fused import runs_fused
 
-_ONE_CLASS = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-host"
-_FOLLOWED = "followed"
-"""The attribute of a closure that a step was called with: the hooks of the run that wrapped it."""
+_ONE_CLASS_PAGE = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-host"
+_WRAPPED_BY = "wrapped_by"
+"""The attribute of a wrapped closure: the :class:`StepHooks` that wrapped it."""
 
 
 class StepHooks:
-    """Tells a run's engine when an optimizer is about to write weights and when it has written them, and says how it steps.
+    """Prepares a run's engine before an optimizer writes weights, notifies it afterwards, and makes groups fused meanwhile.
 
     User code runs between the beginning of a step and the optimizer's own code: hooks of the optimizer, and the closure, from
-    which Lightning also calls ``on_before_optimizer_step``. Its writes on the device are taken back before the optimizer writes
-    the host's weights. Later they would overwrite the update.
+    which Lightning also calls ``on_before_optimizer_step``. Its writes on the device are copied to the host before the optimizer
+    writes the host's weights. Later they would overwrite the update.
 
-    Directly before the optimizer's own code, groups become fused, or the optimizer has no groups because the background updates
-    their layers (see "Note: empty groups" in ``updates/__init__``). No other code finds them so.
+    Directly before the optimizer's own code, groups become fused, or the optimizer loses its groups because the background
+    updates their layers (see "Note: empty groups" in ``updates/__init__``). No other code sees such groups. The order of a step:
+
+    1. :meth:`before`, torch's first hook: prepares the engine, wraps the closure, and registers two hooks on this optimizer
+    2. the user's hooks before the step
+    3. ``_enter``, the last hook: prepares again, and changes the groups if there is no closure
+    4. the closure, if there is one; after it, prepares again and changes the groups
+    5. the optimizer's own code
+    6. :meth:`give_back_groups`, the first hook after the step, then the user's hooks, then :meth:`after`
 
     Args:
         engine: returns the engine of the run, which may be built anew; None once the run is over.
         module: the run's module.
-        fuse: whether an optimizer's groups run fused if their user has left that open.
+        fuse: returns True if groups of an optimizer run fused whose user has set neither ``fused`` nor ``foreach``.
 
     Attributes:
-        deferring: the optimizer whose step only submits updates now, with the step that does so; None if there is none.
+        deferring: the optimizer whose running step only submits updates, with the object that does so; None if there is none.
     """
 
     def __init__(
@@ -59,8 +69,8 @@ class StepHooks:
         self._begun = 0.0  # when the running step began, or continued after its closure
         self._in_closure: Optimizer | None = None  # the optimizer whose closure runs, called by torch's step
         self._stepping: list[Optimizer] = []  # the optimizers whose steps are running, the innermost last
-        self._fused: list[dict[str, Any]] = []  # the groups that are fused here. Their users have None
-        self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
+        self._fused: list[dict[str, Any]] = []  # groups that are fused during the step; their users have set None
+        self._hooks_of: dict[Optimizer, list[RemovableHandle]] = {}  # hooks on single optimizers, while they step
         self._scope = scope.get()
 
     @property
@@ -76,19 +86,24 @@ class StepHooks:
     def close(self) -> None:
         """Ends :meth:`open`. May be called twice."""
         _of_process.remove(self)
-        for handle in [each for handles in self._own.values() for each in handles]:
-            handle.remove()
+        for handles in self._hooks_of.values():
+            for handle in handles:
+                handle.remove()
         self.give_back_groups()
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
-        """Returns True if an optimizer belongs to another run. In a thread of the user's, only its weights show that."""
+        """Returns True if an optimizer belongs to another run. torch's hooks see the steps of all threads."""
         streamer = self._engine_or_none()
         if streamer is None or elsewhere(self._scope):
             return True
-        unknown = (scope.get() is None and self._scope is not None) or threading.get_ident() != streamer.threads.main
-        return unknown and not any(_is_ours(p, streamer) for group in optimizer.param_groups for p in group["params"])
+        has_no_scope = scope.get() is None and self._scope is not None  # a thread that user code has started
+        if not has_no_scope and threading.get_ident() == streamer.threads.main:
+            return False
+        # In other threads, only the optimizer's weights show the run.
+        return not any(_is_ours(p, streamer) for p in _parameters(optimizer))
 
     def _layerwise(self, optimizer: Optimizer) -> LayerwiseStep | None:
+        """Returns the object that submits the updates of an optimizer's running step; None if torch's code does the step."""
         return self.deferring[1] if self.deferring is not None and optimizer is self.deferring[0] else None
 
     def steps_on_device(self, optimizer: Optimizer) -> bool:
@@ -105,22 +120,24 @@ class StepHooks:
             self._refuse_beside_device(optimizer, args, kwargs)
         self._stepping.append(optimizer)
         self._prepare(optimizer)
-        self._drop_own(optimizer)
-        own = self._own[optimizer] = [optimizer.register_step_post_hook(self.give_back_groups)]
-        run_first_after_step(optimizer, own[0])  # the user's own hooks after the step find the user's groups
-        own.append(optimizer.register_step_pre_hook(self._enter))  # after the user's hooks
-        args = (optimizer, *(self._followed(optimizer, each) for each in args[1:]))
-        return args, {name: self._followed(optimizer, each) for name, each in kwargs.items()}
+        self._remove_hooks(optimizer)
+        afterwards = optimizer.register_step_post_hook(self.give_back_groups)
+        run_first_after_step(optimizer, afterwards)  # the user's own hooks after the step find the user's groups
+        last = optimizer.register_step_pre_hook(self._enter)  # after the user's hooks
+        self._hooks_of[optimizer] = [afterwards, last]
+        args = (optimizer, *(self._wrap_closure(optimizer, each) for each in args[1:]))
+        return args, {name: self._wrap_closure(optimizer, each) for name, each in kwargs.items()}
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Runs after all other hooks. If there is a closure, the optimizer's own code calls it first."""
+        """Runs after all other hooks before the step."""
         if updates_here():
             return
         self._prepare(optimizer)
-        if not any(map(callable, (*args[1:], *kwargs.values()))):
-            self._arrange_groups(optimizer)
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        if not has_closure:  # else groups change after the closure, which computes gradients and may use the groups
+            self._change_groups(optimizer)
 
-    def _followed(self, optimizer: Optimizer, argument: Any) -> Any:
+    def _wrap_closure(self, optimizer: Optimizer, argument: Any) -> Any:
         """Returns a closure after which the engine prepares for the step again; any other argument unchanged."""
         if not callable(argument):
             return argument
@@ -133,33 +150,38 @@ class StepHooks:
             finally:
                 self._in_closure = outer
             self._prepare(optimizer)
-            self._arrange_groups(optimizer, lambda: result)
+            self._change_groups(optimizer, lambda: result)
             return result
 
-        vars(closure)[_FOLLOWED] = self
+        vars(closure)[_WRAPPED_BY] = self
         return closure
 
-    def closed(self, optimizer: Optimizer) -> None:
-        """Prepares for a step again, because the user's closure has returned, before Lightning's hooks after it."""
+    def prepare_after_closure(self, optimizer: Optimizer) -> None:
+        """Prepares for a step again, between the closure's backward and Lightning's hooks after it, which may read weights."""
         if optimizer is self._in_closure:
             self._prepare(optimizer)
 
     def _refuse_beside_device(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Raises an error for a step that the GPU cannot run: of another optimizer than the trainer's, or with more arguments.
+        """Checks a step while ``optimizer_on="gpu"``.
 
         Raises:
-            RuntimeError: it is such a step.
+            RuntimeError: the GPU cannot run it: it is another optimizer's than the trainer's, it has unknown arguments, or it
+                calls another step.
         """
-        name, layerwise, what = type(optimizer).__name__, self._layerwise(optimizer), ""
+        name = type(optimizer).__name__
+        layerwise = self._layerwise(optimizer)
+        what = ""
         closures = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, FunctionType)]
         if layerwise is None:
             layer_of, module = self._engine.updating.layer_of, type(self._module).__name__
             ours = any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
             # A run inside of this one may train the same weights, and may step them on the GPU itself.
             if ours and not any(each.steps_on_device(optimizer) for each in _of_process.runs):
-                what = f"{name} is not what {module}.configure_optimizers has returned, and would step its weights on the host"
-                what += f"; one class can do both ({_ONE_CLASS})"
-        elif layerwise.submitted or any(vars(each).get(_FOLLOWED) is self for each in closures):
+                what = (
+                    f"{name} is not what {module}.configure_optimizers has returned, and would step its weights on the host; "
+                    f"one class can do both ({_ONE_CLASS_PAGE})"
+                )
+        elif layerwise.submitted or any(vars(each).get(_WRAPPED_BY) is self for each in closures):
             what = f"{name}.step calls another step, super().step(), that torch's hooks see: what follows runs twice"
         elif (more := kwargs.keys() - {"closure"}) or len(args) > 2:
             what = f"{name}.step was given {', '.join(map(repr, more)) or 'more than a closure'}"
@@ -167,26 +189,33 @@ class StepHooks:
             raise RuntimeError(f'optimizer_on="gpu": {what}. Leave optimizer_on out: then the host steps.')
 
     def _prepare(self, optimizer: Optimizer) -> None:
+        """Prepares the engine: the optimizer has the host parameters, with the values that user code has written."""
         parameters = _parameters(optimizer)
         kinds = {*map(type, parameters)}  # there are few, and a call for each weight would take longer
         if any(issubclass(kind, DeviceParameter) for kind in kinds):
-            _hold_hosts(optimizer)
+            _replace_device_parameters(optimizer)
             parameters = _parameters(optimizer)
         self._engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)
         self._begun = perf_counter()
 
-    def _arrange_groups(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Submits the step to the background, or makes groups fused, as far as possible."""
+    def _change_groups(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Submits the step's updates to the background, which leaves no groups; or makes groups fused that can be.
+
+        Args:
+            optimizer: the optimizer, whose own code runs next.
+            closure: returns the result of the step's closure; None if it has no closure.
+        """
         layerwise = self._layerwise(optimizer)
         if layerwise is not None and layerwise.submit(closure):
             self._begun = perf_counter()  # the device may compute meanwhile
             return
-        for group in optimizer.param_groups if self._fuse(optimizer) else ():
-            if not group.get("fused") and runs_fused(optimizer, group, fuse=True):
-                group["fused"] = True
-                self._fused.append(group)
+        if self._fuse(optimizer):
+            for group in optimizer.param_groups:
+                if not group.get("fused") and runs_fused(optimizer, group, fuse=True):
+                    group["fused"] = True
+                    self._fused.append(group)
 
-    # ------------------------------------------------------------------ and after it
+    # ------------------------------------------------------------------ after the optimizer's own code
 
     def give_back_groups(self, *_: Any) -> None:
         """Restores the user's groups. Called when a step is over or has failed."""
@@ -199,25 +228,26 @@ class StepHooks:
             self.deferring[1].give_back_groups()
 
     def after(self, optimizer: Optimizer) -> None:
-        """Runs after a step, and after the optimizer's own hooks."""
+        """Runs after all other hooks after a step. From now on uploads read the new weights."""
         if updates_here() or self._is_elsewhere(optimizer):
             return
-        self._drop_own(optimizer)
+        self._remove_hooks(optimizer)
         streamer, now = self._engine, perf_counter()
         if not streamer.device.computes_on_host:
             streamer.updating.step_seconds += now - self._begun
-        self._begun = now  # this step may be inside another one's
+        self._begun = now  # this step may be inside another one, whose time continues
         while self._stepping and self._stepping.pop() is not optimizer:
-            pass  # a step inside this one has raised an error
-        inside = self._stepping and self._stepping[-1] is not self._in_closure
-        streamer.invalidate(goes_on=not inside)
+            pass  # a step inside this one has raised an error, after which torch calls no hook
+        # A step called by another one's own code, and not by its closure: the outer step still writes weights.
+        is_part_of_another = self._stepping and self._stepping[-1] is not self._in_closure
+        streamer.invalidate(goes_on=not is_part_of_another)
 
-    def none_runs(self) -> None:
-        """Forgets running steps. Called when none runs: torch calls no hook after a step that raised an error."""
+    def forget_running_steps(self) -> None:
+        """Forgets running steps. Called when none is running: torch calls no hook after a step that raised an error."""
         self._stepping.clear()
 
-    def _drop_own(self, optimizer: Optimizer) -> None:
-        for handle in self._own.pop(optimizer, ()):
+    def _remove_hooks(self, optimizer: Optimizer) -> None:
+        for handle in self._hooks_of.pop(optimizer, ()):
             handle.remove()
 
 
@@ -250,11 +280,11 @@ class _OfProcess:
                 remove_global_step_hooks(self._before, self._after)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        given = None
+        changed = None  # torch takes None as "arguments unchanged"
         for hooks in self.runs:
             if (found := hooks.before(optimizer, args, kwargs)) is not None:
-                given = args, kwargs = found
-        return given
+                changed = args, kwargs = found
+        return changed
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         for hooks in self.runs:
@@ -268,18 +298,19 @@ def _parameters(optimizer: Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _hold_hosts(optimizer: Optimizer) -> None:
-    """Replaces device parameters by host parameters in an optimizer that was made within a step."""
+def _replace_device_parameters(optimizer: Optimizer) -> None:
+    """Replaces device parameters by host parameters, in an optimizer that user code has made within a step."""
     for group in optimizer.param_groups:
-        group["params"] = [p.host if _is_device_s(p) else p for p in group["params"]]
-    state = {p.host if _is_device_s(p) else p: values for p, values in optimizer.state.items()}
+        group["params"] = [p.host if _is_device_parameter(p) else p for p in group["params"]]
+    state = {p.host if _is_device_parameter(p) else p: values for p, values in optimizer.state.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
 
 
 def _is_ours(parameter: Any, streamer: Streamer) -> bool:
+    """Returns True if a parameter, of the host or the device, belongs to a layer of this engine."""
     return streamer.updating.layer_of(getattr(parameter, "host", parameter)) is not None
 
 
-def _is_device_s(key: Any) -> TypeGuard[DeviceParameter]:
+def _is_device_parameter(key: Any) -> TypeGuard[DeviceParameter]:
     return issubclass(type(key), DeviceParameter)

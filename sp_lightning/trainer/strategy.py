@@ -176,22 +176,25 @@ class StreamingStrategy(LoopStrategy):
         self._format = checkpoint_format(folder=options.save_distributed_checkpoint)
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
-        self._attached: SuperpipelineCallback | None = None
-        self._made_in = scope.get()
+        self._attached: SuperpipelineCallback | None = (
+            None  # the callback that this strategy has attached to the trainer
+        )
+        self._made_in = scope.get()  # a trial of a SharedBase must use a strategy that was made in it
         super().__init__(options, device, accelerator, checkpoint_io, precision_plugin)
 
     def __repr__(self) -> str:
-        chosen = vars(self._options)
-        given = [
-            f"{name}={chosen[name]!r}"
+        options = vars(self._options)
+        not_default = [
+            f"{name}={options[name]!r}"
             for name, parameter in signature(StreamingStrategy).parameters.items()
-            if name in chosen and chosen[name] != parameter.default
+            if name in options and options[name] != parameter.default
         ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(not_default)})"
 
     # ------------------------------------------------------------------ set-up and teardown
 
     def connect(self, model: pl.LightningModule) -> None:
+        """Connects the strategy to a module, and attaches the callback. The trainer calls it first of all."""
         current().check_strategy(self._made_in)
         trainer = trainer_of(model)  # None if user code connects the strategy; the trainer connects it again
         if trainer is not None:
@@ -211,13 +214,13 @@ class StreamingStrategy(LoopStrategy):
         self._signals.install(self._is_torn)
         try:
             self._set_up(trainer)
-        except MemoryError as error:  # its text is enough: the traceback only shows functions of this package
+        except MemoryError as error:  # its message suffices: the traceback only shows functions of this package
             raise error.with_traceback(None) from None
         finally:  # Lightning saves handlers after this, and restores them after teardown
             self._signals.remove()
 
     def _set_up(self, trainer: pl.Trainer) -> None:
-        # As the base class, but optimizer state stays with the parameters, in host memory.
+        """Does what Lightning's ``Strategy.setup`` does, but optimizer state stays with the parameters, in host memory."""
         assert self.accelerator is not None
         assert self.model is not None
         assert self.lightning_module is not None
@@ -225,9 +228,8 @@ class StreamingStrategy(LoopStrategy):
         trains = trainer.state.fn == TrainerFn.FITTING
         self._format.check(self.checkpoint_io)
         self._given.complete(self.lightning_module, training=trains)
-        layer_sync = getattr(
-            self, "_layer_sync", None
-        )  # set by Lightning's DDPStrategy, with Trainer(sync_batchnorm=True)
+        # Lightning's DDPStrategy has it, with Trainer(sync_batchnorm=True).
+        layer_sync = getattr(self, "_layer_sync", None)
         if trains and layer_sync is not None:
             self.model = layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -252,9 +254,8 @@ class StreamingStrategy(LoopStrategy):
     def _tear_down(self) -> None:
         try:
             close_all(self._detach_callback, self._close)
-            if self.lightning_module is not None and any(
-                each.is_meta for _, each in named_tensors(self.lightning_module)
-            ):
+            module = self.lightning_module
+            if module is not None and any(tensor.is_meta for _, tensor in named_tensors(module)):
                 forget_module(self)  # set-up has raised an error for it, and the base class cannot move it to the CPU
         finally:
             super().teardown()
@@ -283,9 +284,12 @@ class StreamingStrategy(LoopStrategy):
         self._format.save(self, checkpoint, filepath, storage_options, super().save_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint. Weights stay in the file until they are copied to their places."""
-        stays = self._options.disk is not None or not self._group.primary  # only the primary uses the state
-        return load(checkpoint_path, self.checkpoint_io, self.lightning_module, weights_only, state_stays=stays)
+        """Loads a checkpoint. Weights stay in the file until they are copied to their places.
+
+        Optimizer state stays in the file, too, if it is copied to a disk, or if another rank's optimizers have it.
+        """
+        state_stays = self._options.disk is not None or not self._group.primary
+        return load(checkpoint_path, self.checkpoint_io, self.lightning_module, weights_only, state_stays=state_stays)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizers' state to host memory: the base class would move it to the device."""
@@ -298,6 +302,7 @@ class StreamingStrategy(LoopStrategy):
             self._run.steps.state_loaded()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads weights, with those that are not in the checkpoint: of ``load_weights_from=`` and frozen ones left out."""
         assert self.lightning_module is not None
         restored = self._given.restore(self.lightning_module, checkpoint["state_dict"])
         if not self._options.save_frozen:
@@ -313,5 +318,6 @@ class SuperpipelineStrategy(StreamingStrategy, Strategy):
     _several_devices = DDPStrategy
 
 
-# Lightning's strategies for devices, which are bases of each object's class, define the abstract methods.
+# The abstract methods are defined by Lightning's strategies for one or several devices, one of which is a base of each object's
+# class (``HostStrategy.__new__``). Python would otherwise not make objects of this class.
 SuperpipelineStrategy.__abstractmethods__ = frozenset()

@@ -24,7 +24,7 @@ from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.trainer.user_hooks import hooks_of_users
 from sp_lightning.updates.fused import (
-    BARS_FUSED,
+    PREVENT_FUSED,
     has_fused_step,
     is_of_bitsandbytes,
     is_separable,
@@ -198,12 +198,12 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
                 "of torchao's optimizers with a state of few bits"
             ), instead
         for group in [each for each in optimizer.param_groups if not runs_fused(optimizer, each, fuse=fuse)]:
-            chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
+            chosen = {key: group[key] for key in ("fused", *PREVENT_FUSED) if group.get(key) not in (None, False)}
             by = ", ".join(f"{key}={value}" for key, value in chosen.items())
             if not by and loses_updates(optimizer, group):
                 by = f"torch {torch.__version__} would leave its 16-bit weights as they are"
             by = by or "fused=False or fused_optimizer=False"
-            left_open = {**group, **dict.fromkeys(("fused", *BARS_FUSED))}
+            left_open = {**group, **dict.fromkeys(("fused", *PREVENT_FUSED))}
             better = ""
             if runs_fused(optimizer, left_open, fuse=True):
                 better = f"Leave that out, and {name} runs fused, as with fused=True, or use"

@@ -3,8 +3,8 @@
 User code sees no difference. Until a layer's update is done, its parameters have a class that waits before anything
 reads or writes them, and a fetch of the layer waits as well (see "Note: roles of parameters" in ``updates/__init__``).
 
-After an update of a layer that stays on the GPU, the host's values are out of date. Its parameters then have a class that lands
-the layer before anything reads or writes them: it downloads weights and state.
+After an update of a layer that stays on the GPU, the host's values are out of date. To *land* such a layer is to download its
+weights and optimizer state. Until then its parameters have a class that lands the layer before anything reads or writes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,21 @@ from sp_lightning.updates.step_context import awaiting_steps
 
 
 class BackgroundUpdates:
-    """The updates that are under way.
+    """The updates that are under way: submitted to the background thread, and not yet waited for.
+
+    Several methods wait. They differ in whether they raise the error of a failed update, whether they land layers that stay on
+    the GPU, and whether the layers' parameters get their ordinary classes back:
+
+    ==================  ==========  ======  =====  ================  ================================================
+    method              waits for   raises  lands  ordinary classes  used by
+    ==================  ==========  ======  =====  ================  ================================================
+    ``complete``        one layer   yes     no     no                steps that nothing may run beside
+    ``wait``            one layer   yes     yes    yes               fetches (which do not land), and writes to weights
+    ``wait_for_all``    all         yes     no     yes               the next optimizer step
+    ``finish``          all         yes     yes    yes               readers of weights or state, for example checkpoints
+    ``join``            all         no      yes    yes               callers that must not fail, or fail already
+    ``await_work``      all, some   no      yes    no                threads that are not the run's
+    ==================  ==========  ======  =====  ================  ================================================
 
     Args:
         layers: all layers.
@@ -41,21 +55,22 @@ class BackgroundUpdates:
     Attributes:
         torn: the reason if only some layers have the weights of the last step; None if all have them.
         urgency: the order of updates, if it need not be the order in which they are submitted: the lower, the sooner.
-        threads: the threads that belong to the run. Other threads wait for an update, and leave what follows it to the run.
+        threads: the threads that belong to the run. Other threads only wait: an update's ``then`` is called by the run.
         stepper: steps layers on the GPU, and lands those that stay there.
-        landed_in_a_row: the number of steps in a row, up to now, in which user code has landed a layer that stays.
+        landed_in_a_row: the number of steps in a row, up to now, in which user code has landed a layer that stays. Landing in
+            every step costs more than staying saves, so the tuner then lets no layer stay.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
         self._layers = layers
         self._layer_of = {id(p): layer.owner for layer in layers for p in layer.block.parameters}
         self._device = device
-        # The layers whose updates are under way, in the order of the background, and what is called after each.
+        # The layers whose updates are under way, in the order of submission, and the function to call after each.
         self._under_way: dict[StreamedLayer, Callable[[], None] | None] = {}
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
-        self._role = type("PendingUpdate", (_PendingUpdate,), {"_updates": self})
+        self._waiting_role = type("PendingUpdate", (_PendingUpdate,), {"_updates": self})
         self.stepper = LayerStepper()
         self.landed_in_a_row = 0
         self._has_landed = False  # since the present step began
@@ -63,15 +78,18 @@ class BackgroundUpdates:
         self.urgency: Mapping[StreamedLayer, int] = {}
         self._updated: list[str] = []  # the layers that the present step has updated, by name
         self.threads = OwnThreads()
-        _all.add(self)
+        _instances.add(self)
 
     @property
     def partially_updated(self) -> str | None:
         """The reason if only some layers have the weights of the last step, and their names; None if all have them."""
         if self.torn is None:
             return None
-        names, others = ", ".join(map(repr, self._updated[:_NAMES])), len(self._updated) - _NAMES
-        return f"{self.torn}. Updated: {names or 'no layer'}{f' and {others} others' if others > 0 else ''}"
+        updated = ", ".join(map(repr, self._updated[:_MOST_NAMES])) or "no layer"
+        others = len(self._updated) - _MOST_NAMES
+        if others > 0:
+            updated += f" and {others} others"
+        return f"{self.torn}. Updated: {updated}"
 
     def begin(self) -> None:
         """Called when a step begins, before its first update."""
@@ -80,15 +98,16 @@ class BackgroundUpdates:
         self._has_landed = False
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        """Gives the update of a layer to the background thread.
+        """Gives the update of a layer to the background thread. If an earlier update has failed, this one is skipped.
 
         Args:
             layer: the layer. Its parameters have a waiting class until the update is done.
             work: the update. It must not set ``param.grad``, because torch reads that in another thread without holding
                 a reference to it.
-            then: called after the work, in the thread that has waited for it.
+            then: called once after the work, in the thread that waits for it, for example to free gradients.
         """
-        blocks, updated = [member.block for member in layer.family], self._updated
+        blocks = [member.block for member in layer.family]  # the layer's, and its master weights'
+        updated = self._updated  # a later step has a list of its own
 
         def update() -> None:
             try:
@@ -98,7 +117,7 @@ class BackgroundUpdates:
                         block.memory.use()
                         self._device.access(block.weights, Stream.UPDATE, write=True)
                     begun = self._device.mark(Stream.UPDATE)
-                    _here.updates = True
+                    _this_thread.updates = True
                     with torch.DisableTorchFunctionSubclass(), torch.no_grad():
                         work()
                     updated.append(layer.name)
@@ -109,47 +128,49 @@ class BackgroundUpdates:
                 )
                 self._failure = error
             finally:
-                _here.updates = False
+                _this_thread.updates = False
 
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if it was not waited for
-            self._wait_in(layer)
-            # First, because an interrupt may come between the two lines, and only layers noted here are waited for.
+            self._set_waiting_class(layer)
+            # Before the update is submitted: an interrupt may come in between, and only layers in ``_under_way`` are waited for.
             self._under_way[layer] = then
             layer.update = self._device.later(update, self.urgency.get(layer))
 
     def afterwards(self, then: Callable[[], None]) -> None:
-        """Calls ``then`` after a wait for all updates, whether they have succeeded or not."""
+        """Registers a function to call when all updates have ended, successfully or not, and all layers are landed."""
         self._afterwards.append(then)
 
-    def bound(self, most: int) -> None:
-        """Waits until at most ``most`` updates that have a ``then`` are under way. The others' ``then`` is called.
+    def limit_pending(self, most: int) -> None:
+        """Waits until at most ``most`` updates that have a ``then`` are under way, and calls the ``then`` of the others.
 
-        Their parameters keep the waiting class. So a layer that no user code touches is fetched as its update left it.
+        Called after each update in backward, because ``then`` frees the layer's gradients: this limits host memory. The
+        parameters keep the waiting class. So a layer that no user code touches is fetched as its update left it.
         """
         with self._lock:
-            for layer in [layer for layer, then in self._under_way.items() if then is not None][:-most]:
-                self._follow(layer, Wait.READ_AFTER_UPDATE)
+            pending = [layer for layer, then in self._under_way.items() if then is not None]
+            for layer in pending[:-most]:
+                self._complete(layer, Wait.READ_AFTER_UPDATE)
 
     def complete(self, layer: StreamedLayer) -> None:
-        """Waits for the update of a layer, so that no other code runs beside it.
+        """Waits for the update of a layer that was just submitted, because no other code may run at the same time.
 
-        As with :meth:`bound`, its parameters keep the waiting class.
+        As with :meth:`limit_pending`, its parameters keep the waiting class.
 
         Raises:
             BaseException: the error of an update, with its traceback.
         """
         with self._lock:
-            self._follow(layer, Wait.READ_AFTER_UPDATE)
+            self._complete(layer, Wait.READ_AFTER_UPDATE)
         if self._failure is not None:
-            self._raise()
+            self._raise_failure()
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
         """Waits for the update of one layer, and lands the layer unless the wait is for its fetch.
 
         Args:
             layer: a layer, or the masters of one, which are updated with it.
-            why: the reason, which the device notes and a test may leave out.
+            why: the reason. It appears in timelines, and tests leave out the waits of one reason to show that they are needed.
 
         Raises:
             BaseException: the error of any update, with its traceback.
@@ -157,21 +178,25 @@ class BackgroundUpdates:
         if layer.owner.update is not None:
             with self._lock:
                 self._finish(layer.owner, why)
-        if layer.owner.kept and (why is not Wait.FETCH_AFTER_UPDATE or layer is not layer.owner):
+        # A layer that stays is used in its own slot, so its fetch needs no values from the host. A fetch of its masters does.
+        is_fetch = why is Wait.FETCH_AFTER_UPDATE and layer is layer.owner
+        if layer.owner.kept and not is_fetch:
             self.land(layer.owner)
         if self._failure is not None:
-            self._raise()
+            self._raise_failure()
 
     def wait_until_issued(self, layer: StreamedLayer) -> Any:
-        """Waits, for a fetch, until the background has issued the update of a layer. Its download may still be in flight.
+        """Waits, before a fetch, until the background has issued the update of a layer. Its download may still be in flight.
 
-        As with :meth:`bound`, the layer's parameters then keep the waiting class.
+        The upload then waits for the download on the GPU, and Python need not. As with :meth:`limit_pending`, the layer's
+        parameters keep the waiting class in this case.
 
         Returns:
             The event after which the host has the layer; None if the host has it, because this did what :meth:`wait` does.
         """
         owner = layer.owner
-        if owner.update is None or self._under_way.get(owner) is not None:  # ``then`` is called after the download
+        has_then = self._under_way.get(owner) is not None  # it has to be called, after the download
+        if owner.update is None or has_then:
             self.wait(layer, Wait.FETCH_AFTER_UPDATE)
             return None
         with self._lock:
@@ -184,12 +209,15 @@ class BackgroundUpdates:
         return None
 
     def await_work(self, values: Iterable[Any] | None = None) -> None:
-        """Waits for updates in a thread that is not the run's, and leaves what follows them to the run.
+        """Waits for updates, and lands layers, in a thread that is not the run's.
+
+        The host's values are up to date afterwards. The run's own state does not change: ``then`` is not called, and parameters
+        keep their classes. The run does both when it waits itself.
 
         Args:
-            values: waits for the updates of the parameters among these; None for all.
+            values: wait for the updates of the parameters among these; None for all.
         """
-        for layer in self._of(values):
+        for layer in self._updating(values):
             if (update := layer.update) is not None:
                 futures.wait([update])
             self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
@@ -199,10 +227,10 @@ class BackgroundUpdates:
                 if layer.kept and (used is None or layer in used):
                     if (update := layer.update) is not None:  # submitted meanwhile
                         futures.wait([update])
-                    self.stepper.land(layer)  # its parameters keep their class, which only the run changes
+                    self.stepper.land(layer)
 
     def land(self, layer: StreamedLayer) -> None:
-        """Lands a layer that stays on the GPU. The host's values count from now on, because user code may write them."""
+        """Lands a layer that stays on the GPU. From now on the host's values count, because user code may write them."""
         with self._lock:
             if layer in self._under_way:
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
@@ -211,14 +239,14 @@ class BackgroundUpdates:
                 self.stepper.land(layer)
                 self.stepper.leave(layer)
 
-    def land_those(self, values: Iterable[Any]) -> None:
+    def land_layers_of(self, values: Iterable[Any]) -> None:
         """Lands the layers that stay on the GPU and have a parameter among these values."""
         for layer in dict.fromkeys(self._layer_of.get(id(value)) for value in values):
             if layer is not None and layer.kept:
                 self.land(layer)
 
     def wait_for_all(self) -> None:
-        """Waits for all updates. Does not land layers.
+        """Waits for all updates. Layers that stay on the GPU are not landed.
 
         Raises:
             BaseException: the error of an update, with its traceback.
@@ -227,10 +255,10 @@ class BackgroundUpdates:
             for layer in list(self._under_way):
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
             self._call_afterwards()
-        self._raise()
+        self._raise_failure()
 
     def finish(self) -> None:
-        """Waits for all updates, and lands all layers. In a thread that is not the run's, it does what :meth:`await_work` does.
+        """Waits for all updates, and lands all layers. In a thread that is not the run's, it calls :meth:`await_work` instead.
 
         Raises:
             BaseException: the error of an update, with its traceback.
@@ -241,10 +269,12 @@ class BackgroundUpdates:
             self.complete_pending()
 
     def complete_pending(self, values: Iterable[Any] | None = None) -> None:
-        """Waits for updates and calls what follows them, in any thread.
+        """Waits for updates as the run does: ``then`` is called, and parameters get their ordinary classes back.
+
+        A thread that is not the run's may call this, too, if it has to write a weight.
 
         Args:
-            values: waits for the updates of the parameters among these; None for all.
+            values: wait for the updates of the parameters among these, without landing layers; None: as :meth:`join`.
 
         Raises:
             BaseException: the error of any update, with its traceback.
@@ -253,12 +283,12 @@ class BackgroundUpdates:
             self.join()
         else:
             with self._lock:
-                for layer in self._of(values):
+                for layer in self._updating(values):
                     self._finish(layer, Wait.READ_AFTER_UPDATE)
-        self._raise()
+        self._raise_failure()
 
-    def _of(self, values: Iterable[Any] | None) -> list[StreamedLayer]:
-        """Returns the layers whose updates are under way and that have a parameter among these values; None for all values."""
+    def _updating(self, values: Iterable[Any] | None) -> list[StreamedLayer]:
+        """Returns the layers whose updates are under way: those with a parameter among ``values``; all if that is None."""
         if values is None:
             return list(self._under_way)
         found = (self._layer_of.get(id(value)) for value in values)
@@ -272,7 +302,7 @@ class BackgroundUpdates:
             yield
 
     def join(self) -> None:
-        """Waits for all updates without raising their errors, for callers that must not fail, or fail already."""
+        """Waits for all updates, and lands all layers, without raising the updates' errors."""
         with self._lock:
             for layer in list(self._under_way):
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
@@ -281,23 +311,29 @@ class BackgroundUpdates:
             self._call_afterwards()
 
     def _call_afterwards(self) -> None:
-        """Calls what follows all updates, unless some of their results are on the GPU alone."""
+        """Calls the functions of :meth:`afterwards`, unless some layer is not landed."""
         while self._afterwards and not any(layer.kept for layer in self._layers):
             self._afterwards.pop()()
 
     def refuse_updated(self, values: Iterable[Any]) -> None:
-        """Raises a RuntimeError if the running backward has updated a parameter among these values."""
+        """Raises a RuntimeError if the running backward has updated a parameter among these values.
+
+        Called when code uses host parameters within backward: plain Lightning would find the weights before the step.
+        """
         used = {id(value) for value in values}
         for layer in [each for each in self._layers if each.owner.updated_early]:
             if used & set(map(id, layer.block.parameters)):
                 layer.refuse_updated()
 
-    def do_without(self, layer: StreamedLayer, needed: Callable[[str], None]) -> None:
-        """Tests whether a layer could be updated now: uses that an update would make an error are noted instead.
+    def note_late_uses(self, layer: StreamedLayer, needed: Callable[[str], None]) -> None:
+        """Tests whether a layer could be updated now, in the middle of backward. Nothing is updated.
+
+        The layer's parameters get the waiting class, as if an update was under way. A use of them that would be an error after
+        an update is noted instead, and the parameters get their ordinary classes back.
 
         Args:
             layer: the layer, whose gradients are complete.
-            needed: called with each later use of its weights or gradients in this backward, in words.
+            needed: called with a later use of its weights or gradients in this backward, in words.
         """
 
         def note(what: str) -> None:
@@ -306,14 +342,13 @@ class BackgroundUpdates:
             needed(what)
 
         with self._lock:
-            self._wait_in(layer)
+            self._set_waiting_class(layer)
             layer.updated_early, layer.needed = True, note
 
-    def _wait_in(self, layer: StreamedLayer) -> None:
-        """Gives the layer's parameters the class that waits."""
+    def _set_waiting_class(self, layer: StreamedLayer) -> None:
         for parameter in [each for member in layer.family for each in member.block.parameters]:
             if type(parameter) is not Tensor:  # parts of wrapped parameters are plain tensors, and are not updated
-                take(parameter, self._role)
+                take(parameter, self._waiting_role)
 
     def recover(self) -> None:
         """Calls :meth:`join` after an error that may have occurred while an update was being submitted."""
@@ -321,7 +356,7 @@ class BackgroundUpdates:
         _restore_classes(self._layers)
 
     def end_early(self) -> None:
-        """Allows uses of the layers that backward has updated. Called when the step is over."""
+        """Allows uses of the layers that backward has updated. Called when backward is over or has failed."""
         with self._lock:
             for layer in [each for each in self._layers if each.updated_early]:
                 layer.updated_early, layer.needed = False, None
@@ -333,8 +368,9 @@ class BackgroundUpdates:
         self._failure = None
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
+        """Waits for an update as :meth:`_complete` does, and gives the layer's parameters their ordinary classes back."""
         if layer in self._under_way:
-            self._follow(layer, why)
+            self._complete(layer, why)
             del self._under_way[layer]
             layer.update = layer.landed = None
             if why is not Wait.FETCH_AFTER_UPDATE:
@@ -344,10 +380,10 @@ class BackgroundUpdates:
             if not layer.updated_early:
                 _restore_classes(layer.family)
 
-    def _follow(self, layer: StreamedLayer, why: Wait) -> None:
-        """Waits for an update, and calls what follows it, once."""
+    def _complete(self, layer: StreamedLayer, why: Wait) -> None:
+        """Waits for an update, and calls its ``then``, once. The layer's parameters keep the waiting class."""
         if layer.update is not None:  # else an interrupt has come before it was submitted
-            # A KeyboardInterrupt may come here; the update is still known then.
+            # A KeyboardInterrupt may come here. The layer is still in ``_under_way`` then, and is waited for later.
             with awaiting_steps():
                 self._device.finish(layer.update, why)
             self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
@@ -357,7 +393,7 @@ class BackgroundUpdates:
             with torch.DisableTorchFunctionSubclass():  # the layer's parameters may be refused to user code still
                 then()
 
-    def _raise(self) -> None:
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             self.torn = f"the optimizer's update failed in the background: {self._failure!r}"
             raise self._failure
@@ -369,20 +405,20 @@ def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
             leave(parameter, _PendingUpdate)
 
 
-_NAMES = 8
-"""How many layers a message names."""
-_all: WeakSet[BackgroundUpdates] = WeakSet()
-_here = threading.local()
+_MOST_NAMES = 8
+"""The number of layers that a message names at most."""
+_instances: WeakSet[BackgroundUpdates] = WeakSet()
+_this_thread = threading.local()
 
 
 def updates_here() -> bool:
-    """Returns True if this thread updates a layer now. A step inside a layer's step is then not a step of user code."""
-    return getattr(_here, "updates", False)
+    """Returns True if this thread updates a layer now. Hooks on optimizers ask: such a step is not one of user code."""
+    return getattr(_this_thread, "updates", False)
 
 
 def _before_fork() -> None:
     """Waits for all updates: a forked child has no background thread, and would wait forever."""
-    for updates in list(_all):
+    for updates in list(_instances):
         if updates.threads.own:
             updates.join()
         else:
@@ -426,9 +462,8 @@ class _PendingUpdate(ParameterRole):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         updates = self._updates  # its ordinary class has none
         if self.is_foreign():
-            return ParameterRole.__deepcopy__(
-                self, memo
-            )  # not super(): the run may take the role from it at this moment
+            # Not super(): the run may give the parameter its ordinary class at this moment.
+            return ParameterRole.__deepcopy__(self, memo)
         updates.finish()
         updates.refuse_updated([self])
-        return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
+        return copy.deepcopy(self, memo)  # it has its ordinary class again, so this is not a recursion

@@ -1,4 +1,4 @@
-"""Steps on the CPU that take its processor longer than their passes over memory."""
+"""Costs of optimizer steps that compute longer on the CPU than they read and write memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 EIGHT_BITS_SECONDS = 21e-9
-"""Per parameter of an optimizer with a state of few bits. Measured on two cores: tests/results/2026-11-22-updates-cpu.md."""
+"""Seconds per parameter of an optimizer with a state of few bits.
+
+Measured on two cores: tests/results/2026-11-22-updates-cpu.md."""
 
 
 def muon_flops(matrices: Iterable[Tensor]) -> int:

@@ -1,8 +1,10 @@
-"""Says which steps run fused on the CPU, and which can be taken apart by layers: fused steps, and those of some other optimizers.
+"""Decides which steps run fused on the CPU, and which can be taken apart by layers.
 
-torchao's optimizers keep their state in 8 or 4 bits, or in float8. They step each parameter by itself, with one compiled
-function, which gives the same bits on any number of threads. torch's unfused optimizers step each parameter by itself, too. But
-their operators cut a tensor where the number of threads says, and the background has one thread less.
+Steps that can be taken apart are fused steps, and those of torchao's optimizers, which keep their state in 8 or 4 bits, or in
+float8. These step each parameter by itself, with one compiled function whose results are bit-identical for any number of threads.
+
+torch's unfused optimizers step each parameter by itself, too. But their operators cut a tensor into as many parts as there are
+threads, which changes the last bits, and the background has one thread less.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fu
     Args:
         optimizer: as its user configured it.
         group: one of its groups.
-        fuse: whether it runs fused if the user has set neither ``fused`` nor ``foreach``. Its class must have such a step.
+        fuse: True to run it fused if the user has set neither ``fused`` nor ``foreach``. Its class must have a fused step.
     """
     # Updates may be under way. They do not change what is read here, so nothing has to wait for them.
     with torch.DisableTorchFunctionSubclass():
-        left_open = fuse and group.get("fused", False) is None
-        return bool(group.get("fused")) or (left_open and _can_be_fused(optimizer, group))
+        if group.get("fused"):
+            return True
+        left_open = group.get("fused", False) is None  # optimizers without a fused step have no such setting
+        return fuse and left_open and _can_be_fused(optimizer, group)
 
 
 def has_fused_step(optimizer: Any) -> bool:
@@ -43,7 +47,7 @@ def has_fused_step(optimizer: Any) -> bool:
     return type(optimizer) in KINDS
 
 
-BARS_FUSED = ("foreach", "differentiable", "capturable")
+PREVENT_FUSED = ("foreach", "differentiable", "capturable")
 """Settings of a group with which torch's optimizers cannot run fused."""
 
 KINDS: dict[type, Kind] = {
@@ -84,7 +88,7 @@ def may_get_gradients(parameter: Tensor) -> bool:
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     with_gradient = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
     return (
-        not any(group.get(other) for other in BARS_FUSED)
+        not any(group.get(other) for other in PREVENT_FUSED)
         and not loses_updates(optimizer, group)
         and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"] if may_get_gradients(p))
         and all(gradient.layout is torch.strided for _, gradient in with_gradient)
@@ -94,8 +98,11 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 
 
 def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if torch's ``foreach`` step on a GPU writes gradients: SGD's with Nesterov momentum."""
-    # With decay or maximize the gradient is copied first.
+    """Returns True if torch's ``foreach`` step on a GPU writes gradients: SGD's with Nesterov momentum.
+
+    Such a gradient cannot stay in a lower dtype than its weight, because user code may read what the step wrote.
+    """
+    # With weight decay or maximize, torch copies the gradient first.
     return type(optimizer) is torch.optim.SGD and any(
         group["nesterov"] and not group["weight_decay"] and not group["maximize"] for group in optimizer.param_groups
     )
@@ -104,11 +111,11 @@ def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def is_separable(optimizer: Any) -> bool:
     """Returns True if an unfused step can be taken apart: the step of some parameters is what the whole step does to them.
 
-    Stochastic rounding draws random numbers in the order of the parameters, from the generator that the model uses.
+    With stochastic rounding it cannot: that draws random numbers in the order of the parameters, from the model's generator.
     """
     kind = type(optimizer)
-    rounds = getattr(optimizer, "bf16_stochastic_round", False)
-    return (kind.__module__, kind.__qualname__) in FEW_BITS and not rounds
+    draws = getattr(optimizer, "bf16_stochastic_round", False)
+    return (kind.__module__, kind.__qualname__) in FEW_BITS and not draws
 
 
 def is_of_bitsandbytes(optimizer: Any) -> bool:
@@ -117,15 +124,13 @@ def is_of_bitsandbytes(optimizer: Any) -> bool:
 
 
 def constants_of(optimizer: Any) -> frozenset[str]:
-    """Returns the names of state that parameters share and no step writes: bitsandbytes' tables of what its codes stand for."""
+    """Returns the names of state that parameters share and no step writes: bitsandbytes' tables of quantization codes."""
     return frozenset(("qmap1", "qmap2") if is_of_bitsandbytes(optimizer) else ())
 
 
 def lacks_buffers(group: Mapping[str, Any], state: dict[Any, Any], parameters: Iterable[nn.Parameter]) -> bool:
-    """Returns True if some of a group's parameters have a momentum buffer and others do not yet.
-
-    Only one rank has state. On other ranks reading it raises an error, so this does not use the state's own methods.
-    """
+    """Returns True if some of a group's parameters have a momentum buffer and others do not yet."""
+    # With several ranks only one has state. On the others the state's own methods raise an error.
     buffers = [dict.get(state, p, {}).get("momentum_buffer") is not None for p in parameters]
     return bool(group.get("momentum")) and any(buffers) and not all(buffers)
 
@@ -134,14 +139,19 @@ def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any], 
     """Returns True if one tensor is the state of two parameters: its value then depends on the order of their updates.
 
     Args:
-        groups, state: of an optimizer.
+        groups: an optimizer's groups.
+        state: its state.
         constants: names of state that no step writes.
     """
-    # Copies, because an update in the background may add values.
-    entries = (dict(state.get(p, {})) for group in groups for p in group["params"])
-    leaves = (tree_leaves([value for name, value in each.items() if name not in constants]) for each in entries)
-    places = [place for each in leaves for place in {_place(leaf) for leaf in each if isinstance(leaf, Tensor)}]
-    return len(set(places)) < len(places)
+    seen = set[int]()
+    for parameter in [p for group in groups for p in group["params"]]:
+        values = dict(state.get(parameter, {}))  # a copy, because an update in the background may add values
+        written = tree_leaves([value for name, value in values.items() if name not in constants])
+        places = {_place(value) for value in written if isinstance(value, Tensor)}
+        if seen & places:
+            return True
+        seen |= places
+    return False
 
 
 def _place(value: Tensor) -> int:

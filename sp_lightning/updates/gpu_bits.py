@@ -18,33 +18,35 @@ class StepsLikeGpu(Protocol):
 
     @property
     def norms(self) -> Callable[[], Norms] | None:
-        """Makes what computes norms with the GPU's bits. None: norms have the CPU's bits."""
+        """Returns an object that computes norms with the GPU's bits, one for each step. None: norms have the CPU's bits."""
         ...
 
     def against_group(self, group: Mapping[str, Any], known: set[int]) -> str:
-        """Returns why the next step of a group has other bits, because its settings have changed; empty if it has not.
+        """Returns why the next step of a group has other bits than the GPU's; empty if it has the GPU's.
+
+        Called before each step, because user code may have changed settings of the group since :meth:`GpuBits.decide`.
 
         Args:
             group: the group.
-            known: the ``id`` of parameters that need not be looked at again. Others are added.
+            known: the ``id`` of parameters that were checked in an earlier step. This call adds those that it checks.
         """
         ...
 
     def of(self, group: Mapping[str, Any]) -> UpdateOne:
-        """Returns what updates one parameter of a group in place of torch's operator."""
+        """Returns the function that updates one parameter of a group in place of torch's operator."""
         ...
 
 
 class GpuBits:
-    """Decides which optimizers step on the CPU with the bits of their steps on the GPU. By default none do.
+    """Decides which optimizers step on the CPU with the bits of their steps on the GPU. This default decides: none of them.
 
-    :func:`~sp_lightning.registry.gpu_bits` makes the one of this installation.
+    :func:`~sp_lightning.registry.gpu_bits` makes the object. With the capability ``kernels`` it is one of a subclass.
 
     Args:
         device: the GPU on which plain Lightning steps; None if it steps on the CPU.
 
     Attributes:
-        stepping: the optimizers whose steps have the GPU's bits, with these steps.
+        stepping: for each optimizer whose steps have the GPU's bits, the object that runs them.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -62,15 +64,15 @@ class GpuBits:
         scaled: bool,
         clips: bool,
     ) -> None:
-        """Decides, from the optimizers' present settings.
+        """Decides, from the optimizers' present settings. Called when the policy of updates is made.
 
         Args:
             optimizers: the trainer's.
             module: the module that they train.
             against: a reason that holds for all of them; empty if there is none.
-            fuse: whether groups step fused for which their user has left that open.
-            scaled: whether gradients are scaled (``16-mixed``).
-            clips: whether norms may be needed.
+            fuse: True if groups run fused whose user has set neither ``fused`` nor ``foreach``.
+            scaled: True if gradients are scaled (``16-mixed``).
+            clips: True if norms of gradients may be needed, for clipping.
         """
         self._why = against or "sp_lightning/kernels, which has the formulas, is not installed"
 
@@ -80,16 +82,18 @@ class GpuBits:
         return False
 
     def sentences(self, *, automatic: bool, mixed: bool = False) -> list[str]:
-        """Returns sentences for the user; none without a GPU.
+        """Returns what users should know of the bits of their steps, in sentences; an empty list without a GPU.
 
         Args:
-            automatic: whether Lightning clips (automatic optimization).
-            mixed: whether some layers stay on the GPU and are stepped there.
+            automatic: True if Lightning clips (automatic optimization).
+            mixed: True if some layers stay on the GPU and are stepped there.
         """
         return [] if self._gpu is None else self._against_cpu(self._why, mixed=mixed)
 
     def _against_cpu(self, why: str, *, mixed: bool) -> list[str]:
         if not why:
             return []
-        differ = f"CPU optimizer steps differ from the GPU's in the last bits: {why}."
-        return [differ, "Layers that stay on the GPU step there: weights are those of neither place."][: 1 + mixed]
+        sentences = [f"CPU optimizer steps differ from the GPU's in the last bits: {why}."]
+        if mixed:
+            sentences.append("Layers that stay on the GPU step there: weights are those of neither place.")
+        return sentences

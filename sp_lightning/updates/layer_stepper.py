@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from sp_lightning.layers.layer import StreamedLayer
 
 FRESH = 2
-"""Layers whose casts are there until the second one after them is stepped on the GPU: then the host has them, too."""
+"""The number of layers whose new weights stay on the GPU for their next fetch. Older ones are on the host by then."""
 
 Key = tuple[StreamedLayer, Optimizer]
 """A layer's state in one optimizer."""
@@ -20,14 +20,14 @@ Key = tuple[StreamedLayer, Optimizer]
 class LayerStepper:
     """Steps layers on the GPU. This default steps none of them: the CPU steps all layers.
 
-    Layers that stay on the GPU have a slot of their own (``layer.own_slot``). While the GPU's copy of such a layer counts
-    (``layer.kept``), the CPU's is out of date.
+    A layer that stays on the GPU has its own slot (``layer.own_slot``). While ``layer.kept`` is true, the GPU's copy of such a
+    layer is the valid one, and the host's is out of date. To *land* the layer is to download it, with its state.
 
     Attributes:
-        steps_all: whether all layers step on the GPU, and not only those that stay there.
-        steps_some: whether some layers may.
-        nbytes: bytes of GPU memory that steps take beside the slots of layers.
-        moved_bytes: bytes of weights, gradients and state that were uploaded for steps, and downloaded after them.
+        steps_all: True if all layers step on the GPU, and not only those that stay there.
+        steps_some: True if some layers may step on the GPU.
+        nbytes: bytes of GPU memory that steps take in addition to the slots of layers.
+        moved_bytes: bytes of weights, gradients and state that were uploaded for steps, and that were downloaded after them.
     """
 
     steps_all = False
@@ -42,15 +42,15 @@ class LayerStepper:
         return False
 
     def is_declared(self, optimizer: Optimizer) -> bool:
-        """Returns True if only the user's class says that an optimizer steps each parameter by itself: its steps are checked."""
+        """Returns True if an optimizer's class declares ``steps_each_parameter_alone``. Its steps are then checked."""
         return False
 
     def arrange(self, *, loose: bool, ahead: bool) -> None:
-        """Sets how the steps of a run go.
+        """Sets how the steps of a run proceed. Called before the first step, and when the policy of updates changes.
 
         Args:
-            loose: whether state goes to a disk between two updates.
-            ahead: whether the next forward waits for updates layer by layer. It may then fetch a layer from what its step made.
+            loose: True if state is written to a disk between two updates, so that the GPU must not keep any.
+            ahead: True if the next forward waits for updates layer by layer. It may then fetch a layer from the step's results.
         """
 
     def step_layer(self, key: Key, part_of: Any, step: Callable[[], Any], *, stays: bool, declared: bool) -> None:
@@ -58,10 +58,11 @@ class LayerStepper:
 
         Args:
             key: the layer, and the user's optimizer.
-            part_of: the layer's part of that optimizer, with the host's parameters in its groups.
+            part_of: the layer's part of that optimizer, with the host parameters in its groups (see "Note: part of an
+                optimizer" in ``updates/__init__``).
             step: the optimizer's own code, which steps ``part_of``.
-            stays: whether the layer may be stepped in its own slot.
-            declared: whether the step is checked, see :meth:`is_declared`.
+            stays: True if the layer may be stepped in its own slot.
+            declared: True if the step is checked, see :meth:`is_declared`.
         """
         raise NotImplementedError
 
@@ -70,31 +71,31 @@ class LayerStepper:
         return False
 
     def forget(self, key: Key) -> None:
-        """Called if the user's optimizer alone holds a layer's state on the host."""
+        """Drops references to a layer's state on the host. From now on only the user's optimizer holds it."""
 
     def norms(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Returns the norms of gradients as the GPU computes them, each a tensor without dimensions there."""
         raise NotImplementedError
 
-    def read(self) -> None:
-        """Waits until the GPU has read the gradients of :meth:`norms`, which may be written from now on."""
+    def synchronize_norms(self) -> None:
+        """Waits until the GPU has read the gradients of :meth:`norms`. They may be written afterwards."""
 
     # ------------------------------------------------------------------ layers that stay
 
     def bring(self, layer: StreamedLayer) -> None:
-        """Uploads a layer that stays and has nothing to step. The GPU's copy counts from now on."""
+        """Uploads a frozen layer that stays. From now on the GPU's copy is the valid one."""
 
     def hide(self, layer: StreamedLayer) -> None:
-        """Called after the update of a layer whose GPU copy counts: user code that reads its parameters has to land it."""
+        """Called after the update of a layer that stays: user code that reads its parameters has to land it from now on."""
 
     def land(self, layer: StreamedLayer) -> None:
-        """Downloads the weights of a layer and its state. The GPU's copy still counts."""
+        """Downloads the weights of a layer and its state. The GPU's copy is still valid, too."""
 
     def leave(self, layer: StreamedLayer) -> None:
-        """Called after :meth:`land`: the host's values of a layer count from now on."""
+        """Called after :meth:`land`: from now on the host's copy is the valid one, and may be written."""
 
     def forget_slots(self, layers: Iterable[StreamedLayer]) -> None:
-        """Called if the slots of layers are freed, in which nothing counts."""
+        """Called when the own slots of layers are freed. The host's copies of these layers are valid."""
 
     def close(self) -> None:
         """Frees GPU memory. State stays on the host."""

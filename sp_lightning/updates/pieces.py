@@ -1,11 +1,12 @@
-"""Updates weights piece by piece: values that are made for one piece are used while they are in the processor's caches.
+"""Updates weights piece by piece, so that values computed for one piece are used while they are in the processor's caches.
 
 In mixed precision a layer's update makes three passes over host memory: gradients are widened to float32, the optimizer steps,
-and new weights are cast for the next fetch. A compiled kernel does all of it in a single pass. Without one, each pass over a
-piece finds in the caches what the pass before has left there, and a widened gradient never reaches memory.
+and new weights are cast for the next fetch. A compiled kernel does all of it in a single pass. Without a kernel, all three passes
+are made over one piece before the next piece begins. The second and the third find the piece in the caches, and the widened
+gradient is never written to memory.
 
-torch's fused kernels treat each element by itself. So the pieces get the bits of the whole if each begins where a vector of the
-processor begins.
+torch's fused kernels compute each element by itself. So the results are bit-identical if each piece begins at a multiple of the
+processor's vector length.
 
 See "Note: fused operator in pieces" in ``updates/__init__``.
 """
@@ -37,9 +38,10 @@ class InPieces(TorchFunctionMode):
 
     Args:
         casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
-        clips: by the ``id`` of a parameter, what clips its gradient, but for narrow ones: those have their changes with them.
-        others: by the ``id`` of a parameter, what updates it in place of torch's operator.
-        elements: of a piece, a multiple of 512; :func:`piece_size` if it is not given.
+        clips: by the ``id`` of a parameter, the function that clips its gradient. Narrow gradients (in a lower dtype than the
+            weight) are not among them: they store their changes themselves.
+        others: by the ``id`` of a parameter, the function that updates it in place of torch's operator.
+        elements: the number of elements of a piece, a multiple of 512; None for :func:`piece_size`.
     """
 
     def __init__(
@@ -61,53 +63,71 @@ class InPieces(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in FUSED_STEPS:
-            # In the background, subclasses of Tensor are not asked. A narrow gradient has to be.
+            # In the background torch's dispatch to subclasses of Tensor is off. A narrow gradient needs it.
             lists = (each for each in args if type(each) is list)
             if any(type(each) is NarrowGradient for each in chain(args, *lists)):
                 return NarrowGradient.__torch_function__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
-        step, together, size = partial(func, **(kwargs or {})), list[Update](), 0
-        for weight, gradient, *state in zip(*(column or [None] * len(args[0]) for column in args), strict=True):
-            came, changes = narrow_and_changes(gradient)
-            if id(weight) in self._clips:
-                changes = (*changes, self._clips[id(weight)])
-            update = Update(weight.detach(), came, self._casts.get(id(weight)), state, changes)
-            if (other := self._others.get(id(weight))) is not None:
-                other(func, kwargs or {}, update)
-                continue
-            if (update.several_walks or weight.dtype in HALVES) and update.contiguous:
-                if self._in_one_pass(func, kwargs or {}, update):
-                    continue
-                if update.several_walks and weight.numel() > self._elements:
-                    self._step_in_pieces(step, update)
-                    continue
-            together.append(update)
-            size += weight.numel()
-            if size >= self._elements:
-                self._step_together(step, together)
-                together, size = [], 0
-        if together:
-            self._step_together(step, together)
+        self._run_fused_step(func, args, kwargs or {})
         return None
 
+    def _run_fused_step(self, operator: Callable[..., Any], columns: Sequence[Any], settings: dict[str, Any]) -> None:
+        """Runs a fused operator of torch, for each parameter in the best way.
+
+        Args:
+            operator: the operator.
+            columns: its positional arguments: lists with an entry for each parameter (weights, gradients, state), or empty lists.
+            settings: its keyword arguments.
+        """
+        step = partial(operator, **settings)
+        small: list[Update] = []  # one call of the operator steps several small parameters
+        small_elements = 0
+        count = len(columns[0])
+        for weight, gradient, *state in zip(*(column or [None] * count for column in columns), strict=True):
+            stored, changes = narrow_and_changes(gradient)
+            if id(weight) in self._clips:
+                changes = (*changes, self._clips[id(weight)])
+            update = Update(weight.detach(), stored, self._casts.get(id(weight)), state, changes)
+            if (other := self._others.get(id(weight))) is not None:
+                other(operator, settings, update)
+                continue
+            if (update.needs_several_passes or weight.dtype in HALVES) and update.contiguous:
+                if self._in_one_pass(operator, settings, update):
+                    continue
+                if update.needs_several_passes and weight.numel() > self._elements:
+                    self._step_in_pieces(step, update)
+                    continue
+            small.append(update)
+            small_elements += weight.numel()
+            if small_elements >= self._elements:
+                self._step_together(step, small)
+                small, small_elements = [], 0
+        if small:
+            self._step_together(step, small)
+
     def _in_one_pass(self, operator: Callable[..., Any], settings: Mapping[str, Any], update: Update) -> bool:
-        """Runs a compiled kernel, if there is one. Returns True if it has run."""
+        """Runs a compiled kernel, if there is one for this update. Returns True if it has run.
+
+        Kernels multiply a gradient by factors without writing it. So any other change prevents them, and any change of a gradient
+        in the weight's own dtype, which has to be written, because user code may read it.
+        """
         if update.weight.dtype in HALVES:  # torch also rounds a changed gradient to 16 bits, so it is changed in place
             for change in update.changes:
                 change(update.gradient)
             update.changes = ()
         changes = update.changes
         factors = [change.number for change in changes if isinstance(change, Factor)]
-        # A gradient that is wide already is changed in place, because user code may read it.
-        if len(factors) < len(changes) or (changes and not update.widens):
+        has_others = len(factors) < len(changes)
+        if has_others or (changes and not update.widens):
             return False
         return self._kernels.update(operator, settings, update, factors)
 
     def _step_in_pieces(self, step: Callable[..., Any], update: Update) -> None:
-        # The loop is short, because after each piece the processor's caches are full of the piece, and Python is slow.
-        for weight, came, gradient, cast, arguments in update.cut(self._elements):
-            if came is not gradient:
-                gradient.copy_(came)
+        """Steps a large parameter piece by piece: widens and changes its gradient, steps, and casts the new weight."""
+        # The loop does little in Python: after each piece the caches are full of tensors, so the interpreter itself is slow.
+        for weight, stored, gradient, cast, arguments in update.cut(self._elements):
+            if stored is not gradient:
+                gradient.copy_(stored)
             for change in update.changes:
                 change(gradient)
             step(*arguments)
@@ -115,16 +135,16 @@ class InPieces(TorchFunctionMode):
                 cast.copy_(weight)
 
     def _step_together(self, step: Callable[..., Any], updates: Sequence[Update]) -> None:
+        """Steps parameters with one call of the operator. Each change of gradients, and the casts, are passes of their own."""
         gradients = [
             torch.empty_like(each.weight).copy_(each.gradient) if each.widens else each.gradient for each in updates
         ]
         for each, gradient in zip(updates, gradients, strict=True):
             for change in each.changes:
                 change(gradient)
-        # Either all parameters have a column, or none has.
-        columns = (
-            [] if column[0] is None else [*column] for column in zip(*(each.state for each in updates), strict=True)
-        )
+        columns = [list(column) for column in zip(*(each.state for each in updates), strict=True)]
+        # The operator takes an empty list for state that the optimizer does not have: all parameters have it, or none does.
+        columns = [[] if column[0] is None else column for column in columns]
         step([each.weight for each in updates], gradients, *columns)
         for each in updates:
             if each.cast is not None:
@@ -133,7 +153,11 @@ class InPieces(TorchFunctionMode):
 
 @dataclass
 class Update(Operands):
-    """The operands of one parameter's update, and the changes of its gradient before it."""
+    """The operands of one parameter's update.
+
+    Attributes:
+        changes: functions that change the gradient before the update, for example unscaling and clipping.
+    """
 
     changes: Sequence[Change]
 
@@ -143,13 +167,13 @@ class Update(Operands):
         return self.gradient.dtype is not self.weight.dtype
 
     @property
-    def several_walks(self) -> bool:
-        """True if torch's operators pass over some operand more than once."""
+    def needs_several_passes(self) -> bool:
+        """True if torch's operators would read or write some operand more than once."""
         return self.widens or self.cast is not None or bool(self.changes)
 
     @property
     def contiguous(self) -> bool:
-        """True if elements with the same index lie at the same place of all tensors."""
+        """True if all tensors are contiguous: elements with the same index then have the same offset in each of them."""
         return all(
             each is None or each.is_contiguous() for each in (self.weight, self.gradient, self.cast, *self.state)
         )
@@ -158,39 +182,43 @@ class Update(Operands):
         """Cuts the update into pieces.
 
         Returns:
-            For each piece its weight, its gradient as it came, its gradient in the weight's dtype, its cast, and the
-            arguments of the fused operator. A number of steps is the same for all: torch has counted this one already.
+            For each piece its weight, its stored gradient, its gradient in the weight's dtype, its cast, and the arguments of
+            the fused operator. If the gradient has to be widened, all pieces share one buffer for it. The number of steps is the
+            same for all pieces: torch has counted this step already.
         """
-        shape, weights = self.weight.shape, self.weight.view(-1).split(elements)
+        weights = self.weight.view(-1).split(elements)
 
         def parts(tensor: Tensor | None) -> Sequence[Any]:
-            cut = tensor is not None and tensor.shape == shape
-            return tensor.view(-1).split(elements) if cut else [tensor] * len(weights)  # type: ignore[union-attr]
+            if tensor is None or tensor.shape != self.weight.shape:  # for example the number of steps
+                return [tensor] * len(weights)
+            return tensor.view(-1).split(elements)
 
-        came = gradients = parts(self.gradient)
+        stored = gradients = parts(self.gradient)
         if self.widens:
-            wide = torch.empty(elements, dtype=self.weight.dtype, device="cpu")
-            gradients = [wide] * (len(weights) - 1) + [wide[: weights[-1].numel()]]
+            buffer = torch.empty(elements, dtype=self.weight.dtype, device="cpu")
+            gradients = [buffer] * (len(weights) - 1) + [buffer[: weights[-1].numel()]]
         columns = (weights, gradients, *map(parts, self.state))
         arguments = [[[] if each is None else [each] for each in row] for row in zip(*columns, strict=True)]
-        return list(zip(weights, came, gradients, parts(self.cast), arguments, strict=True))
+        return list(zip(weights, stored, gradients, parts(self.cast), arguments, strict=True))
 
 
 UpdateOne = Callable[[Callable[..., Any], Mapping[str, Any], Update], None]
-"""Updates one parameter in place of a fused operator: it is given the operator, its keyword arguments, and the update."""
+"""A function that updates one parameter in place of a fused operator. Arguments: operator, its keyword arguments, the update."""
 
 
 @cache
 def piece_size(threads: int) -> int:
-    """Returns the elements of a piece, a power of two, whose new weights are still in the caches when they are cast.
+    """Returns the number of elements of a piece, a power of two, so that a piece stays in the processor's caches.
 
     A thread's share of weight, gradient and two tensors of state fills half of its second-level cache. Measuring several sizes
-    would not be better: a quick measurement fits into a large third-level cache, where every size looks good.
+    would not be better: the memory of a quick measurement fits into a large third-level cache, where every size looks good.
 
     Args:
         threads: the number of threads of the calling thread's operators.
     """
-    share = (second_level_cache() or _USUAL_CACHE) // (2 * 4 * 4)
+    share = (second_level_cache() or _USUAL_CACHE) // (
+        2 * 4 * 4
+    )  # half of it, for four tensors with 4 bytes an element
     return 1 << max(share * threads, 512).bit_length() - 1
 
 

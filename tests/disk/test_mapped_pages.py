@@ -53,7 +53,7 @@ def test_a_place_in_the_file_is_used_again_once_nobody_has_it(tmp_path: Path) ->
     memory.common.fill_(7)
     for value in range(20):
         before = memory.common
-        memory.anew()
+        memory.reallocate()
         assert before.unique().tolist() == [7 if value == 0 else value - 1], "who holds it keeps the values"
         memory.common.fill_(value)
     del before

@@ -465,7 +465,7 @@ def test_the_ledger_has_the_disk_s_traffic(tmp_path: Path) -> None:
     pages = ledger.disk_traffic / (2 * ledger.on_disk)  # tensors of small models are in whole pages
     assert 1 < pages < 6
     assert "of the optimizer state are on a disk" in str(ledger)
-    assert "in each step but the first: " in str(ledger)
+    assert "in each step except the first: " in str(ledger)
 
 
 class RollsBack(Callback):

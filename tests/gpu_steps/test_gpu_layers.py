@@ -247,7 +247,7 @@ def test_none_stays_by_choice_where_user_code_reads_weights_in_each_step(caplog:
 class Asks(OfKind):
     def on_train_end(self) -> None:
         strategy: Any = self.trainer.strategy
-        self.said = strategy._better_steps()
+        self.said = strategy._step_advice()
 
 
 @pytest.mark.parametrize(

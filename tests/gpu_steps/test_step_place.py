@@ -140,7 +140,7 @@ def test_a_device_that_is_too_full_to_be_measured_does_not_step() -> None:
 
     class Asks(Stepped):
         def on_train_end(self) -> None:
-            found.append(self.trainer.strategy._better_steps())
+            found.append(self.trainer.strategy._step_advice())
 
     strategy = auto()
     with pytest.MonkeyPatch.context() as patch, simulated():
@@ -186,7 +186,7 @@ def test_a_run_says_that_the_other_place_is_faster() -> None:
 
     class Asks(Stepped):
         def on_train_end(self) -> None:
-            found.append(self.trainer.strategy._better_steps())
+            found.append(self.trainer.strategy._step_advice())
 
     for where in ("cpu", "gpu"):
         for machine in (SLOW_MEMORY, SLOW_LINKS):
@@ -220,7 +220,7 @@ def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible
 
     class Asks(Stepped):
         def on_train_end(self) -> None:
-            found.append(self.trainer.strategy._better_steps())
+            found.append(self.trainer.strategy._step_advice())
 
     def stalled(device: Any, *why: Wait) -> float:
         return waited if Wait.FETCH_AFTER_UPDATE in why else 0.5 if Wait.USE_AFTER_FETCH in why else 0.0

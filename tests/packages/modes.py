@@ -24,7 +24,7 @@ def main(package: str, *only: str) -> None:
     for library, strategy in child.STRATEGIES.items():
         child._patch(library.Trainer, strategy, [])
     chosen: dict[str, Any] = {}
-    execute = OptimizerSteps._execute
+    execute = OptimizerSteps._apply_policy
 
     def noted(steps: OptimizerSteps) -> None:
         execute(steps)
@@ -36,7 +36,7 @@ def main(package: str, *only: str) -> None:
 
     computes_elsewhere = mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False)
     fuses = mock.patch.object(UpdateFacts, "fuses_on_cpu", True)
-    with computes_elsewhere, fuses, mock.patch.object(OptimizerSteps, "_execute", noted):
+    with computes_elsewhere, fuses, mock.patch.object(OptimizerSteps, "_apply_policy", noted):
         for model, train in models.items():
             if not only or model in only:
                 chosen.clear()

@@ -174,3 +174,10 @@ def test_the_tables_are_markdown() -> None:
     tables = [line for line in shape.report() if line.startswith("|")]
     assert len(tables) > 20
     assert all(line.endswith("|") and "\n" not in line for line in tables)
+
+
+def test_the_package_has_no_cycles_beside_the_files_that_name_everything() -> None:
+    graph = shape.without_meeting_points(shape.between_files(shape.files(), types=True, inside=True))
+    assert "sp_lightning.registry" not in graph
+    assert shape.cycles(graph) == []
+    assert shape.cycles(shape.between_folders(graph)) == []

@@ -1,7 +1,7 @@
-"""Seven small trainings that need nothing but the core, each compared bitwise with plain Lightning.
+"""Seven small trainings that need only the core, each compared bit by bit with plain Lightning.
 
-``python -m tests.support.core_runs`` prints a digest of each training's weights as JSON. The digests of an installation that
-lacks a capability have to be the same: an empty implementation could hide that something is missing.
+``python -m tests.support.core_runs`` prints a digest of each training's weights as JSON. An installation without a capability
+must print the same digests. So a default that does nothing, where it should do something, is detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "updates in backward": ({"k": 1, "optimizer_overlap": "backward"}, {}),
     "an embedding": ({"k": 1}, {}),
 }
-"""Each training: options of the strategy, options of the trainer."""
+"""For each training the options of the strategy, and the options of the trainer."""
 
 
 def digest_of(name: str) -> str:
@@ -38,10 +38,12 @@ def digest_of(name: str) -> str:
     def plain() -> LightningModule:
         return Module(Text() if embedding else Stack())
 
-    make = fused(plain) if "optimizer_overlap" in options else plain  # such steps run fused
-
+    make = fused(plain) if "optimizer_overlap" in options else plain  # updates in the background run fused
     batches = numbers(4) if embedding else vectors()
-    trainer_options = {"recorded": "losses", **trainer_options}  # gradients are read in backward
+    trainer_options = {
+        "recorded": "losses",
+        **trainer_options,
+    }  # recording gradients would rule out updates in backward
     ours = fit(make, batches, superpipeline(**options), **trainer_options)
     assert_same(ours, fit(make, batches, **trainer_options))
     weights = hashlib.sha256()

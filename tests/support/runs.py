@@ -1,4 +1,4 @@
-"""Run the same module under plain Lightning and under superpipeline, and compare everything bitwise."""
+"""Trains the same module with plain Lightning and with the strategy, and compares the outcomes bit by bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Recorded = Literal["gradients", "losses", "nothing"]
 
 
 class LossRecorder(Callback):
-    """Notes losses."""
+    """Records the loss of each training batch."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -38,7 +38,7 @@ class LossRecorder(Callback):
 
 
 class Recorder(LossRecorder):
-    """Notes all gradients, too, in the order in which they come, as ``on_after_backward`` finds them."""
+    """Also records all gradients, by name, after each backward."""
 
     def on_after_backward(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         self.gradients.append(
@@ -51,7 +51,18 @@ class Recorder(LossRecorder):
 
 @dataclass
 class Outcome:
-    """Everything that a run leaves behind."""
+    """The outcome of a training.
+
+    Attributes:
+        losses: the loss of each training batch.
+        gradients: the gradients after each backward, by name; empty if they were not recorded.
+        state: the tensors of the module's state dictionary.
+        optimizers: the optimizers' state dictionaries.
+        rng: torch's random state on the CPU.
+        module: the trained module.
+        trainer: its trainer.
+        extra: values that single tests add.
+    """
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]
@@ -64,17 +75,17 @@ class Outcome:
 
 
 def collate(batch: list[Any]) -> Any:
-    """Data sets here hold whole batches."""
+    """Returns the batch unchanged: the data sets of tests have whole batches as their items."""
     return batch[0]
 
 
 def loader(batches: Batches) -> DataLoader[Any]:
-    """One batch after the other, in order."""
+    """Returns a data loader that yields the batches in order."""
     return DataLoader(list(batches), batch_size=1, collate_fn=collate)  # type: ignore[arg-type]
 
 
 def trainer_for(strategy: Strategy | str, **options: Any) -> pl.Trainer:
-    """A quiet CPU trainer."""
+    """Returns a trainer on the CPU without logging, checkpoints and progress bar."""
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -97,7 +108,18 @@ def fit(
     recorded: Recorded = "gradients",
     **options: Any,
 ) -> Outcome:
-    """Seed, make the module, train it. What is noted is noted by a hook of a callback, and the engine heeds hooks."""
+    """Seeds random states, makes the module, and trains it.
+
+    Args:
+        make: makes the module.
+        batches: the batches of an epoch.
+        strategy: the strategy; "auto" for plain Lightning.
+        val: the batches of validation; None for no validation.
+        ckpt_path: a checkpoint to resume from.
+        recorded: the values to record, with a callback. The callback's hooks have an effect: the strategy does not update layers
+            in backward if a hook reads gradients. Use "losses" or "nothing" for tests of that mode.
+        options: options of the trainer.
+    """
     pl.seed_everything(7, verbose=False)
     module = make()
     recorder = Recorder() if recorded == "gradients" else LossRecorder()
@@ -117,7 +139,7 @@ def fit(
 
 
 def assert_same(ours: Outcome, plain: Outcome) -> None:
-    """Bitwise equality of losses, gradients, parameters, buffers, optimizer state and random state."""
+    """Asserts that losses, gradients, parameters, buffers, optimizer state and random state are bit-identical."""
     assert plain.losses or plain.optimizers, "the reference run did nothing"
     assert_equal(ours.losses, plain.losses, "losses")
     assert_equal(ours.gradients, plain.gradients, "gradients")
@@ -127,12 +149,18 @@ def assert_same(ours: Outcome, plain: Outcome) -> None:
 
 
 def assert_equal(ours: Any, plain: Any, where: str) -> None:
-    """Bitwise equality of nested structures; the message names the place."""
+    """Asserts that nested structures are bit-identical. NaN is equal to NaN.
+
+    Args:
+        ours: the value to test.
+        plain: the expected value.
+        where: the name of the value, for the message.
+    """
     if is_traceable_wrapper_subclass(plain):
         assert type(ours) is type(plain), f"{where}: {type(ours)} is not {type(plain)}"
         assert_equal(dict(parts("", ours)), dict(parts("", plain)), where)
     elif isinstance(plain, Tensor):
-        assert isinstance(ours, Tensor), f"{where}: {ours!r} is no tensor"
+        assert isinstance(ours, Tensor), f"{where}: expected a tensor, got {ours!r}"
         assert ours.dtype == plain.dtype, f"{where}: {ours.dtype} is not {plain.dtype}"
         assert ours.shape == plain.shape, f"{where}: {tuple(ours.shape)} is not {tuple(plain.shape)}"
         same = torch.equal(ours, plain) or (
@@ -154,27 +182,31 @@ def assert_equal(ours: Any, plain: Any, where: str) -> None:
 
 
 def superpipeline(**options: Any) -> SuperpipelineStrategy:
-    """The strategy under test; the optimizer is left as it is, because plain Lightning leaves it."""
+    """Returns the strategy under test. By default it does not make optimizers fused, because plain Lightning does not."""
     return SuperpipelineStrategy(**{"fused_optimizer": False, **options})
 
 
 def fused(make: Make) -> Make:
-    """The module with its optimizers as ours run them: fused, in the groups that leave it open."""
+    """Returns a function that makes the module with fused optimizers, which is the reference of runs with fused steps."""
 
-    def made() -> pl.LightningModule:
+    def make_fused() -> pl.LightningModule:
         module = make()
         configure = module.configure_optimizers
 
-        def configured() -> Any:
-            found = configure()
-            for optimizer in (
-                found if isinstance(found, list) else [found["optimizer"] if isinstance(found, dict) else found]
-            ):
+        def configure_fused() -> Any:
+            configured = configure()
+            if isinstance(configured, list):
+                optimizers = configured
+            elif isinstance(configured, dict):
+                optimizers = [configured["optimizer"]]
+            else:
+                optimizers = [configured]
+            for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["fused"] = True
-            return found
+            return configured
 
-        module.configure_optimizers = configured  # type: ignore[method-assign]
+        module.configure_optimizers = configure_fused  # type: ignore[method-assign]
         return module
 
-    return made
+    return make_fused

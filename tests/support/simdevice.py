@@ -1,17 +1,17 @@
 """A simulated accelerator: asynchronous copies, poisoned memory and vector clocks, on CPU tensors.
 
-What a synchronous CPU hides shows here, every time and not only when a race is lost:
+It shows missing waits that a synchronous CPU hides. It shows them in each run, and not only when a race is lost:
 
-- **Lazy streams.** A copy runs only when somebody waits for it, as late as allowed; until then its target is poison.
-- **Lazy updates.** What is to be done in the background is done when somebody waits for it, as late as allowed.
-- **Vector clocks.** Host, background, compute, upload and download are agents. An agent's clock says what it knows of
-  the others: issuing work orders a stream after the host, a wait orders it after the event. Each access to memory must be ordered
-  after the conflicting ones before it; otherwise :class:`Race` names both and the missing edge. Compute runs eagerly
-  here, so that late copies alone would miss every wait *of* a copy stream; the clocks do not.
-- **Allocating** device memory is a write by the current stream, whose kernels may use that memory still.
-- **Unpinning** host memory is a write by the host, or by its background; :func:`simulated` raises what came too early.
-- **Watch.** A dispatch mode that sees every operator: what touches a slot is an access by compute, what touches the
-  host store one by the host, whether the engine declared it or not; an operator that takes both raises :class:`Mixed`.
+- **Lazy streams.** A copy runs only when a stream or the host waits for it, as late as allowed. Until then its target has poison.
+- **Lazy updates.** Background work runs only when the host waits for it, as late as allowed.
+- **Vector clocks.** Host, background, compute, upload and download are agents. An agent's clock has, for each other agent, the
+  number of accesses that are ordered before its own next access. Issuing work orders a stream after the host; a wait orders it
+  after the event. Each access to memory must be ordered after the conflicting earlier accesses. Otherwise :class:`Race` names
+  both. Compute runs eagerly, so late copies alone would miss every wait *of* a copy stream. The clocks do not.
+- **Allocating** device memory is a write by the current stream, whose kernels may still use that memory.
+- **Unpinning** host memory is a write by the host or its background. :func:`simulated` raises such races at its end.
+- **Watch.** A dispatch mode that sees every operator. An operator that uses a slot is an access by compute, and one that uses the
+  host store an access by the host, whether the engine declares it or not. An operator that uses both raises :class:`Mixed`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Clock = dict[Agent, int]
 
 
 def settled(device: SimDevice, nbytes: int) -> Tensor:
-    """Device memory that copies may use: they come after the kernels that used it."""
+    """Returns device memory that copy streams may use: they have waited for the kernels that used it before."""
     memory = device.empty(nbytes)
     for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
         device.wait(stream, device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
@@ -51,16 +51,22 @@ def settled(device: SimDevice, nbytes: int) -> Tensor:
 
 
 class Race(AssertionError):
-    """Two accesses to the same memory, and nothing orders the second after the first."""
+    """Two accesses to the same memory, of which the second is not ordered after the first."""
 
 
 class Mixed(AssertionError):
-    """One operator takes memory of the host store and memory of the device: on a real device an error."""
+    """An operator uses memory of the host store and of the device. On a real device that is an error."""
 
 
 @dataclass
 class SimEvent:
-    """What a stream had issued when it was recorded, and what it knew."""
+    """An event of a stream.
+
+    Attributes:
+        stream: the stream.
+        issued: the number of items that were issued to the stream when the event was recorded.
+        clock: the stream's clock at that moment.
+    """
 
     stream: Stream
     issued: int
@@ -69,7 +75,13 @@ class SimEvent:
 
 @dataclass
 class Access:
-    """One access, as it is remembered."""
+    """An access to memory.
+
+    Attributes:
+        by: the agent.
+        at: the agent's own time: the number of its accesses so far.
+        what: the kind of access, for messages.
+    """
 
     by: Agent
     at: int
@@ -81,7 +93,7 @@ class Access:
 
 @dataclass
 class Region:
-    """The accesses to one stretch of memory."""
+    """A range of memory, its last write, and each agent's last read since then."""
 
     start: int
     end: int
@@ -91,12 +103,25 @@ class Region:
 
 
 class SimDevice(Device):
-    """Plugs into the engine's one seam.
+    """The simulated device. It implements the engine's interface to devices (:class:`~sp_lightning.device.device.Device`).
 
     Args:
         device: the CPU.
-        omit: a wait that is left out, to show that it is needed.
-        capacity: bytes of device memory; more than that is an ``OutOfMemoryError``. None: there is no end to it.
+        omit: a reason whose waits are left out, to show that a test fails without them.
+        capacity: bytes of device memory. Allocating more raises an ``OutOfMemoryError``. None: unlimited.
+
+    Attributes:
+        omit: as the argument.
+        capacity: as the argument.
+        peak: the peak of device memory, in bytes.
+        made: the bytes of each tensor that operators on the device have made, with its storage.
+        waits: the reason of each wait so far, the omitted ones included.
+        pinned: the addresses of page-locked memory.
+        early: races of unpinning. A finalizer unpins, and cannot raise them.
+        clocks: the clock of each agent.
+        device_ranges: the ranges of device memory: slots and buffers.
+        host_ranges: the ranges of the host store.
+        derived: storages that operators on the device have made, by address.
     """
 
     computes_on_host = False
@@ -106,45 +131,44 @@ class SimDevice(Device):
         self.omit = omit
         self.capacity = capacity
         self.peak = 0
-        self.made: list[tuple[int, StorageWeakRef]] = []  # bytes of what operators on the device have made
+        self.made: list[tuple[int, StorageWeakRef]] = []
         self.waits: list[Wait] = []
         self.pinned: set[int] = set()
-        self.early: list[Race] = []  # where memory was unpinned; a finalizer cannot raise them
+        self.early: list[Race] = []
         self.clocks: dict[Agent, Clock] = {agent: {} for agent in (HOST, *Stream)}
         self.device_ranges: list[tuple[int, int, StorageWeakRef]] = []
         self.host_ranges: list[tuple[int, int, StorageWeakRef]] = []
-        self.derived: dict[int, StorageWeakRef] = {}  # storages of what compute has made
+        self.derived: dict[int, StorageWeakRef] = {}
         self._engine = threading.local()
-        self._lock = threading.RLock()  # of clocks and queues: several threads may compute
+        self._lock = threading.RLock()  # for clocks and queues: several threads may compute
         self._regions: list[Region] = []
-        self._runs: Agent = HOST  # who runs the Python code of now
-        self._many_regions = 64  # beyond so many, those whose memory is gone are left out
+        self._runs: Agent = HOST  # the agent that runs the present Python code: the host or the background
+        self._many_regions = 64  # if there are more, regions whose memory is freed are dropped
         self._queues: dict[Stream, deque[tuple[int, Callable[[], None]]]] = {s: deque() for s in Stream}
         self._issued = dict.fromkeys(Stream, 0)
-        self._reads: list[
-            tuple[SimEvent, tuple[int, int]]
-        ] = []  # of copies within the device that may not have run yet
+        # Reads by copies within the device that may not have run yet: their event, and the range.
+        self._reads: list[tuple[SimEvent, tuple[int, int]]] = []
         self._later = Pieces()
-        # What the host knew, and what it had issued to compute, when it gave work to the background.
+        # For each submitted work the clocks of the host and of compute when it was submitted.
         self._known: dict[Future[None], tuple[Clock, Clock]] = {}
-        self._done: dict[Future[None], Clock] = {}
+        self._done: dict[Future[None], Clock] = {}  # the background's clock after each work
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is in the engine, whose own copies are no operators of the model."""
+        """True if this thread runs code of the engine, whose copies are not operators of the model."""
         return getattr(self._engine, "inside", False)
 
-    # ------------------------------------------------------------------ the seam
+    # ------------------------------------------------------------------ the interface to devices
 
     @property
     def in_use(self) -> int:
-        """Bytes of device memory, now."""
+        """The bytes of device memory in use."""
         self.made = [each for each in self.made if not each[1].expired()]
         slots = sum(end - start for start, end, alive in self.device_ranges if not alive.expired())
         return slots + sum(nbytes for nbytes, _ in self.made)
 
     def allocate(self, nbytes: int) -> None:
-        """Somebody takes device memory."""
+        """Counts an allocation of device memory. Raises an OutOfMemoryError beyond the capacity."""
         if self.capacity is not None and self.in_use + nbytes > self.capacity:
             raise torch.OutOfMemoryError(f"{nbytes} bytes, {self.in_use} of {self.capacity} are in use")
         self.peak = max(self.peak, self.in_use + nbytes)
@@ -163,7 +187,7 @@ class SimDevice(Device):
         memory = super().empty(nbytes)
         poison(memory)
         self.device_ranges.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
-        # The allocator gives what kernels of the current stream may still use, and may fill it there (deterministic algorithms).
+        # The allocator returns memory that kernels of the current stream may still use. Deterministic algorithms fill it there.
         self.access(memory, getattr(self._engine, "stream", Stream.COMPUTE), write=True)
         return memory
 
@@ -195,7 +219,9 @@ class SimDevice(Device):
         self._check(source, stream, write=False, what="copied from")
         self._check(target, stream, write=True, what="copied to")
         for event, read in [each for each in self._reads if _overlap(each[1], target)]:
-            self._run(event)  # what reads that memory comes before: otherwise there was a race
+            self._run(
+                event
+            )  # a pending copy reads the target's memory. The clocks have checked that it is ordered before
             self._reads.remove((event, read))
         with self.engine():
             poison(target)
@@ -212,8 +238,9 @@ class SimDevice(Device):
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        self._run(self.record(stream))  # what runs inside runs at once, and so has what was issued before it
-        before, self._engine.stream = getattr(self._engine, "stream", Stream.COMPUTE), stream
+        self._run(self.record(stream))  # code inside runs at once, so work issued to the stream before has to run first
+        before = getattr(self._engine, "stream", Stream.COMPUTE)
+        self._engine.stream = stream
         try:
             with self.engine():
                 yield
@@ -231,7 +258,7 @@ class SimDevice(Device):
         self._issue(stream)
         self._learn(stream, event.clock)
         if stream in (Stream.COMPUTE, Stream.STEP):
-            self._run(event)  # kernels are eager: what they wait for must be there
+            self._run(event)  # kernels run at once, so the work that they wait for has to run first
         else:
             self._queues[stream].append((self._issued[stream], lambda: self._run(event)))
 
@@ -243,7 +270,7 @@ class SimDevice(Device):
         self._run(event)
 
     def has_happened(self, event: SimEvent | None) -> bool:
-        return event is None  # as late as allowed
+        return event is None  # events happen as late as allowed
 
     def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
         agent: Agent = HOST if by is None else by
@@ -266,7 +293,7 @@ class SimDevice(Device):
             self._learn(Stream.UPDATE, clock)
             if self.steps:
                 self._learn(Stream.STEP, issued)
-            with (  # both are of one thread, and not the background's
+            with (  # autocast and inference mode are the host thread's; a background thread would not have them
                 self.engine(),
                 torch.autocast("cpu", enabled=False),
                 torch.inference_mode(False),
@@ -284,39 +311,48 @@ class SimDevice(Device):
     # ------------------------------------------------------------------ where memory is
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in device memory: in a slot or a buffer, or made of what is there."""
+        """Returns True if a tensor is in device memory: in a slot or a buffer, or the result of an operator on the device."""
         return _within(tensor, self.device_ranges) or self.made_by_compute(tensor)
 
     def made_by_compute(self, tensor: Tensor) -> bool:
-        """Whether an operator on the device has made a tensor's memory."""
+        """Returns True if a tensor's memory is the result of an operator on the device."""
         if tensor.layout is not torch.strided or not tensor.ndim:
             return False
         known = self.derived.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.expired()
 
     def take_buffers(self, module: nn.Module, stay: Sequence[nn.Module]) -> None:
-        """A module's buffers are on the device from now on, but for those of averages, which stay beside the weights."""
-        left_out = {inner for average in stay for inner in average.modules()}
+        """Treats a module's buffers as device memory from now on.
+
+        Args:
+            module: the root.
+            stay: modules whose buffers stay on the host: averages of weights.
+        """
+        on_host = {inner for average in stay for inner in average.modules()}
         for child in module.modules():
-            for buffer in child._buffers.values() if child not in left_out else ():
+            if child in on_host:
+                continue
+            for buffer in child._buffers.values():
                 if buffer is not None and buffer.layout is torch.strided and buffer.ndim and buffer.numel():
                     self.derived[buffer.untyped_storage()._cdata] = StorageWeakRef(buffer.untyped_storage())
 
     # ------------------------------------------------------------------ streams
 
     def _issue(self, stream: Stream) -> None:
-        """The host, or its background, issues something to a stream, which from then on knows what that knows."""
+        """Counts an item that the host, or its background, issues to a stream. It orders the stream after the issuer."""
         with self._lock:
             self._learn(stream, self.clocks[self._runs])
             self._issued[stream] += 1
 
     def _learn(self, agent: Agent, clock: Clock) -> None:
+        """Orders an agent after all accesses in a clock."""
         with self._lock:
             mine = self.clocks[agent]
             for other, at in clock.items():
                 mine[other] = max(mine.get(other, 0), at)
 
     def _run(self, event: SimEvent) -> None:
+        """Runs all copies of a stream that were issued before an event."""
         queue = self._queues[event.stream]
         with self._lock:
             while queue and queue[0][0] <= event.issued:
@@ -328,8 +364,9 @@ class SimDevice(Device):
 
     @contextmanager
     def engine(self) -> Iterator[None]:
-        """What runs inside is no operator of the model's."""
-        before, self._engine.inside = self.inside, True
+        """A context for code of the engine: its operators are not the model's."""
+        before = self.inside
+        self._engine.inside = True
         try:
             yield
         finally:
@@ -338,7 +375,8 @@ class SimDevice(Device):
     # ------------------------------------------------------------------ clocks
 
     def _check(self, memory: Tensor, agent: Agent, *, write: bool, what: str) -> None:
-        # Another thread may have a weight asked for before each use meanwhile: that would take the engine's lock, under ours.
+        """Records an access, and raises a Race if it is not ordered after the conflicting earlier ones."""
+        # Without dispatch: another thread may have given a weight a class that takes the engine's lock, while this holds its own.
         with torch.DisableTorchFunctionSubclass():
             if memory.layout is not torch.strided or not memory.numel():
                 return
@@ -379,7 +417,7 @@ def _overlap(stretch: tuple[int, int], memory: Tensor) -> bool:
 
 
 def poison(memory: Tensor) -> None:
-    """NaN in every float type; the smallest number elsewhere."""
+    """Fills memory with NaN, or with the smallest number of an integer dtype."""
     with torch.inference_mode(False), torch.no_grad():
         if memory.dtype == torch.uint8:
             memory.fill_(0xFF)
@@ -396,11 +434,11 @@ def _range(memory: Tensor) -> tuple[int, int]:
 
 
 _READ_NOTHING = {torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
-"""Operators that take a tensor for its shape alone."""
+"""Operators that use only the shape of a tensor."""
 
 
 class Watch(TorchDispatchMode):
-    """Sees every operator; see the module's docstring."""
+    """A dispatch mode that records the accesses of every operator of the model; see the module's docstring."""
 
     def __init__(self, device: SimDevice) -> None:
         super().__init__()
@@ -426,7 +464,7 @@ class Watch(TorchDispatchMode):
             self._device.access(each, None, write=id(each) in written)
         result = func(*args, **kwargs)
         if device or derived:
-            given = {id(each) for each in tensors}  # what is written in place is made by no operator
+            given = {id(each) for each in tensors}  # an operator that writes in place returns its argument
             for each in tree_leaves(result):
                 if (
                     isinstance(each, Tensor)
@@ -439,7 +477,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        """Compute has made this, on the device."""
+        """Records a storage that an operator on the device has made."""
         known = self._device.derived.get(storage._cdata)
         if known is None or known.expired():
             if self._device.capacity is not None:
@@ -469,7 +507,7 @@ def _within(tensor: Tensor, ranges: list[tuple[int, int, StorageWeakRef]]) -> bo
 
 @cache
 def _is_view(func: Any) -> bool:
-    """A view, or ``set_``: no data is touched."""
+    """Returns True for operators that return a view, and for ``set_``: they access no data."""
     returns = [each.alias_info for each in func._schema.returns]
     return func._schema.name == "aten::set_" or any(info is not None and not info.is_write for info in returns)
 
@@ -486,9 +524,21 @@ def _shapes(tensors: list[Tensor]) -> list[tuple[int, ...]]:
 def simulated(
     omit: Wait | None = None, *, watch: bool = True, capacity: int | None = None
 ) -> Iterator[list[SimDevice]]:
-    """Every strategy inside runs on a simulated device; the list is of those that were made."""
+    """A context in which every strategy runs on a simulated device.
+
+    Args:
+        omit: see :class:`SimDevice`.
+        watch: True to record the accesses of the model's operators.
+        capacity: see :class:`SimDevice`.
+
+    Yields:
+        The list of the devices that were made, to which each run adds one.
+
+    Raises:
+        Race: at the end, if memory was unpinned too early.
+    """
     made: list[SimDevice] = []
-    write, take = HostBlock.write, HostBlock._take
+    write, absorb = HostBlock.write, HostBlock._absorb
 
     def make(device: torch.device) -> SimDevice:
         made.append(SimDevice(device, omit, capacity))
@@ -502,9 +552,9 @@ def simulated(
         with self._device.engine():  # type: ignore[attr-defined]
             return write(self, index, value)
 
-    def engine_take(self: HostBlock, index: int, into: torch.Tensor | None) -> None:
+    def engine_absorb(self: HostBlock, index: int, into: torch.Tensor | None) -> None:
         with self._device.engine():  # type: ignore[attr-defined]
-            take(self, index, into)
+            absorb(self, index, into)
 
     def move(module: Any, found: Any, averages: Any, device: torch.device) -> None:
         move_to_device(module, found, averages, device)
@@ -515,7 +565,7 @@ def simulated(
         mock.patch("sp_lightning.trainer.run.device_for", make),
         mock.patch("sp_lightning.trainer.run.move_to_device", move),
         mock.patch.object(HostBlock, "write", engine_write),
-        mock.patch.object(HostBlock, "_take", engine_take),
+        mock.patch.object(HostBlock, "_absorb", engine_absorb),
     ):
         try:
             yield made

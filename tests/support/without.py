@@ -3,10 +3,10 @@
 ``python -m pytest -p tests.support.without --without disk`` leaves out
 
 - the test files of the capability, and files that import it when they are loaded, directly or through ``tests.support``;
-- each test that ends with the error which says that the capability is missing: the test needs it.
+- each test that fails with the error that the capability is missing.
 
-All other tests have to pass. How many were left out is printed at the end, by file, so that a plugin that leaves out everything
-is noticed. ``python -m tests.repository.deletion`` removes the folder from a copy of the project and uses this plugin there.
+All other tests have to pass. The number of tests that were left out is printed at the end, by file: otherwise nobody would notice
+if all were left out. ``python -m tests.repository.deletion`` removes the folder from a copy of the project and uses this plugin.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import pytest
 from sp_lightning.registry import CAPABILITIES
 
 ROOT = Path(__file__).parents[2]
-FOLLOWED = [[folder] for folder in CAPABILITIES]
 LEFT_OUT = pytest.StashKey[Counter[str]]()
+"""The number of tests that were left out, by file."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,21 +59,20 @@ def _skipped_if_missing(config: pytest.Config, test: str) -> Iterator[None]:
     try:
         return (yield)
     except BaseException as error:
-        if config.getoption("--without") and _says_missing(error, config.getoption("--without")):
+        if config.getoption("--without") and _is_missing_error(error, config.getoption("--without")):
             config.stash[LEFT_OUT][test.partition("::")[0]] += 1
             pytest.skip(f"needs a capability that is not installed: {error}")
         raise
 
 
-def _says_missing(error: BaseException | None, folders: list[str]) -> bool:
-    """Returns True if an error, or one that it was raised from, names a missing folder."""
+def _is_missing_error(error: BaseException | None, folders: list[str]) -> bool:
+    """Returns True if an error, or one that it was raised from, is raised because one of the folders is missing."""
     while error is not None:
-        if any(f"sp_lightning/{folder}, which" in str(error) for folder in folders):
-            return True
-        if isinstance(error, ModuleNotFoundError) and any(
-            f"{error.name}.".startswith(f"sp_lightning.{folder}.") for folder in folders
-        ):
-            return True
+        for folder in folders:
+            if f"sp_lightning/{folder}, which" in str(error):  # MissingCapabilityError, also if it is wrapped
+                return True
+            if isinstance(error, ModuleNotFoundError) and f"{error.name}.".startswith(f"sp_lightning.{folder}."):
+                return True
         error = error.__cause__ or error.__context__
     return False
 
@@ -86,9 +85,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @cache
 def capabilities_of(file: Path) -> frozenset[str]:
-    """Returns the folders of the package that a file imports while it is loaded, itself or through files of ``tests``.
+    """Returns the folders of the package that a test file imports while it is loaded.
 
-    A capability that imports others while it is loaded, for example the planner, counts with those.
+    Imports are followed through files of ``tests``, and through capabilities: the planner, for example, imports others.
     """
     found: set[str] = set()
     seen = {file}
@@ -98,8 +97,9 @@ def capabilities_of(file: Path) -> frozenset[str]:
             parts = module.split(".")
             if parts[0] == "sp_lightning" and len(parts) > 1:
                 found.add(parts[1])
-            if parts[0] == "tests" or parts[1:2] in FOLLOWED:
-                for end in range(2, len(parts) + 1):
+            is_capability = len(parts) > 1 and parts[1] in CAPABILITIES
+            if parts[0] == "tests" or is_capability:
+                for end in range(2, len(parts) + 1):  # the last part may be a name in a file
                     path = ROOT.joinpath(*parts[:end]).with_suffix(".py")
                     if path.exists() and path not in seen:
                         seen.add(path)
@@ -108,7 +108,7 @@ def capabilities_of(file: Path) -> frozenset[str]:
 
 
 def _imported_while_loading(source: str) -> Iterator[str]:
-    """All modules that a source imports outside of functions, dotted; those for annotations alone are not loaded."""
+    """Iterates over the dotted names that a source imports while it is loaded: not in functions, nor for annotations."""
     waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:
         node = waiting.pop()

@@ -189,7 +189,7 @@ def test_early_updates_run_under_backward_and_free_their_gradients() -> None:
 
     def noted(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         submit(self, layer, work, *then)
-        self.bound(2)
+        self.limit_pending(2)
         alive.append(_gradients_of(module))
 
     with mock.patch.object(BackgroundUpdates, "submit", noted):
