@@ -240,6 +240,8 @@ class OptimizerSteps:
         policy = self.policy = complete(decided, facts, paging, like_gpu)
         self._none_stay = against_staying(facts, like_gpu=bool(bits.stepping) and bits.whole)
         run.let_layers_stay(not self._none_stay)
+        if policy.all_threads:  # user code may have changed their number since, in on_fit_start for example
+            engine.device.background_threads = torch.get_num_threads()
         if self._applied != (engine, facts, policy):
             self._make_steps(policy, optimizers)
             self._applied = engine, facts, policy
@@ -254,8 +256,6 @@ class OptimizerSteps:
         """Makes the steps of those optimizers whose steps are taken apart by layers."""
         engine = self._run.engine
         engine.updating.gradients.keep_for_own_slot = policy.gradients_stay
-        if policy.all_threads:
-            engine.device.background_threads = torch.get_num_threads()
         self._layerwise = {
             optimizer: LayerwiseStep(
                 optimizer,

@@ -351,3 +351,22 @@ def test_too_many_layers_are_refused_with_what_they_take() -> None:
         simulated(capacity=70_000),
     ):
         fit(Stepped, vectors(2), on_device(gpu_layers=ALL, gpu_memory=70_000), recorded="losses")
+
+
+class OtherThreads(Callback):
+    """Changes the number of torch's threads after the optimizers were set up."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+def test_the_cpu_steps_other_layers_with_the_threads_that_training_begins_with() -> None:
+    """The bits of a step that is not fused may depend on their number."""
+    threads = torch.get_num_threads()
+    try:
+        with simulated() as made:
+            strategy = superpipeline(k=1, gpu_layers=2, optimizer_overlap="off")
+            fit(Stepped, vectors(2), strategy, recorded="losses", callbacks=[OtherThreads()])
+        assert made[-1].background_threads == threads + 1
+    finally:
+        torch.set_num_threads(threads)
