@@ -98,9 +98,15 @@ background thread     updates of layers, norms of gradients (``Device.later``), 
 helpers, foreign      other threads of user code: "Note: threads of a run" in ``device/own_threads.py``
 ====================  ===============================================================================================
 
-**Modules hold host parameters** in these moments, and device parameters otherwise: between steps; while an optimizer steps inside
-a step; after each backward of manual optimization; before the backward of a loss if a hook may read weights; while a checkpoint
-is saved. A foreign thread finds host parameters at any time.
+**Modules hold host parameters**
+
+- between steps;
+- while an optimizer steps inside a step (``Step.hold_host``);
+- after each backward of manual optimization (``Step.pause``);
+- between forward and backward if a hook may read weights (``Step.await_backward``);
+- while a checkpoint is saved (``Step.show_host``).
+
+In the rest of a step they hold device parameters. A foreign thread finds host parameters at any time.
 
 **Who may write weights, and when.**
 
@@ -116,7 +122,7 @@ is saved. A foreign thread finds host parameters at any time.
 
 A wrong guess of the prefetch costs an upload, never a result.
 
-**On an error**, the state of every layer stays one of the six, because each transition is completed or undone:
+**Errors.** After an error every layer is in one of the six states, because each transition is completed or undone:
 
 - User code raises in forward: each module call still ends (``ModuleCalls``).
 

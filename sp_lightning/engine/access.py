@@ -279,8 +279,9 @@ class Access(Part):
             self.writes.take_back(layer)
 
     def host_is_used(self, layer: StreamedLayer) -> None:
-        """Prepares for user code that reads or writes the host's weights: copies the device's values to them, and waits for
-        transfers that read them.
+        """Prepares for user code that reads or writes host weights of a layer.
+
+        Copies weights that were written on the device to the host, and waits for transfers that read the host weights.
         """
         with held(self.lock):
             if self.swap.on_device and layer.parameters.written():

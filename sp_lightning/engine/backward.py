@@ -151,9 +151,7 @@ class Backward(Part):
         Raises:
             RuntimeError: the running backward has updated the layer already, or the gradient has a graph of its own.
         """
-        with (
-            Untouched()
-        ):  # autograd has set the attribute of the device parameter itself, and not that of the host parameter
+        with Untouched():  # reads the attribute of the device parameter itself, where autograd has put the gradient
             gradient = tensor_grad.__get__(parameter)
             tensor_grad.__set__(parameter, None)
         group = layer.parameters

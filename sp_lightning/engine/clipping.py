@@ -57,7 +57,7 @@ class Clipping:
             total = self._norms.total(self._all_norms(parameters, measured))
         else:
             of_host = Norms()
-            # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
+            # get_total_norm computes the norm of each tensor. A norm in place of a gradient is unchanged, because it is a scalar.
             total = of_host.total([self._norm_or_gradient(measured, each, of_host) for each in parameters])
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_gpu:

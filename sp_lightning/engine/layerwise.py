@@ -161,7 +161,7 @@ class LayerwiseStep:
         self._state = state
         self._like = like
         in_backward = traits.early.in_backward
-        engine.stepper.arrange(loose=state.elsewhere, ahead=not (in_backward or traits.waits))
+        engine.stepper.arrange(state_on_disk=state.elsewhere, ahead=not (in_backward or traits.waits))
         self.clipping = Clipping(optimizer, engine, None if like is None else like.norms)
         self.clip_value = clip_value if in_backward else None
 
@@ -176,9 +176,7 @@ class LayerwiseStep:
         # Of all steps so far.
         self.tried = False
         self.needed: list[str] = []
-        self._stepped: set[int] = (
-            set()
-        )  # ids of the parameters that had a step, so that their state exists if there is any
+        self._stepped: set[int] = set()  # ids of the parameters that had a step, so that their state exists
         self._of_gpu: set[int] = set()  # ids of the parameters whose steps may have the GPU's bits
         self._warned = False  # True if a step with the CPU's bits was logged
 
@@ -190,7 +188,7 @@ class LayerwiseStep:
         self._closure: Callable[[], Any] | None = None
         self._context: StepContext
         self._groups = self._none = Groups()  # `_groups` are the user's while the optimizer has the empty `_none`
-        self._ordered = False  # True if `_submit` has put the state of all parameters in the order of torch's step
+        self._ordered = False  # True if `_make_empty_state` was called
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -221,9 +219,8 @@ class LayerwiseStep:
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed."""
         armed = self._early_groups()
-        if (
-            layer not in armed or layer.own_slot is not None
-        ):  # the step in its own slot writes weights that backward may still read
+        # The step of a layer in its own slot would write weights that backward may still read.
+        if layer not in armed or layer.own_slot is not None:
             return
         held = self._is_held(layer, _parameters(armed[layer]))
         if held and self._traits.early is EarlyUpdates.KEEPS:
@@ -251,8 +248,9 @@ class LayerwiseStep:
         self._updates.note_late_uses(layer, self.needed.append)
 
     def _order(self) -> list[StreamedLayer]:
-        """Returns all layers by the urgency of their updates: first those that stay on the GPU, then as the next forward needs
-        them.
+        """Returns all layers by the urgency of their updates.
+
+        Layers that stay on the GPU are first. The others follow in the order in which the next forward needs them.
 
         On the GPU, on several ranks, and if state is not in memory, updates run in the order in which they are submitted.
         """
@@ -451,47 +449,39 @@ class LayerwiseStep:
         """
         parameters = _parameters(groups)
         if not self._ordered:
-            # torch's step makes new state in the order of the parameters; updates would make it in the order of the
-            # layers. So each parameter gets an empty entry now, before the first update.
-            self._ordered, state = True, state_of(self._optimizer)
-            everything = [p for group in self._optimizer.param_groups for p in group["params"]]
-            if not all(dict.get(state, parameter) or self._has_state_there(parameter) for parameter in everything):
-                self._updates.wait_for_all()  # of the last step: their new state is before this step's
-                for parameter in everything:
-                    if not (dict.get(state, parameter) or self._has_state_there(parameter)):
-                        dict.pop(state, parameter, None)
-                for parameter in everything:
-                    dict.setdefault(state, parameter, {})
+            self._ordered = True
+            self._make_empty_state()
         if type(self._optimizer) is self._class:
             # See "Note: class that waits" in updates/__init__.
             self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
             self._updates.afterwards(self._updated)
         part = object.__new__(self._class)  # see "Note: part of an optimizer" in updates/__init__
         vars(part).update(vars(self._optimizer), param_groups=groups)
-        clip, engine, context = self.clipping.pending, self._engine, self._context
+        engine = self._engine
+        context = self._context
+        clip = self.clipping.pending
         if clip is None and self.clip_value is not None:  # in backward, before the precision plugin clips
             clip = by_value(self.clip_value)
         # ``change`` records the clipping of a narrow gradient, to be applied when the gradient is widened. The update clips the
         # other gradients, by the id of their parameter.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
-        stays = layer.own_slot is not None
+        stays = layer.own_slot is not None  # True if the GPU steps the layer in its own slot
         if stays and self._is_held(layer, parameters):
+            # Another thread may have landed the layer and hold its tensors, while the copy on the GPU is still marked as valid.
             stays = False
-            self._updates.land(
-                layer
-            )  # another thread may hold tensors of the landed layer, and the copy on the GPU is still marked as valid
+            self._updates.land(layer)
         stays = stays and self._engine.staying(layer)
 
         def update() -> None:
             self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
-            # torch makes the state of a parameter without a gradient in a later step, after the others' state.
+            # A parameter without a gradient gets its state in a later step, after the others. So its empty entry is removed.
             for parameter in parameters:
                 unused = (
                     parameter.grad is None and not self._traits.checked and dict.get(state_of(part), parameter) == {}
                 )
-                if unused and not self._has_state_there(parameter):
+                if unused and not self._has_state_on_gpu(parameter):
                     dict.pop(state_of(part), parameter)
             self._step_layer(layer, part, trained, clips, context, stays=stays)
             if self._traits.lands:
@@ -507,6 +497,22 @@ class LayerwiseStep:
         if at_once and not self._traits.waits:
             self._updates.complete(layer)
 
+    def _make_empty_state(self) -> None:
+        """Makes an empty entry of the state for each parameter without state, before the first update of a step.
+
+        torch's step makes new state in the order of the parameters, which user code can see. Updates would make the state
+        in the order of the layers.
+        """
+        state = state_of(self._optimizer)
+        everything = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if not all(dict.get(state, parameter) or self._has_state_on_gpu(parameter) for parameter in everything):
+            self._updates.wait_for_all()  # updates of the last step may still make state
+            for parameter in everything:
+                if not (dict.get(state, parameter) or self._has_state_on_gpu(parameter)):
+                    dict.pop(state, parameter, None)
+            for parameter in everything:
+                dict.setdefault(state, parameter, {})
+
     def _is_held(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
         """Returns True if user code holds tensors that the update writes: a kept ``state_dict()``, a view, optimizer state.
 
@@ -516,7 +522,8 @@ class LayerwiseStep:
             return True
         if self._engine.stepper.steps(layer) and layer.own_slot is None:  # the stepper holds the state itself
             return False
-        self._engine.stepper.forget((layer, self._optimizer))  # it holds the state if the layer did not stay before
+        # The references of the stepper are not user code's, so they must not be counted.
+        self._engine.stepper.forget((layer, self._optimizer))
         state = state_of(self._optimizer)
         own = [dict.get(state, parameter, {}) for parameter in parameters]
         # A step in the layer's own slot moves the state to the GPU. A dictionary that user code holds would then not change.
@@ -524,7 +531,7 @@ class LayerwiseStep:
             return True
         return held_elsewhere(own)
 
-    def _has_state_there(self, parameter: nn.Parameter) -> bool:
+    def _has_state_on_gpu(self, parameter: nn.Parameter) -> bool:
         layer = self._engine.layer_of(parameter)
         return layer is not None and layer.kept and self._engine.stepper.has_state(layer, self._optimizer, parameter)
 

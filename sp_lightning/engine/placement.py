@@ -42,7 +42,7 @@ class Placement:
         self.remark = remark
 
     def count(self, ledger: Ledger) -> Ledger:
-        """Returns a ledger in which all weights and gradients are in host memory, without those that are elsewhere."""
+        """Returns a ledger of the weights and gradients that are in host memory. The argument counts all of them."""
         return ledger
 
     def leave(self) -> None:

@@ -83,8 +83,7 @@ class RunningCalls:
         self._here = _CallsOfThread()
 
     def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None, *, helps: bool = False) -> None:
-        """Counts a call. Activates the hooks in the outermost call of a thread that builds a graph, and so in the calls inside
-        it.
+        """Counts a call. If it is the outermost call of a thread that builds a graph, activates the hooks until it ends.
 
         This includes calls outside a step, in other threads, and in forwards that run again in backward: all build graphs.
 

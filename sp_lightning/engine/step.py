@@ -141,12 +141,19 @@ class Step(Part):
         self.residency.fetch_ahead()
 
     def begin_outside(self) -> None:
-        """Prepares for a module call outside any step. Any weight may have been written since the last step."""
+        """Prepares for a module call outside any step. All copies are out of date, because any code may have written weights."""
         self.invalidate()
         self.residency.prefetch.start("outside", training=False)
 
     def activate(self, *, in_backward: bool = False) -> None:
-        """Puts device parameters into the modules, if they hold the host's, and uploads residents that are out of date."""
+        """Puts device parameters into the modules, if they hold host parameters. Uploads residents that are out of date.
+
+        Called when a step begins or continues, before each module call, and when backward begins. It returns at once if modules
+        hold device parameters and the residents are current.
+
+        Args:
+            in_backward: True if this is called in backward, where operations on host parameters run on the host.
+        """
         if self._holds_host:  # user code or an optimizer may have written weights while modules held host parameters
             self._holds_host = False
             self.invalidate_unused()
@@ -169,7 +176,7 @@ class Step(Part):
         return self.running and not (self.ends_with_backward or self._holds_host)
 
     def share(self, shared: bool) -> None:
-        """Sets whether several threads use weights. If so, each use is noticed, so that no weight is released meanwhile."""
+        """Sets whether several threads use weights. If so, each use is noticed, so that no weight in use is released."""
         self.shared = shared
         self.residency.let_rest(False)
         for layer in self.layers:

@@ -32,7 +32,7 @@ class BaseTuner:
         """Called before each batch of the loop that the run is for, with the ``overlap`` of optimizer steps."""
 
     def expect_more(self) -> None:
-        """Called when the next batch may take more memory than those before, because more weights are trained."""
+        """Called when the next batch may take more memory than earlier batches, because more weights are trained."""
 
     def stop_timing(self) -> None:
         """Called when other code follows the measured batch, for example validation."""

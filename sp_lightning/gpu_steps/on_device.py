@@ -71,14 +71,14 @@ class StepsOnDevice(LayerStepper):
         self._pin = pin
         self._slots = StepSlots(device, slots)
         self._states: dict[Key, SeparateState] = {}
-        self._loose = self._ahead = False
+        self._state_on_disk = self._ahead = False
         # The layers that were stepped last. Their next fetch may copy on the GPU.
         self._fresh = deque[StreamedLayer]()
         self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
         self.staying = StayingLayers(device, self, updates)
 
-    def arrange(self, *, loose: bool, ahead: bool) -> None:
-        self._loose, self._ahead = loose, ahead
+    def arrange(self, *, state_on_disk: bool, ahead: bool) -> None:
+        self._state_on_disk, self._ahead = state_on_disk, ahead
 
     def steps(self, layer: StreamedLayer) -> bool:
         return self.steps_all or layer.own_slot is not None
@@ -304,7 +304,7 @@ class StepsOnDevice(LayerStepper):
         if not tensors:
             self._states.pop(key, None)
             return None
-        if self._loose:
+        if self._state_on_disk:
             held = SeparateState(tensors)
         else:
             held = self._anew(tensors)
@@ -393,7 +393,7 @@ class StepsOnDevice(LayerStepper):
 
     def _anew(self, like: Sequence[Tensor]) -> SeparateState:
         """Returns host memory for new state."""
-        if self._loose:
+        if self._state_on_disk:
             return SeparateState([torch.empty_like(each, device="cpu") for each in like])
         return HostState(self._device, like, pin=self._pin)
 

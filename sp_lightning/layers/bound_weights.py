@@ -116,9 +116,7 @@ class BoundWeights(SlotUsers):
                 group.expose()
         elif layer.state is RESTING:
             group.notice_uses(False)
-        if (
-            layer.owner.updated_early
-        ):  # backward has updated the layer, so each later use is an error that must be noticed
+        if layer.owner.updated_early:  # backward has updated the layer, so each later use must be noticed
             group.notice_uses(True)
         group.sync_requires_grad()
         if not layer.whole:

@@ -29,7 +29,11 @@ _FEW = 2
 
 
 def find_averages(root: nn.Module) -> list[nn.Module]:
-    """Finds the modules without parameters whose buffers have the shapes of all, or all trained, weights of a module."""
+    """Finds modules that keep averages of weights in buffers.
+
+    Such a module has no parameters. The shapes of its buffers are the shapes of all weights, or of all trained weights, of
+    another module, in the same order.
+    """
     bare = [module for module in root.modules() if not any(True for _ in module.parameters())]
     weights = {tuple(p.shape for p in module.parameters()) for module in root.modules()}
     weights |= {tuple(p.shape for p in module.parameters() if p.requires_grad) for module in root.modules()}
@@ -138,8 +142,7 @@ class PrunedWeights:
         self.hold_host()
 
     def hold_device(self) -> None:
-        """Puts the masks on the device when a step begins or continues. A mask is copied only if it was written since the last
-        time."""
+        """Puts the masks on the device when a step begins or continues. Copies only masks written since the last copy."""
         for module, name in self._pruned:
             host = module._buffers.get(f"{name}_mask")
             if host is None:  # the user has made the pruning permanent

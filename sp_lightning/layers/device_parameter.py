@@ -262,9 +262,7 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Calls a function with casts in place of stand-ins. ``casts`` has the casts of each group."""
-    if not (
-        kwargs or torch.is_grad_enabled()
-    ):  # inference: the same without calls, because the host's time counts most there
+    if not (kwargs or torch.is_grad_enabled()):  # inference: without calls, as the host's time counts most there
         given = [casts[each._of][each._index] if issubclass(type(each), OffloadedParameter) else each for each in args]
         return func(*given)
     # Autograd runs the nodes of a graph in the reverse of their order of creation. Autocast casts the last argument

@@ -69,8 +69,7 @@ class GradientSink(Generic[W]):
         self.retire(self.in_flight - 1)
 
     def retire(self, keep: int) -> None:
-        """Makes compute wait for all transfers except the ``keep`` latest ones, and frees the device memory of their
-        gradients."""
+        """Makes compute wait for all transfers except the ``keep`` latest ones. Then frees the memory of their gradients."""
         while len(self._flying) > keep:
             what, alive, landed = self._flying.popleft()
             self.device.wait(Stream.COMPUTE, landed, Wait.REUSE_AFTER_DRAIN)
@@ -119,8 +118,11 @@ class GradientSink(Generic[W]):
         """
 
     def land(self, *, everything: bool = False) -> None:
-        """Applies gradients that are on the host, and runs the user's hooks. ``everything``: all of them, as a graph task
-        ends."""
+        """Applies gradients that are on the host, and runs the user's hooks.
+
+        Args:
+            everything: True to wait for all gradients, because a graph task ends.
+        """
 
     def end(self, *, last: bool) -> None:
         """Issues the transfers of all gradients, because a graph task ends. ``last``: it is the outermost one."""

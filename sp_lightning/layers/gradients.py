@@ -141,8 +141,7 @@ class Gradients(GradientSink[_Drain]):
     def _may_keep_for_own_slot(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> bool:
-        """Returns :meth:`_may_keep` for a layer that stays on the GPU: earlier gradients may be there, if nobody has changed
-        them."""
+        """Returns :meth:`_may_keep` for a layer that stays on the GPU. Gradients may be added to unchanged earlier ones."""
         parameters = [layer.block.parameters[index] for layer, index in gradients]
         return (
             len(gradients) == received.expected
@@ -154,8 +153,7 @@ class Gradients(GradientSink[_Drain]):
     def _keep(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> None:
-        """Keeps gradients on the GPU. Adds them to the earlier ones there. User code that reads ``param.grad`` copies it to the
-        host."""
+        """Keeps gradients on the GPU, as narrow gradients: reading ``param.grad`` copies one to the host."""
         hosts = [layer.block.parameters[index] for layer, index in gradients]
         kept = [add_on_device(p, gradient) for p, gradient in zip(hosts, gradients.values(), strict=True)]
         computed = self.device.record(Stream.COMPUTE)
@@ -189,18 +187,18 @@ class Gradients(GradientSink[_Drain]):
             block, parameter = layer.block, layer.block.parameters[index]
             if gradient.layout is not torch.strided:
                 staging = staging or self._staging.take(_staged_bytes(gradients.values()))
-                landing, came = self._place_sparse(layer, index, gradient, staging.common[used:])
+                landing, parts = self._place_sparse(layer, index, gradient, staging.common[used:])
                 landings.append(landing)
-                targets += came
+                targets += parts
                 sources += _parts(gradient)
-                used += sum(aligned(each.nbytes) for each in came)
+                used += sum(aligned(each.nbytes) for each in parts)
                 continue
             own = target = None
             if index in block.retyped:
                 own = target = torch.empty_like(gradient, device="cpu")
             elif parameter.grad is None:
-                stays = self.keep_narrow and not self._was_read and not accumulation_hooks(parameter)
-                own = target = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
+                stay_narrow = self.keep_narrow and not self._was_read and not accumulation_hooks(parameter)
+                own = target = block.gradients.target(index, gradient.dtype if stay_narrow else parameter.dtype)
             if target is None or target.dtype is not gradient.dtype:
                 staging = staging or self._staging.take(_staged_bytes(gradients.values()))
                 span, begin = block.planned.spans[index], int(staging.common.storage_offset()) + used
@@ -221,13 +219,20 @@ class Gradients(GradientSink[_Drain]):
     def _place_sparse(
         self, layer: StreamedLayer, index: int, gradient: Tensor, memory: Tensor
     ) -> tuple[_Landing, list[Tensor]]:
-        """Chooses staging memory for a sparse gradient. Returns its landing and the targets of its dense tensors."""
+        """Chooses staging memory for a sparse gradient: its indices and its values, two dense tensors.
+
+        If ``param.grad`` is dense (``sparse_on_device``), memory for it (``own``) is chosen, too, to which the rows are added
+        later.
+
+        Returns:
+            The landing of the gradient, and the targets of the copies of its dense tensors.
+        """
         block, parameter = layer.block, layer.block.parameters[index]
-        came = [part(memory, span) for span in lay_out([("", each) for each in _parts(gradient)])]
-        there = sparse_rows(came[0], came[1], gradient.shape, once=gradient.is_coalesced())
-        dense = layer.rows.sparse_on_device  # param.grad is
+        targets = [part(memory, span) for span in lay_out([("", each) for each in _parts(gradient)])]
+        landed = sparse_rows(targets[0], targets[1], gradient.shape, once=gradient.is_coalesced())
+        dense = layer.rows.sparse_on_device  # True if param.grad is dense although the gradient is sparse
         own = dense and parameter.grad is None and index not in block.retyped
-        return (parameter, there, block.gradients.target(index, parameter.dtype) if own else None, dense), came
+        return (parameter, landed, block.gradients.target(index, parameter.dtype) if own else None, dense), targets
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Drains the gradients of other layers before the backward of ``layers`` begins.
@@ -247,11 +252,11 @@ class Gradients(GradientSink[_Drain]):
         """
         # The latest gradients were kept on the GPU if they have no landings. Then there is no copy to wait for, and the layer's
         # step should free their memory soon.
-        stays = bool(self._landed) and not self._landed[-1][0][1]
-        if not (everything or stays or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
+        were_kept = bool(self._landed) and not self._landed[-1][0][1]
+        if not (everything or were_kept or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
             return
         try:
-            self.finish(0 if everything or stays else 1)
+            self.finish(0 if everything or were_kept else 1)
         finally:
             self._landing.release()
         if everything and not (self.arriving or self._flying or self._landed):
@@ -282,9 +287,8 @@ class Gradients(GradientSink[_Drain]):
         try:
             # The memory may become param.grad, which the user may write.
             self.device.access(map(_memory, landings), None, write=True)
-            if any(
-                own is None for _, _, own, _ in landings
-            ):  # they are added to param.grad, which may have left memory
+            # Gradients without own memory are added to param.grad, which may have left host memory.
+            if any(own is None for _, _, own, _ in landings):
                 layer.use_gradients()
             # Landings are removed, so that only parameters reference the gradients when the layer is complete.
             while landings:

@@ -97,19 +97,21 @@ class ParameterGroup:
     class notices each use. A use is *noticed* if the class (:class:`OffloadedParameter`) runs before the operation.
 
     Args:
-        spans: where each parameter lies in the layer's memory.
+        spans: the place of each parameter in the layer's memory.
         hosts: the user's parameters, in the same order.
         device: the device of the slots.
         autocast: the dtype of these parameters' casts, if they are masters.
 
     Attributes:
         layer, engine: the layer, and the engine that fetches it; :meth:`connect` sets the engine.
-        by_rows: True if only rows of some parameters may be on the device. These stay stand-ins (:meth:`notice_uses_of`).
-        compute: runs an operation with a stand-in of which only rows are needed; None if the layer is uploaded whole. It takes
-            the stand-in and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
+        by_rows: True if only rows of some parameters may be on the device. These parameters are always stand-ins
+            (:meth:`notice_uses_of`).
+        compute: runs an operation that needs only rows of a stand-in; None if the layer is uploaded whole. It takes the stand-in
+            and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
         shared: True if several threads use the parameters.
         casts: the casts that functions get in place of masters; None if the layer is not attached or has none.
-        present_values: for each weight, the values that graphs have saved views of.
+        all: the device parameters.
+        present_values: for each weight, the :class:`~sp_lightning.layers.casts.SavedValues` of its present values.
         stand_in_data: the data of each stand-in: a tensor without memory.
         counters: tensors that share the version counters of the weights. Reading these needs no Python call.
         unversioned_writes: how often each weight was written without a change of its version, as far as the engine knows: by a
@@ -144,9 +146,10 @@ class ParameterGroup:
         with no_inference_mode():
             self.stand_in_data = [self._stand_in_like(span, index) for index, span in enumerate(spans)]
             self.all = [self._make(index) for index in range(len(spans))]
-        # A gradient accumulator holds a reference to its parameter. If it is kept alive, references can be compared.
+        # The gradient accumulator of a parameter holds a reference to it. If accumulators came and went with graphs,
+        # reference counts could not be compared, so they are kept alive here.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
-        self._synced: list[bool] | None = None
+        self._synced: list[bool] | None = None  # the `requires_grad` that the device parameters have
         self._references: dict[int, int] = {}  # references to each parameter when its layer's forward began
         self._held: dict[int, int] = {}  # the same, for parameters that autograd or user code has kept since then
         with no_inference_mode(), Untouched():
@@ -183,7 +186,7 @@ class ParameterGroup:
 
     def _make(self, index: int) -> DeviceParameter:
         host = self.hosts[index]
-        # The data is set afterwards: a parameter made of it would share its version counter.
+        # The data is set afterwards, because a parameter that is made of a tensor shares the tensor's version counter.
         away = torch.empty((), dtype=host.dtype, device=self.device).expand(host.shape)
         parameter: Any = nn.Parameter(away, requires_grad=host.requires_grad)
         tensor_data.__set__(parameter, self.stand_in_data[index])
@@ -203,7 +206,7 @@ class ParameterGroup:
         return gradient if hooks else None
 
     def attach(self, views: Sequence[Tensor]) -> None:
-        """Makes every parameter a view of the slot, or of other memory that the weight was given."""
+        """Makes every parameter a view of the slot, or of the memory that user code has given it (``param.data = other``)."""
         guard = self.layer.guard
         if guard is not None and (guard.replaced or guard.retyped):
             with no_inference_mode(), torch.no_grad(), Untouched():
@@ -220,7 +223,7 @@ class ParameterGroup:
         return absent(value, self.device, HIDDEN_READ.format(name=self.spans[index].name))
 
     def set_retyped(self, index: int, value: Tensor) -> None:
-        """Keeps the memory of a weight that was given another dtype, for which the slot has no place."""
+        """Keeps the device memory of a weight that was given another dtype, because the slot has no place for that dtype."""
         with no_inference_mode():
             guard_of(self.layer).retyped[index] = value
             self.stand_in_data[index] = self._stand_in_like(value, index)
@@ -236,7 +239,7 @@ class ParameterGroup:
             )
 
     def share(self, shared: bool) -> None:
-        """Sets whether several threads use weights. If so, each use is noticed, so that no weight is released meanwhile."""
+        """Sets whether several threads use weights. If so, each use is noticed, so that no weight in use is released."""
         self.shared = shared
         if self.layer.state.attached:
             self.notice_uses(shared)
@@ -284,7 +287,7 @@ class ParameterGroup:
         return not self._held
 
     def _still_held(self) -> dict[int, int]:
-        """Returns the held parameters that still have more references than before, with the number before."""
+        """Returns the entries of ``_held`` whose parameter still has more references than the entry counts."""
         held: dict[int, int] = {}
         if self._held:
             now = list(map(sys.getrefcount, self.all))
@@ -312,7 +315,7 @@ class ParameterGroup:
         return self.counters[index]._version + (self._host_counters[index]._version != self._host_versions[index])
 
     def writes(self, index: int) -> int:
-        """Returns a number that rises with each known write of a weight, whether a version shows it or not.
+        """Returns a number that rises with each known write of a weight, also with writes that no version shows.
 
         It waits for a running update, which may change the version at any time.
         """
@@ -324,7 +327,7 @@ class ParameterGroup:
         return self.version_once_fetched(index) + self.unversioned_writes[index]
 
     def host_writes(self) -> tuple[list[int], list[int]]:
-        """Returns two numbers per weight that rise if the host gets other values, once writes of the device are copied back."""
+        """Copies writes of the device back, and returns two numbers per weight. One of them rises with each write on the host."""
         if self.is_exposed or self.changed:
             self.engine.take_back_writes(self.layer)
         return versions(self.hosts), list(self.unversioned_writes)
@@ -361,7 +364,7 @@ class ParameterGroup:
         return sorted(changed | guard.exposed)
 
     def alias(self, index: int) -> Tensor:
-        """Returns :meth:`value` with the version of the device parameter itself, so that writes to it show."""
+        """Returns :meth:`value` as a tensor that shares the version counter of the device parameter, so that writes show."""
         with Untouched():
             return self.all[index].detach()
 
@@ -371,7 +374,10 @@ class ParameterGroup:
             return tensor_data.__get__(self.all[index])
 
     def sync_requires_grad(self) -> None:
-        """Copies ``requires_grad`` of the host's parameters, which user code may change between two forwards."""
+        """Copies ``requires_grad`` from the host parameters, because user code may change it between two forwards.
+
+        Also keeps the gradient accumulators of trained parameters alive, and counts the reference that each of them holds.
+        """
         with Untouched():
             wanted = list(map(_requires_grad, self.hosts))
         if wanted == self._synced:

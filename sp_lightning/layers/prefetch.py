@@ -129,7 +129,7 @@ class Prefetch:
     Args:
         plan, slots: the rings and the slots in them.
         layers: the plan's layers by index.
-        ready: whether a layer's weights on the host are up to date, so that a fetch does not wait.
+        ready: returns True if a layer's weights on the host are current, so that a fetch does not wait.
 
     Attributes:
         rings: the indices of the rings that have slots.

@@ -39,8 +39,13 @@ class Residents:
         return self._slot.memory.data_ptr()
 
     def refresh(self) -> None:
-        """Uploads the residents if the copy on the device is out of date. Later kernels read the new values."""
-        group, layer = self.group, self.layer
+        """Uploads the residents if the copy on the device is out of date. Later kernels read the new values.
+
+        Before the upload, weights that were written on the device are copied to the host. If versions show that the host was
+        written as well, this is skipped, unless user code keeps views: the host's values are uploaded.
+        """
+        group = self.group
+        layer = self.layer
         if layer.update is not None:
             self._source.wait(layer)
         if not group.hosts or (self._current and not group.stale):

@@ -395,7 +395,7 @@ class Slots:
         self.uploads.close()
 
     def _free(self, held: Sequence[Slot] = ()) -> None:
-        """Frees all slots, and evicts their layers except those in slots that are ``held``."""
+        """Frees all slots. Evicts their layers, except layers in slots of the list ``held``."""
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
         for slot in self.all:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)

@@ -1,11 +1,11 @@
-"""The states of a layer: which memory has its weights, and who may use the copy in device memory.
+"""The states of a layer: does it have a copy in device memory, and who may use the copy?
 
 The diagram is in :mod:`sp_lightning.engine`. :data:`TRANSITIONS` is the same as a table, with the methods that make each
 transition. Tests compare every assignment of :attr:`StreamedLayer.state` with it.
 
-Not in the states, because a layer may have it in several of them: how many module calls use it (``running_calls``), which of its
-rows are in the slot (``rows.complete``), and whether the host's weights were written since the fetch (``outdated``,
-``slot.stale``).
+Three facts are not part of the state, because they are independent of it: the number of module calls that use the layer
+(``running_calls``), the rows that are in the slot (``rows.complete``), and writes of the host's weights since the fetch
+(``outdated``, ``slot.stale``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 
 class LayerState(enum.Enum):
-    """Where a layer's weights are. The host's weights always exist; the states tell what exists beside them.
+    """The state of a layer's copy on the device. Beside the copy, the layer always has memory on the host.
 
     Attributes:
-        locked: whether the slot must not be overwritten, although no tensor may view it.
-        attached: whether the layer's device parameters are views of the slot; otherwise they are stand-ins.
+        locked: True if the slot must not be overwritten, even if no tensor views it.
+        attached: True if the layer's device parameters are views of the slot. Otherwise they are stand-ins.
     """
 
     locked: bool
@@ -31,7 +31,7 @@ class LayerState(enum.Enum):
     FETCHED = "fetched", False, False
     """A copy in a slot, or in flight to it: complete after ``slot.filled``. The slot may be overwritten after ``slot.idle``."""
     HELD = "held", False, False
-    """As FETCHED, but user code or a graph views the slot. Overwritten only by the same layer's new values."""
+    """As FETCHED, but user code or a graph views the slot. Only the same layer's new values may overwrite it."""
     UNPACKED = "unpacked", True, False
     """A locked slot, for autograd. No module call uses the layer, so its device parameters are stand-ins."""
     IN_USE = "in use", True, True
@@ -66,10 +66,11 @@ def _transition(methods: str, *pairs: tuple[LayerState, LayerState]) -> Transiti
 
 
 TRANSITIONS: Mapping[str, Transition] = {
-    # A transfer to a slot was issued: ahead of the call that needs the layer, or because a call needs it now. A layer whose
-    # slot is viewed is fetched again into the same slot once the host's weights were written, because views follow weights.
+    # A transfer to a slot was issued: before the call that needs the layer, or because a call needs the layer now. If the slot is
+    # viewed and the host's weights were written, the layer is fetched again into the same slot, because views must show
+    # the writes.
     "fetch": _transition("Slots._send Slots.forget_dropped", (HOST, FETCHED), (HELD, FETCHED)),
-    # The slot goes to another layer, is freed, or has values that the host's weights do not have any more.
+    # The slot is given to another layer, is freed, or has values that the host's weights do not have any more.
     "evict": _transition("StreamedLayer.evict", (FETCHED, HOST), (HELD, HOST)),
     # Compute waits for the transfer. Until `release` no other layer may overwrite the slot.
     "lock": _transition("Slots.lock", (FETCHED, UNPACKED), (HELD, UNPACKED)),
@@ -77,11 +78,11 @@ TRANSITIONS: Mapping[str, Transition] = {
     "attach": _transition("Residency.begin_call", (UNPACKED, IN_USE), (RESTING, IN_USE)),
     # The last module call has returned, in inference, and every layer has a slot of its own.
     "rest": _transition("Residency._leave", (IN_USE, RESTING)),
-    # No module call and no backward uses the layer any more. Afterwards it is HOST if what it had is out of date.
+    # No module call and no backward uses the layer any more. The layer is HOST afterwards if its copy is out of date.
     "release": _transition(
         "Slots.release", *((used, after) for used in (UNPACKED, IN_USE, RESTING) for after in (FETCHED, HELD, HOST))
     ),
-    # The last tensor that viewed the slot is gone, and what was written through it was taken back.
+    # The last tensor that viewed the slot is dropped, and its writes were copied back to the host.
     "drop views": _transition("Slots.forget_dropped", (HELD, FETCHED)),
 }
 """All transitions, by their names in the diagram."""

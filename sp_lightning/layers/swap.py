@@ -81,10 +81,11 @@ class ParameterSwap:
         self.averages: list[AveragesOnDevice] = []
         self.blocks = [layer.block for layer in layers]
         self._module = module
-        # A ScriptModule, which is moved whole, has wrappers in place of dictionaries, and they equal nothing.
+        # Without ScriptModules, which are on the device as a whole. Their dictionaries are wrappers, which cannot be compared.
         self._modules = [each for each in module.modules() if not isinstance(each, ScriptModule)]
         plain = [pair for layer in layers for pair in zip(layer.block.parameters, layer.parameters.all, strict=True)]
-        # nn.RNNBase keeps a list of its weights, which its __setattr__ renews.
+        # For each place of a parameter in the module tree, the exchange of host and device parameter. nn.RNNBase keeps
+        # a list of its weights, which its __setattr__ renews.
         pairs = [
             ((place[0], isinstance(place[0], nn.RNNBase), place[1]), *pair)
             for pair in (*plain, *wrapped.items())
@@ -92,6 +93,7 @@ class ParameterSwap:
         ]
         self._pairs: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
         of = {id(host): device for host, device in plain if isinstance(host, nn.Parameter)}
+        # The host parameters that user code may have captured: they get the role while a step runs.
         self._captured = [device.host for device in of.values()]
         self._role: type[_HostParameterInStep] = type(
             "HostParameterInStep", (_HostParameterInStep,), {"device_of": of, "swap": self}
@@ -99,14 +101,16 @@ class ParameterSwap:
         self._wrapped = list(wrapped)
         # For changed(). It is called before each batch, so it compares lists that were made here, without calls of Python.
         self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
-        held = [(each, name, p) for each in self._modules for name, p in each._parameters.items()]
-        self._held = [(each, name, p, p.dtype, p.shape, p.stride()) for each, name, p in held if p is not None]
-        self._nothing = [(each, name) for each, name, p in held if p is None]
+        named = [(each, name, p) for each in self._modules for name, p in each._parameters.items()]
+        self._named = [(each, name, p, p.dtype, p.shape, p.stride()) for each, name, p in named if p is not None]
+        self._missing = [
+            (each, name) for each, name, p in named if p is None
+        ]  # for example, `bias` of a layer without one
         self._parts = self._parts_of_wrapped()
         for each in {place[0] for place, *_ in pairs}:
             vars(each)["_parameters"] = ByThread(each._parameters, threads)
         self.on_device = False
-        """Whether the modules hold device parameters now."""
+        """True if the modules hold device parameters now."""
 
     def to_device(self) -> None:
         """Puts the device's parameters into the modules, which hold the host's."""
@@ -159,12 +163,12 @@ class ParameterSwap:
             for module, children, count in self._children:
                 if module._modules != children or len(module._parameters) != count:
                     return True
-            for module, name, p, dtype, shape, stride in self._held:
+            for module, name, p, dtype, shape, stride in self._named:
                 if module._parameters.get(name) is not p or p.dtype is not dtype or p.shape != shape:
                     return True
                 if p.stride() != stride:
                     return True
-            missing = any(module._parameters.get(name, self) is not None for module, name in self._nothing)
+            missing = any(module._parameters.get(name, self) is not None for module, name in self._missing)
             return missing or self._parts_of_wrapped() != self._parts
 
     def close(self) -> None:
@@ -307,9 +311,8 @@ class _HostParameterInStep(ParameterRole):
                 args[0].data = args[1]
                 return None
             return func(*args, **kwargs)
-        for (
-            group
-        ) in groups:  # copies writes of the device to the host, and waits for transfers that read the host weights
+        # This copies writes of the device to the host, and waits for transfers that read the host weights.
+        for group in groups:
             group.engine.host_is_used(group.layer)
         # If an update of these parameters is under way, their classes include the role that waits. Torch has called its
         # `__torch_function__` before this one, because its rank is lower. The roles of other arguments are still called.
@@ -377,8 +380,7 @@ def _call_in_other_thread(
 
 
 def _seen_by_other_thread(role: type[_HostParameterInStep], host: Tensor, seen: Tensor) -> Tensor:
-    """Returns the tensor that a thread outside the run reads for a host parameter: its memory, or a copy of the device's
-    values."""
+    """Returns the memory of a host parameter, or a copy of newer values on the device, for a thread outside the run."""
     group = role.device_of[id(host)]._of
     copied: Tensor | None = group.engine.copied(group.layer, role.device_of[id(host)]._index)
     return seen if copied is None else copied

@@ -150,9 +150,7 @@ class WriteBack:
         if guard is None:
             return False, {}  # `take_written` makes a guard if it finds a written weight
         digests = guard.digests
-        if (
-            digests is not None
-        ):  # an early update has cleared the guard's `exposed`, so any weight may have been written
+        if digests is not None:  # any weight may be written, as an early update has cleared `exposed`
             written.update(range(len(group.all)))
         if not attached:  # these weights are in other memory, and the slot does not have their values
             written -= guard.replaced.keys()
@@ -233,8 +231,7 @@ class WriteBack:
         self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
 
     def _wait_for_update(self, layer: StreamedLayer) -> None:
-        """Waits for a layer's update before the host reads or writes its weights. A fetch does not wait for the host's
-        results."""
+        """Waits until the host has the results of a layer's update. A fetch of the layer need not have waited for that."""
         if layer.owner.update is not None or layer.owner.kept:
             self.await_update(layer)
 

@@ -1,6 +1,7 @@
 """Detects writes of weights that torch's versions do not show, by comparing digests of values.
 
-If a version shows a write, :class:`~sp_lightning.layers.parameter_group.ParameterGroup` counts it. The classes here compare
+If a version shows a write, :class:`~sp_lightning.layers.parameter_group.ParameterGroup` counts it. The classes of this file
+compare
 
 - views that outlive their step (:class:`ViewDigests`);
 - views of memory that their layer has left (:class:`StaleViews`), or their weight (:class:`ExchangedMemory`);
@@ -36,7 +37,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def digest_of_values(tensor: Tensor) -> str:
-    """Returns the same. It reads the weight's memory once."""
+    """Returns :func:`digest` without :data:`known_digests`. It reads the weight's memory once."""
     result = hashlib.sha256(usedforsecurity=False)
     with DisableTorchFunctionSubclass():  # within a step, a host parameter would return the device's values
         detached = tensor.detach()
@@ -51,9 +52,9 @@ def digest_of_values(tensor: Tensor) -> str:
 class ViewDigests:
     """Digests of a layer's weights on the device and on the host, from a moment when both were equal.
 
-    With plain Lightning, a view and its weight are one memory. Here they are two, and a write to one is shown neither by a
-    version (``.data``) nor by a call (NumPy). So both are compared with their digests, and the one that was written is copied to
-    the other. The caller has waited for everything that writes them.
+    On plain Lightning, a view and its weight are one memory. With slots they are two, and neither a version (``.data``) nor a
+    call (NumPy) shows a write to one of them. So both are compared with their digests, and the written one is copied to the
+    other. The caller has waited for all code that writes them.
 
     Args:
         group: the parameters of the layer.
@@ -83,23 +84,26 @@ class ViewDigests:
 
 
 class StaleViews:
-    """Views of memory that a layer has left because one of its weights got other memory: its other weights moved, too.
+    """Views of slots that a layer has left because one of its weights got other memory. Its other weights have moved, too.
 
     A write through such a view would be lost, so it raises an error.
+
+    Attributes:
+        noted: for each such slot its lease, its memory, and the name, the value and the digest of each weight that has moved.
     """
 
     def __init__(self) -> None:
         self.noted: list[tuple[Lease, Tensor, list[tuple[str, Tensor, str]]]] = []
 
     def note(self, lease: Lease, memory: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
-        """Notes the values of the weights that moved, by name. They must not change while the lease of the memory is in use."""
+        """Records the values of the weights that have moved, by name. They must not change while the memory's lease is in use."""
         self.noted.append((lease, memory, [(name, value, digest(value)) for name, value in others]))
 
     def compare(self, wait: Callable[[Tensor], None], *, refuse: bool) -> None:
-        """Compares the memory with the values that were noted, and forgets memory that nobody views any more.
+        """Compares the memory with the recorded values, and forgets memory that no tensor views any more.
 
         Args:
-            wait: waits for everything that writes a memory.
+            wait: waits for all kernels that write a slot's memory.
             refuse: True if a write is an error.
 
         Raises:
@@ -121,18 +125,22 @@ class StaleViews:
 class ExchangedMemory:
     """Memory of slots that weights had before they got other memory (``param.data = other``), while user code views it.
 
-    With plain autograd, a graph that has saved a view of a weight sees later writes to that memory. Here the graph has a copy, or
-    the forward runs again. So users of the old values are notified of such a write.
+    On plain Lightning, a graph that has saved a view of a weight has the new values after a later write to that memory. With
+    slots, the graph has a copy of the old values, or the forward runs again. So a write is reported to the user of the old
+    values.
+
+    Attributes:
+        noted: the arguments of :meth:`note`, and the digest of the value.
     """
 
     def __init__(self) -> None:
         self.noted: list[tuple[Lease, Tensor, Tensor, str, weakref.ref[Any], Callable[[], None]]] = []
 
     def note(self, lease: Lease, memory: Tensor, value: Tensor, needed_by: Any, written: Callable[[], None]) -> None:
-        """Notes the value of a weight that is about to get other memory.
+        """Records the value of a weight that is about to get other memory.
 
         Args:
-            lease, memory: those of the slot. The caller has waited for everything that writes the memory.
+            lease, memory: the slot's. The caller has waited for all kernels that write the memory.
             value: the weight's view of the memory.
             needed_by: an object that needs the value to stay the same while it lives.
             written: called if the value was written.
@@ -140,7 +148,7 @@ class ExchangedMemory:
         self.noted.append((lease, memory, value, digest(value), weakref.ref(needed_by), written))
 
     def compare(self, wait: Callable[[Tensor], None]) -> None:
-        """Compares the memory with the values that were noted. ``wait`` waits for everything that writes a memory."""
+        """Compares the memory with the recorded values. ``wait`` waits for all kernels that write a slot's memory."""
         before, self.noted = self.noted, []
         for noted in before:
             lease, memory, value, before_it, needed_by, written = noted
@@ -153,7 +161,7 @@ class ExchangedMemory:
                 self.noted.append(noted)
 
     def forget_dropped(self) -> None:
-        """Forgets memory that nobody views any more, before it is overwritten."""
+        """Forgets memory that no tensor views any more, before the memory is overwritten."""
         self.noted = [noted for noted in self.noted if noted[0].in_use]
 
 
@@ -162,7 +170,7 @@ _Look = tuple[int, int, str]
 
 
 class WeightWatch:
-    """Compares the weights in the host store with digests that were noted before (``debug_writes=True``).
+    """Compares the weights in the host store with digests that were recorded before (``debug_writes=True``).
 
     Args:
         blocks: the host store.
@@ -173,7 +181,7 @@ class WeightWatch:
         self._looks: dict[tuple[HostBlock, int], _Look] = {}
 
     def look(self) -> None:
-        """Notes the values of all weights."""
+        """Records the values of all weights."""
         self._looks = self._look_at_all()
 
     def _look_at_all(self) -> dict[tuple[HostBlock, int], _Look]:
@@ -185,11 +193,11 @@ class WeightWatch:
         self._looks = {}
 
     def look_at(self, block: HostBlock, index: int) -> None:
-        """Notes the value of one weight, which the engine has written."""
+        """Records the value of one weight, which the engine has written."""
         self._looks[block, index] = _look((block, index))
 
     def compare(self) -> None:
-        """Compares all weights with their noted values.
+        """Compares all weights with their recorded values.
 
         Raises:
             RuntimeError: a weight has another value although its version and its address are the same.

@@ -45,11 +45,11 @@ class LayerStepper:
         """Returns True if an optimizer's class declares ``steps_each_parameter_alone``. Its steps are then checked."""
         return False
 
-    def arrange(self, *, loose: bool, ahead: bool) -> None:
+    def arrange(self, *, state_on_disk: bool, ahead: bool) -> None:
         """Sets how the steps of a run proceed. Called before the first step, and when the policy of updates changes.
 
         Args:
-            loose: True if state is written to a disk between two updates, so that the GPU must not keep any.
+            state_on_disk: True if state is written to a disk between two updates, so that the GPU must not keep any.
             ahead: True if the next forward waits for updates layer by layer. It may then fetch a layer from the step's results.
         """
 
