@@ -152,7 +152,7 @@ class Prefetch:
         self._plan = plan
         self.rings = [index for index, ring in enumerate(plan.rings) if ring.slots]
         self._wanted_in = [partial(self._wanted, ring) for ring in range(len(plan.rings))]
-        self._awaited_in = [partial(self._awaited, ring) for ring in range(len(plan.rings))]
+        self._on_demand_in = [partial(self._on_demand, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
         """Begins a batch, with the trace of its phase. The first batch is expected to run forward and, in training, backward."""
@@ -182,7 +182,7 @@ class Prefetch:
             return False
         return layer.rows.ahead != NOTHING if layer.planned.rows else self._training or not layer.expert
 
-    def _awaited(self, ring: int, layer: StreamedLayer) -> bool:
+    def _on_demand(self, ring: int, layer: StreamedLayer) -> bool:
         """Returns True if an absent layer is not worth a prefetch. It is fetched on demand, if at all."""
         return layer.planned.ring == ring and not self._wanted(ring, layer)
 
@@ -201,7 +201,7 @@ class Prefetch:
         coming = self.trace.coming(_slot_of, self._wanted_in[ring], size)
         slots = list(self._slots.planned[ring]) if coming else []
         if coming and self._plan.experts:
-            self._leave_one(ring, slots, before=coming[0][1])
+            self._reserve_slot(ring, slots, before=coming[0][1])
         more = False
         for layer, needed in coming:
             if (own := layer.own_slot) is not None:  # the layer stays on the GPU, so there is nothing to choose
@@ -223,20 +223,20 @@ class Prefetch:
             pairs.append((layer, best))
         return pairs, more
 
-    def _leave_one(self, ring: int, slots: list[Slot], *, before: int) -> None:
-        """Leaves one slot for the next layer that is fetched on demand, if it is used sooner than the layers to prefetch.
+    def _reserve_slot(self, ring: int, slots: list[Slot], *, before: int) -> None:
+        """Reserves one slot for the next layer that is fetched on demand, if it is used sooner than the layers to prefetch.
 
         That layer would overwrite a slot anyway. If a layer had been prefetched into the slot, it would be overwritten before its
         use, and fetched again. One slot is enough, because each layer on demand overwrites the one before it.
 
         Args:
             ring: the ring.
-            slots: the slots to choose from. The slot to leave is removed from the list.
+            slots: the slots for prefetches. The reserved slot is removed from the list.
             before: the number of uses before the first use of a layer to prefetch.
         """
-        awaited = self.trace.coming(_slot_of, self._awaited_in[ring], 1)
-        if awaited and awaited[0][1] < before:
-            best, _, _ = self._choose(slots, float(awaited[0][1]))
+        on_demand = self.trace.coming(_slot_of, self._on_demand_in[ring], 1)
+        if on_demand and on_demand[0][1] < before:
+            best, _, _ = self._choose(slots, float(on_demand[0][1]))
             if best is not None:
                 slots.remove(best)
 
@@ -247,7 +247,8 @@ class Prefetch:
         overwritten, if the gain is larger than ``needed``: its present layer is used after the new one.
 
         If the present layer is used before the new layer, with another use between the two, the slot may be overwritten after
-        that use. Its gain is then the number of uses before the use after that one.
+        that use. Its gain is then the number of uses before the use after that one. A locked slot may be overwritten after its
+        present use, if another use comes before the new layer.
 
         Returns:
             - The slot with the largest gain; None if no gain is larger than ``needed``.
