@@ -131,7 +131,8 @@ class HostBlock:
         Raises:
             RuntimeError: the value has another shape; or it has another dtype, and the weight is uploaded as a cast or by rows.
         """
-        target, name = self.parameters[index], self.planned.spans[index].name
+        target = self.parameters[index]
+        name = self.planned.spans[index].name
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
                 self.retyped.add(index)
@@ -282,7 +283,8 @@ class HostBlock:
             index: the index of the parameter.
             when: the time at which it got that memory, for the message.
         """
-        parameter, span = self.parameters[index], self.planned.spans[index]
+        parameter = self.parameters[index]
+        span = self.planned.spans[index]
         if parameter.dtype != span.dtype or parameter.shape != span.shape:
             raise RuntimeError(
                 f"Parameter {span.name!r} is {parameter.dtype} of shape {tuple(parameter.shape)}, {when}. Expected {span.dtype} "

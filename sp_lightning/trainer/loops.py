@@ -82,8 +82,10 @@ class ReadableStrategy(HostStrategy):
         Raises:
             RuntimeError: before set-up.
         """
-        plan, run = self._results("plan").plan, self._run
-        bits, updates = (self._bits, self._updates) if run is None else (run.steps.bits(), run.steps.policy)
+        plan = self._results("plan").plan
+        run = self._run
+        bits = self._bits if run is None else run.steps.bits()
+        updates = self._updates if run is None else run.steps.policy
         return replace(plan, notes=(*plan.notes, *bits), updates=updates)
 
     @property

@@ -220,8 +220,10 @@ class OptimizerSteps:
 
     def _apply_policy(self) -> None:
         """Completes the policy with the bits of steps, and makes the objects that run the steps."""
-        run, engine = self._run, self._run.engine
-        facts, decided = self._facts, self.policy
+        run = self._run
+        engine = run.engine
+        facts = self._facts
+        decided = self.policy
         assert decided is not None
         paging = Paging(self.state.elsewhere, run.placement.pages_gradients, run.placement.pages)
         optimizers = self._optimizers
@@ -421,7 +423,9 @@ class OptimizerSteps:
 
     def _clips(self) -> str | None:
         """Returns how the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""
-        return (self._trainer.gradient_clip_algorithm or "norm") if self._trainer.gradient_clip_val else None
+        if not self._trainer.gradient_clip_val:
+            return None
+        return self._trainer.gradient_clip_algorithm or "norm"
 
     def remarks(self) -> list[str]:
         """Returns sentences for the user about the steps, which are logged with the plan."""

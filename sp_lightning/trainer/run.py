@@ -191,7 +191,8 @@ class Run:
     def remarks(self) -> list[str]:
         """Returns sentences for the user about this run, which are logged with the plan."""
         remarks = [remark for remark in (self.placement.remark, self.tuner.remark) if remark]
-        k, plan = self._options.k, self.engine.plan
+        k = self._options.k
+        plan = self.engine.plan
         if isinstance(k, int) and k > plan.k and not plan.nothing:
             remarks.append(f"k={k} is capped at {plan.k}, the number of layers: all are on the device at once.")
         return [*remarks, *self.steps.remarks(), *untested_versions()]
@@ -217,7 +218,8 @@ class Run:
 
         For the advice to set ``gpu_layers``, after training.
         """
-        plan, window = self.engine.plan, self._window
+        plan = self.engine.plan
+        window = self._window
         if plan.stay or not window.may_stay or window.room is None or not window.rest:
             return 0
         return len(window.filled_with_staying(plan).stay)

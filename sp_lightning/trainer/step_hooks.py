@@ -144,7 +144,8 @@ class StepHooks:
 
         def closure(*args: Any, **kwargs: Any) -> Any:
             self._engine.updating.resume()
-            outer, self._in_closure = self._in_closure, optimizer
+            outer = self._in_closure
+            self._in_closure = optimizer
             try:
                 result = argument(*args, **kwargs)
             finally:
@@ -173,7 +174,8 @@ class StepHooks:
         what = ""
         closures = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, FunctionType)]
         if layerwise is None:
-            layer_of, module = self._engine.updating.layer_of, type(self._module).__name__
+            layer_of = self._engine.updating.layer_of
+            module = type(self._module).__name__
             ours = any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
             # A run inside of this one may train the same weights, and may step them on the GPU itself.
             if ours and not any(each.steps_on_device(optimizer) for each in _of_process.runs):
@@ -232,7 +234,8 @@ class StepHooks:
         if updates_here() or self._is_elsewhere(optimizer):
             return
         self._remove_hooks(optimizer)
-        streamer, now = self._engine, perf_counter()
+        streamer = self._engine
+        now = perf_counter()
         if not streamer.device.computes_on_host:
             streamer.updating.step_seconds += now - self._begun
         self._begun = now  # this step may be inside another one, whose time continues

@@ -40,7 +40,7 @@ class BackgroundUpdates:
     ==================  ==========  ======  =====  ================  ================================================
     method              waits for   raises  lands  ordinary classes  used by
     ==================  ==========  ======  =====  ================  ================================================
-    ``complete``        one layer   yes     no     no                steps that nothing may run beside
+    ``complete``        one layer   yes     no     no                steps that compile, or make state on the GPU
     ``wait``            one layer   yes     yes    yes               fetches (which do not land), and writes to weights
     ``wait_for_all``    all         yes     no     yes               the next optimizer step
     ``finish``          all         yes     yes    yes               readers of weights or state, for example checkpoints

@@ -34,7 +34,7 @@ def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fu
         group: one of its groups.
         fuse: True to run it fused if the user has set neither ``fused`` nor ``foreach``. Its class must have a fused step.
     """
-    # Updates may be under way. They do not change what is read here, so nothing has to wait for them.
+    # Without dispatch: parameters whose updates are under way would wait. Updates do not change the metadata that is read here.
     with torch.DisableTorchFunctionSubclass():
         if group.get("fused"):
             return True
@@ -109,7 +109,7 @@ def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_separable(optimizer: Any) -> bool:
-    """Returns True if an unfused step can be taken apart: the step of some parameters is what the whole step does to them.
+    """Returns True if an unfused step can be taken apart: stepping some parameters alone gives the results of the whole step.
 
     With stochastic rounding it cannot: that draws random numbers in the order of the parameters, from the model's generator.
     """
