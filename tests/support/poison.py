@@ -27,11 +27,11 @@ from tests.support.simdevice import poison
 def poisoned() -> Iterator[None]:
     """Poison every streamer inside; each use of a layer fetches it anew.
 
-    What the engine itself does with the host's weights meanwhile (takes back what was written, adopts memory that they were
+    What the engine itself does with the host's weights meanwhile (takes back what was written, takes in memory that they were
     given, compares them) finds them as if they were not hidden. Otherwise the poison, and not the engine, changes numbers.
     """
     to_device, to_host = ParameterSwap.to_device, ParameterSwap.to_host
-    write, adopt = HostBlock.write, HostBlock.adopt
+    write, reabsorb = HostBlock.write, HostBlock.reabsorb
     hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
 
     def hide_one(block: HostBlock) -> None:
@@ -64,11 +64,11 @@ def poisoned() -> Iterator[None]:
             hidden[self][its] = 0xFF
         return written
 
-    def hidden_adopt(self: HostBlock) -> None:
+    def hidden_reabsorb(self: HostBlock) -> None:
         if self not in hidden:
-            return adopt(self)
+            return reabsorb(self)
         show_one(self)  # else parameters would become views of the copy, and their next values be read from elsewhere
-        adopt(self)
+        reabsorb(self)
         return hide_one(self)
 
     def hidden_digest(tensor: Tensor) -> str:
@@ -84,7 +84,7 @@ def poisoned() -> Iterator[None]:
         mock.patch.object(ParameterSwap, "to_device", hide),
         mock.patch.object(ParameterSwap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
-        mock.patch.object(HostBlock, "adopt", hidden_adopt),
+        mock.patch.object(HostBlock, "reabsorb", hidden_reabsorb),
         _shown_while_landing(hidden, show_one, hide_one),
         mock.patch.object(writes, "digest", hidden_digest),
     ):
