@@ -228,6 +228,12 @@ class SuperpipelineCallback(Callback):
         self._restore_level()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Restores the log's level, and removes the files that set-up has created and no batch was written to.
+
+        Lightning calls it after the strategy's teardown, so the run is over. It does not call it after an error
+        (:meth:`on_exception` has restored the level then), nor for a callback that the strategy has attached, which the strategy
+        has detached.
+        """
         self._restore_level()
         self._intervals = None
         for file in self._files:

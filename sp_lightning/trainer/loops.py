@@ -233,7 +233,20 @@ class LoopStrategy(ReadableStrategy):
         self._loop_begins("predict")
 
     def _loop_begins(self, phase: str) -> None:
-        """Called when a loop begins, after ``on_fit_start`` and similar hooks: user code may have changed the module in them."""
+        """Prepares for a loop's first batch. Called for each loop, also for validation within training.
+
+        Hooks such as ``on_fit_start`` have run since set-up, and other loops since the last batch. So results of earlier
+        questions do not count any more: which hooks may write weights (cleared), and how optimizers step (decided again, in
+        training). Signal handlers that were set since, Lightning's own among them, are deferred from now on. Before the first
+        loop of a run, the nodes' weights are compared.
+
+        Args:
+            phase: the loop: "train", "validate", "test" or "predict".
+
+        Raises:
+            ValueError: nodes have different weights, or an option asks for a mode of updates that is no longer possible.
+            BaseException: a deferred signal handler raised.
+        """
         if self._run is None:
             return
         self._signals.run_deferred()
@@ -292,6 +305,15 @@ class LoopStrategy(ReadableStrategy):
     def _step(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs Lightning's step of a batch, with the engine streaming layers.
 
+        The engine's step ends
+
+        - with the backward, in training with automatic optimization: this runs in the closure of an optimizer's step, and
+          Lightning calls backward next;
+        - here otherwise: in other loops, in manual optimization, and if the batch is skipped (no loss, or no backward);
+        - in ``Run.whole_after_failure`` after an error: the module has the host parameters, for code that catches the error.
+
+        Outside of a run, for example if user code calls it, the step runs with the weights in host memory.
+
         Args:
             phase: the loop: "train", "validate", "test" or "predict".
             step: Lightning's method.
@@ -308,9 +330,7 @@ class LoopStrategy(ReadableStrategy):
             return step(*args, **kwargs)  # user code calls it outside of a run: the weights are in host memory
         training = phase == "train"
         manual = training and not run.module.automatic_optimization
-        automatic = (
-            training and not manual
-        )  # then this runs in the closure of an optimizer's step, and backward follows
+        automatic = training and not manual
         if not training:  # ``on_train_batch_start`` calls it for training
             self._batch_starts(run, phase, args)
         run.step_begins()

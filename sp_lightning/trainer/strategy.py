@@ -245,6 +245,18 @@ class StreamingStrategy(LoopStrategy):
         self.setup_precision_plugin()
 
     def teardown(self) -> None:
+        """Ends the run: the module has ordinary host parameters, and optimizers are as their user configured them.
+
+        Signal handlers are deferred meanwhile. Otherwise a handler that saves a checkpoint could find a half-closed run, and one
+        that raises could stop the closing half-way. User code or Lightning may have set handlers since the last batch, so they
+        are replaced once more. Afterwards the replaced handlers are restored, and the deferred ones run. Lightning restores the
+        handlers from before the run only after this method.
+
+        If closing raises an error, the callback is detached and Lightning's own teardown runs nevertheless.
+
+        Raises:
+            BaseException: closing the run has failed, or a deferred handler has raised.
+        """
         self._signals.install(self._is_torn)
         try:
             self._tear_down()
