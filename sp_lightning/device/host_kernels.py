@@ -1,4 +1,4 @@
-"""The interface of kernels for the CPU, which update a weight or compute norms of gradients in a single pass over memory."""
+"""The interface of kernels for the CPU. They update a weight, or compute norms of gradients, in a single pass over memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Operands:
         weight: the values, which are updated in place.
         gradient: in the weight's dtype or a lower one.
         cast: receives the new values in its own dtype; None if there is no cast.
-        state: the operator's arguments behind gradients: tensors of the weight's shape, which are updated in place, and the
-            number of this step; None where the optimizer has none.
+        state: the operator's arguments that follow the gradients: optimizer state of the weight's shape, which is updated in
+            place, and the step number. None for state that the optimizer does not have.
     """
 
     weight: Tensor
@@ -31,7 +31,10 @@ class Operands:
     state: Sequence[Tensor | None]
 
     def columns(self, begin: int) -> list[list[Tensor]]:
-        """Returns the operator's arguments for the elements from ``begin`` on."""
+        """Returns the operator's arguments for the elements that the kernel leaves, which are those from ``begin`` on.
+
+        Each argument is in a list, as foreach operators expect.
+        """
         size = self.weight.shape
         parts = (
             each if each is None or each.shape != size else each.view(-1)[begin:]
@@ -53,7 +56,7 @@ class HostKernels:
 
     @property
     def missing(self) -> str:
-        """The package without which there are no kernels, for advice to users; empty if installing one would not help."""
+        """The package to install to get kernels, for advice to users; empty if no installation helps."""
         return ""
 
     def update(
@@ -63,11 +66,11 @@ class HostKernels:
         operands: Operands,
         factors: Sequence[float],
     ) -> bool:
-        """Widens a gradient, multiplies it, updates its weight as a fused operator of torch does, and casts the new weight.
+        """Updates a weight as a fused operator of torch does: widens and multiplies its gradient first, and casts it afterwards.
 
         Args:
-            operator: one of torch's for Adam, AdamW, SGD and Adagrad.
-            settings: its keyword arguments.
+            operator: torch's fused operator for Adam, AdamW, SGD or Adagrad.
+            settings: the operator's keyword arguments.
             operands: contiguous tensors.
             factors: the gradient is multiplied by each of these, one after the other.
 
@@ -77,9 +80,9 @@ class HostKernels:
         return False
 
     def norms(self, gradients: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Returns norms of gradients on the host, each of the gradient in float32.
+        """Computes norms of gradients on the host, in float32.
 
         Returns:
-            A float32 tensor without dimensions, by the ``id`` of the gradient, for each gradient that a kernel can read.
+            By the ``id`` of each gradient that a kernel can read, its norm: a float32 tensor without dimensions.
         """
         return {}

@@ -5,7 +5,9 @@ Parameter of the user is on the host (*host parameter*). In its place, modules h
 parameter*). A device parameter without memory is a *stand-in*.
 
 The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* and *where*, and
-:func:`sp_lightning.plan.update_policy.decide` decides when and where optimizers update layers.
+:func:`sp_lightning.plan.update_policy.decide` decides *when* optimizers update layers. *Where* they do is settled in this order:
+the option ``optimizer_on``, ``plan.window.Window`` (there has to be room on the GPU), ``trainer.step_place.StepPlace`` (which
+chooses for ``"auto"``), and ``decide``, which may refuse.
 
 **One layer, forward and backward.** Each number stands as a comment beside the code line that does it::
 
@@ -33,7 +35,7 @@ The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan
 the device, and who may use the copy. ``layers/states.py`` has this diagram as a table, with the methods that make each
 transition. Every test checks the table::
 
-        ┌──────────────────────────── release, if the copy is out of date ───────────────────────────────┐
+        ┌──────────────────────────── release, if it has left its slot ──────────────────────────────────┐
         ▼                                                                                                │
     ┌────────┐  fetch   ┌─────────┐  lock   ┌──────────┐  attach   ┌────────┐  rest    ┌─────────┐       │
     │  HOST  │ ───────▶ │ FETCHED │ ──────▶ │ UNPACKED │ ────────▶ │ IN_USE │ ───────▶ │ RESTING │       │
@@ -65,7 +67,7 @@ transition. Every test checks the table::
 ``access``               All requests for a layer: a module call (4), a use of a weight elsewhere, a look-up of rows.
 ``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;
                          ``clipping`` measures gradient norms during backward.
-``placement``            Chooses the parts that differ with several devices or a disk.
+``placement``            Makes the parts that differ with several devices or a disk.
 ``assembly``, ``streamer``  Build the parts. :class:`~sp_lightning.engine.streamer.Streamer` passes each call of ``trainer`` to
                          one of them.
 =======================  ============================================================================================
@@ -113,6 +115,9 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
 - Between steps, user code and optimizers write host parameters. ``Step.end`` has released all layers and, in training, marked
   their copies as out of date.
 - In a step, user code writes device parameters. Version counters show such writes, and (5) copies the weights back to the host.
+- In a step, user code may also have captured host parameters, for example in a list. They have a role then
+  (``_HostParameterInStep`` in ``layers/swap.py``), which notices operations on them, and version counters show writes to them.
+  Later fetches have the new values. If a weight was written on the host and on the device, (5) raises a ``RuntimeError``.
 - A write that no version counter shows (through ``.data``, a kept view, ``param.data = other``) needs
   :class:`~sp_lightning.layers.write_guard.WriteGuard`. A layer has a guard only after user code has made such a write possible.
 - The background thread writes host parameters while it runs an update. ``layer.update`` is set then, and a fetch of the layer

@@ -2,7 +2,7 @@
 
 - a module is called (:meth:`Access.enter`, :meth:`Access.leave`, called by :mod:`sp_lightning.engine.module_calls`),
 - autograd unpacks a weight that it saved (:mod:`sp_lightning.engine.saved_tensors`),
-- another operation computes with a stand-in (:meth:`Access.on_demand`, called by the stand-in's class),
+- another operation computes with a stand-in (:meth:`Access.operation_on`, called by the stand-in's class),
 - a batch looks up rows of a table (:meth:`Access.reading_rows`).
 
 A wrong guess of the prefetch costs a fetch and never a result.
@@ -204,7 +204,7 @@ class Access(Part):
         return torch.is_grad_enabled() and not packs()
 
     @contextmanager
-    def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
+    def operation_on(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
         """A context for one operation on device parameters, or on their ``casts``: their layers are attached.
 
         Raises:

@@ -97,7 +97,7 @@ def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, k
     """Returns the plain tensors of a wrapped parameter on the device. As long as they are referenced, slots are not reused."""
     if members[0][0].layer.rows.may_compute_with_wrapped(use, args, kwargs):
         return [group.alias(index) for group, index in members]
-    with members[0][0].engine.on_demand([group.all[index] for group, index in members]):
+    with members[0][0].engine.operation_on([group.all[index] for group, index in members]):
         return [group.alias(index) for group, index in members]
 
 

@@ -291,6 +291,17 @@ class Backward(Part):
                 self._outermost_has_ended(well)
 
     def _outermost_has_ended(self, well: bool) -> None:
+        """Ends the backward. There are three outcomes for the step:
+
+        - It ends, and modules hold host parameters: after the backward of a loss in automatic optimization. A backward outside
+          of any step ends in the same way.
+        - It pauses: after a backward of manual optimization. Modules hold host parameters, because user code may read gradients
+          and write weights. The next module call, or the end of an optimizer step, continues the step.
+        - It goes on, with device parameters: after ``torch.autograd.grad`` within the step, which accumulates no gradients.
+
+        Args:
+            well: False if the backward has failed. Then ``debug_writes`` compares no weights.
+        """
         step = self._step
         with self.lock:
             self.source.synchronize()

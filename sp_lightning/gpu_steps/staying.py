@@ -166,7 +166,7 @@ class StayingLayers:
             before = [(t._version, None if declared or t.grad is None else t.grad._version) for t in twins]
             part_of.state = kept.state
             part_of.param_groups = [{**g, "params": [kept.twins[id(p)] for p in g["params"]]} for g in going]
-            layer.ahead = True
+            layer.newer_than_host = True
             try:
                 contract = DeclaredStep(part_of, twins, device) if declared else None
                 step()
@@ -221,7 +221,7 @@ class StayingLayers:
             found.casts[id(p)].copy_(found.targets[id(p)])
         layer.casts.mark_current()
         layer.stepped = device.record(Stream.STEP)
-        layer.kept = layer.ahead = True
+        layer.kept = layer.newer_than_host = True
         self._count()
 
     def hide(self, layer: StreamedLayer) -> None:
@@ -336,7 +336,7 @@ class StayingLayers:
 
     def land(self, layer: StreamedLayer) -> None:
         """Downloads the weights and the state of a layer. The GPU's copy still counts."""
-        if layer.ahead:
+        if layer.newer_than_host:
             with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
                 self._land(layer)
 
@@ -362,7 +362,7 @@ class StayingLayers:
         self._steps.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
         device.synchronize(device.record(Stream.DOWNLOAD), Wait.READ_AFTER_TAKE)
         layer.casts.mark_current()
-        layer.ahead = False
+        layer.newer_than_host = False
 
     def leave(self, layer: StreamedLayer) -> None:
         """Makes the host's values of a layer count, after :meth:`land`. Other layers may write the slot again."""

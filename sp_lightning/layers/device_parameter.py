@@ -207,7 +207,7 @@ class OffloadedParameter(DeviceParameter):
         if away[0]._of.engine.at_host():  # user code has kept a device parameter after the step
             args, kwargs = tree_map_only(DeviceParameter, lambda each: each.host, (args, kwargs))
             return func(*args, **kwargs)
-        with away[0]._of.engine.on_demand(away):
+        with away[0]._of.engine.operation_on(away):
             # Attached parameters have the class of views. In three cases they keep the class of stand-ins, or autograd would save
             # them as they are. The function then gets aliases, which are plain tensors over the slot.
             by_rows = any(each._of.by_rows for each in away)
@@ -255,7 +255,7 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     away = [argument for argument in (*args, *kwargs.values()) if issubclass(type(argument), OffloadedParameter)]
     if away[0]._of.engine.at_host():
         return None
-    with away[0]._of.engine.on_demand(away, casts=True):  # fetches the casts, which the groups have now
+    with away[0]._of.engine.operation_on(away, casts=True):  # fetches the casts, which the groups have now
         casts = {group: group.casts for group in casts}
         return None if None in casts.values() else _call(casts, func, args, kwargs)
 

@@ -248,7 +248,8 @@ class Gradients(GradientSink[_Drain]):
         """Applies gradients whose copy is complete: all except the latest layer's, or all if ``everything`` is set.
 
         If another thread is applying gradients, this returns at once. The other thread may be in a user's hook, and a backward
-        in that hook may need this thread.
+        in that hook may need this thread. The other thread then applies the rest, after the hook, except perhaps the latest
+        layer's. The end of the outermost graph task applies all that are left (``Backward._ends``): no hook runs any more then.
         """
         # The latest gradients were kept on the GPU if they have no landings. Then there is no copy to wait for, and the layer's
         # step should free their memory soon.

@@ -244,6 +244,8 @@ class StreamedLayer:
         owner: the layer with which it is updated, and with whose gradients its own are offloaded. For masters, the layer
             that they belong to; otherwise the layer itself.
         rows: which rows of the layer are uploaded: :class:`AllRows`, unless a finder of rows replaced them.
+        on_demand: True for masters and tables: only operations outside of module calls, and look-ups, use them. So they are not
+            in the trace, are not prefetched, and give up their slot after each use.
         whole: True if the layer is uploaded whole and unchanged, so that its rows and casts have nothing to do. Frequent code
             tests this first, which saves calls.
         state: where its weights are: :class:`~sp_lightning.layers.states.LayerState`.
@@ -265,7 +267,7 @@ class StreamedLayer:
         own_slot: the slot that only this layer uses, because the layer stays on the GPU; None for other layers.
         kept: True if the copy in ``own_slot`` is the valid one: the GPU has stepped the layer, or has fetched it for a step, and
             user code has not used the host's weights since.
-        ahead: True if that copy is newer than the host's weights.
+        newer_than_host: True if that copy is newer than the host's weights.
         spent: gradients on the device that its step reads. They are kept until compute has waited for the step.
     """
 
@@ -302,7 +304,7 @@ class StreamedLayer:
         self.stepped: Any = None
         self.step_results: Sequence[tuple[Span, Tensor]] = ()
         self.own_slot: Slot | None = None
-        self.kept = self.ahead = False
+        self.kept = self.newer_than_host = False
         self.spent: Sequence[Tensor] = ()
         self.slot: Slot | None = None
         self.transfer: Any = None

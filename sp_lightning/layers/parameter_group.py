@@ -56,7 +56,9 @@ class EngineCallbacks(Protocol):
     def copied(self, layer: Any, index: int) -> Tensor | None:
         """Returns a copy of a weight that may have been written on the device; None if the host has the present values."""
 
-    def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> AbstractContextManager[None]:
+    def operation_on(
+        self, parameters: Sequence[DeviceParameter], *, casts: bool = False
+    ) -> AbstractContextManager[None]:
         """A context during which these device parameters, or their ``casts``, are on the device."""
 
     def saves_raw(self) -> bool:
@@ -440,7 +442,7 @@ class ParameterGroup:
 
     def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
         """A context in which a parameter's layer is on the device."""
-        return self.engine.on_demand([parameter]) if isinstance(parameter, OffloadedParameter) else nullcontext()
+        return self.engine.operation_on([parameter]) if isinstance(parameter, OffloadedParameter) else nullcontext()
 
 
 _requires_grad = attrgetter("requires_grad")

@@ -152,7 +152,7 @@ class Prefetch:
         self._plan = plan
         self.rings = [index for index, ring in enumerate(plan.rings) if ring.slots]
         self._wanted_in = [partial(self._wanted, ring) for ring in range(len(plan.rings))]
-        self._on_demand_in = [partial(self._on_demand, ring) for ring in range(len(plan.rings))]
+        self._unwanted_in = [partial(self._unwanted, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
         """Begins a batch, with the trace of its phase. The first batch is expected to run forward and, in training, backward."""
@@ -182,7 +182,7 @@ class Prefetch:
             return False
         return layer.rows.ahead != NOTHING if layer.planned.rows else self._training or not layer.expert
 
-    def _on_demand(self, ring: int, layer: StreamedLayer) -> bool:
+    def _unwanted(self, ring: int, layer: StreamedLayer) -> bool:
         """Returns True if an absent layer is not worth a prefetch. It is fetched on demand, if at all."""
         return layer.planned.ring == ring and not self._wanted(ring, layer)
 
@@ -234,9 +234,9 @@ class Prefetch:
             slots: the slots for prefetches. The reserved slot is removed from the list.
             before: the number of uses before the first use of a layer to prefetch.
         """
-        on_demand = self.trace.coming(_slot_of, self._on_demand_in[ring], 1)
-        if on_demand and on_demand[0][1] < before:
-            best, _, _ = self._choose(slots, float(on_demand[0][1]))
+        unwanted = self.trace.coming(_slot_of, self._unwanted_in[ring], 1)
+        if unwanted and unwanted[0][1] < before:
+            best, _, _ = self._choose(slots, float(unwanted[0][1]))
             if best is not None:
                 slots.remove(best)
 

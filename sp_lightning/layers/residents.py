@@ -123,7 +123,12 @@ class Residents:
         self._slot = self._new_slot(0)
 
     def _take_memory(self) -> None:
-        """Allocates new memory. Views of the old memory keep its values."""
+        """Allocates new memory on the device, and makes the device parameters views of it.
+
+        Called once at first. Later only if user code has given a parameter other memory (``param.data = other``), on the host
+        (:meth:`refresh`) or on the device (:meth:`take_back_writes`): graphs may have saved views of the old memory, and have to
+        keep the old values, as with plain autograd. An upload to the old memory would change them.
+        """
         self._writes.resident_storages.discard(self.address)
         if self.layer.guard is not None:
             self.layer.guard.leave_slot()

@@ -78,7 +78,8 @@ TRANSITIONS: Mapping[str, Transition] = {
     "attach": _transition("Residency.begin_call", (UNPACKED, IN_USE), (RESTING, IN_USE)),
     # The last module call has returned, in inference, and every layer has a slot of its own.
     "rest": _transition("Residency._leave", (IN_USE, RESTING)),
-    # No module call and no backward uses the layer any more. The layer is HOST afterwards if its copy is out of date.
+    # No module call and no backward uses the layer any more. The layer is HOST afterwards if it has left its slot during
+    # the use, because the values in the slot are out of date.
     "release": _transition(
         "Slots.release", *((used, after) for used in (UNPACKED, IN_USE, RESTING) for after in (FETCHED, HELD, HOST))
     ),

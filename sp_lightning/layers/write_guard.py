@@ -8,8 +8,8 @@ is enough for nearly all code, and then ``layer.guard`` is None. If user code ha
 user code has              recorded in     treatment
 =========================  ==============  ==================================================================================
 a weight's ``.data``       ``exposed``     At the layer's release the weight is copied to the host, written or not.
-a view that outlives the   ``views``       The slot is not overwritten (the layer is HELD). Before the layer's next use, and at
-layer's use                                the end of the step, the view's values are copied to the host.
+a view that outlives the   ``views``       The slot is only overwritten by the same layer (HELD). The view's values are copied to
+layer's use                                the host before such a fetch, at the layer's next release, and at the end of the step.
 a view that outlives the   ``digests``     The view and the host's weight are one memory on plain Lightning. Here they are two,
 step                                       and each may be written at any time. So both are compared with their digests, and
                                            the written one is copied to the other. If both were written: an error.

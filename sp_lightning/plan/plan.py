@@ -354,11 +354,11 @@ def make_plan(
     ]
     sizes = [layer.nbytes for layer in layers]
     together = {used for used in found.visits.values() if len(used) > 1}
-    on_demand = [index for index, layer in enumerate(layers) if layer.rows and not training]
+    by_rows = [index for index, layer in enumerate(layers) if layer.rows and not training]
     order = _order(found)
     may_stay = [index for index in dict.fromkeys(order) if not layers[index].rows and index not in found.experts]
     staying = frozenset(may_stay[:stay])
-    rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, on_demand, staying)
+    rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, by_rows, staying)
     # Masters and tables have rings without slots: such a ring only has the size of an extra slot.
     without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
     plan = Plan(

@@ -55,26 +55,26 @@ def choose_rings_apart(
     sizes: Sequence[int],
     window: int,
     together: Collection[Sequence[int]],
-    on_demand: Collection[int],
+    by_rows: Collection[int],
     staying: Collection[int] = (),
 ) -> tuple[tuple[Ring, ...], list[int]]:
-    """As :func:`choose_rings`, but with separate slots for layers that are uploaded on demand and for layers that stay.
+    """As :func:`choose_rings`, but with separate slots for layers that are uploaded by rows and for layers that stay.
 
-    - Layers on demand have two slots: one in use, one for the next upload. The window then counts the other layers only, so that
-      its size does not depend on the layers on demand.
+    - Layers by rows have two slots: one in use, one for the next upload. The window then counts the other layers only, so that
+      its size does not depend on the layers by rows.
     - If common slots take a tenth less memory, as with the smallest window, all layers share them.
     - If the window has all layers, each has a slot.
     - Layers that stay have one slot each in their own rings. The window counts the other layers only.
     """
     if staying:
-        return _choose_with_staying(sizes, window, together, on_demand, sorted(staying))
+        return _choose_with_staying(sizes, window, together, by_rows, sorted(staying))
     common = choose_rings(sizes, window, together)
-    if not on_demand or window > len(sizes):
+    if not by_rows or window > len(sizes):
         return common
     rings: list[Ring] = []
     ring_of = [0] * len(sizes)
-    others = [layer for layer in range(len(sizes)) if layer not in on_demand]
-    for members, consecutive in ((others, window), (sorted(on_demand), 2)):
+    others = [layer for layer in range(len(sizes)) if layer not in by_rows]
+    for members, consecutive in ((others, window), (sorted(by_rows), 2)):
         number = {layer: at for at, layer in enumerate(members)}
         used = [[number[layer] for layer in each if layer in number] for each in together]
         chosen, places = choose_rings([sizes[layer] for layer in members], consecutive, used)
@@ -88,14 +88,14 @@ def _choose_with_staying(
     sizes: Sequence[int],
     window: int,
     together: Collection[Sequence[int]],
-    on_demand: Collection[int],
+    by_rows: Collection[int],
     staying: Sequence[int],
 ) -> tuple[tuple[Ring, ...], list[int]]:
     moving = [layer for layer in range(len(sizes)) if layer not in staying]
     number = {layer: at for at, layer in enumerate(moving)}
     at_once = [[number[layer] for layer in used if layer in number] for used in together]
     rings, places = choose_rings_apart(
-        [sizes[layer] for layer in moving], window, at_once, [number[layer] for layer in on_demand]
+        [sizes[layer] for layer in moving], window, at_once, [number[layer] for layer in by_rows]
     )
     own, own_places = choose_rings([sizes[layer] for layer in staying], len(staying))
     ring_of = dict(zip(moving, places, strict=True))

@@ -35,28 +35,27 @@ from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
 
 class SuperpipelineCallback(Callback):
-    """Logs one line at the begin and one at the end of a run, and prefetches the next batch's layers.
+    """Logs one line at the beginning and one at the end of a run, and prefetches the next batch's layers.
 
-    It can also write metrics and a timeline. The strategy attaches one callback per run, except with
-    ``SuperpipelineStrategy(callback=False)``; training is correct without it. It has no state, so checkpoints are the same with
-    and without it.
+    It can also write metrics and a timeline. The strategy attaches a callback if the trainer has none, except with
+    ``SuperpipelineStrategy(callback=False)``. Training is correct without a callback. It has no state, so checkpoints are the
+    same with and without it.
 
     If neither the module nor a callback has a hook between two batches that could write weights, the next batch's first layers
     are uploaded while its data loads.
 
     Args:
         timeline: file for a Chrome trace (JSON) of some training batches. Open it in https://ui.perfetto.dev.
-        plot: file (PNG, PDF, SVG) for a picture of the last recorded batch; needs matplotlib. With several devices, both files
-            show rank 0, which updates the weights for all ranks; the other ranks do not write files.
-        every_n_steps: the number of training batches from one recorded batch to the next (the first batch is not recorded), and
-            the number of steps from one log of metrics to the next.
+        plot: file (PNG, PDF, SVG) for a picture of the last recorded batch; needs matplotlib. With several devices, ``timeline``
+            and ``plot`` show rank 0 only, which updates the weights for all ranks. Other ranks write no files.
+        every_n_steps: Record every n-th batch, from the second on. Log metrics every n-th step.
         progress_bar: show two metrics in the progress bar: ``waited`` (a share of the time) and ``window`` (k).
         metrics: log these metrics to the trainer's loggers, as ``superpipeline/NAME``: True for ``waited`` and ``window``,
             ``"all"``, or a list of names. The guide on logging has a table of them.
-        report: file (JSON) for the measured speed and its settings, written at the end of training. ``python -m sp_lightning plan
-            --from FILE`` compares its prediction with it, and corrects the prediction.
-        verbose: log the plan, the ledger and the reasons of decisions (otherwise they are logged at DEBUG), and a line about time
-            and memory every ``every_n_steps`` steps.
+        report: file (JSON) for the measured speed and the settings of the run, written at the end of training.
+            ``python -m sp_lightning plan --from FILE`` compares its prediction with the measured speed, and corrects it.
+        verbose: show the plan, the ledger and the reasons of decisions, which are otherwise logged at DEBUG only. Log a line
+            about time and memory every ``every_n_steps`` steps.
 
     With another strategy, the callback warns once and does nothing.
 
@@ -98,7 +97,7 @@ class SuperpipelineCallback(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._running = self._records = False
-        self._seen, self._start, self._reached = 0, 0.0, Reached()
+        self._begun_batches, self._start, self._reached = 0, 0.0, Reached()
         self._intervals: Timeline | None = None
         self._batches: dict[int, list[Interval]] = {}  # the intervals of each recorded batch, by its number
         self._tokens: int | None = 0  # the tokens of this run so far; None if a batch's number of tokens is unknown
@@ -153,14 +152,14 @@ class SuperpipelineCallback(Callback):
         if not self._files:
             return
         self._stop_recording()
-        self._seen += 1
+        self._begun_batches += 1
         # The first batch of a run is not recorded: it compiles kernels and fills caches.
-        if self._seen > 1 and (self._seen - 2) % self._every == 0:
+        if self._begun_batches > 1 and (self._begun_batches - 2) % self._every == 0:
             device = self._strategy._computing_device
             assert device is not None
             if self._timeline is None:  # the picture shows the last batch only
                 self._batches.clear()
-            self._batches[self._seen - 1] = []
+            self._batches[self._begun_batches - 1] = []
             self._intervals = self._intervals or device.make_timeline()
             device.timelines.append(self._intervals)
 
@@ -188,7 +187,7 @@ class SuperpipelineCallback(Callback):
             pl_module.log_dict({name: found[name] for name in DEFAULT_METRICS}, prog_bar=True, logger=False)
 
     def _measure(self, between: str) -> dict[str, float]:
-        """Returns all metrics. Rates are those since the last call with the same ``between``."""
+        """Returns all metrics. Rates cover the time since the last call with this ``between``."""
         now, stats = perf_counter(), self._strategy.stats()
         then, before, tokens = self._last.get(between, (self._start, None, 0))
         self._last[between] = now, stats, self._tokens or 0

@@ -100,6 +100,10 @@ class BackgroundUpdates:
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Gives the update of a layer to the background thread. If an earlier update has failed, this one is skipped.
 
+        The caller has prepared the host's weights with ``Updating.before`` (a step) or ``Updating.before_early_update`` (an
+        update in backward): no transfer reads them any more (``UPDATE_AFTER_FETCH``), and they have the values that user code has
+        written on the device. Fetches that begin later wait for ``layer.update``.
+
         Args:
             layer: the layer. Its parameters have a waiting class until the update is done.
             work: the update. It must not set ``param.grad``, because torch reads that in another thread without holding

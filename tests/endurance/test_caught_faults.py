@@ -145,7 +145,7 @@ ROWS = [
     Row("leave of a call, its parts", WriteBack, "take_back_all", 1, calls, BETWEEN),
     Row("begin_call / end_call", Slots, "lock", 3, calls),
     Row("begin_call / end_call", BoundWeights, "attach", 3, calls),
-    Row("on_demand: begin_call / end_call", Slots, "lock", 2, reads, IN),
+    Row("operation_on: begin_call / end_call", Slots, "lock", 2, reads, IN),
     Row("fetch: slot taken / filled", Uploads, "send", 3, calls),
     Row("modules: to_device / to_host", ParameterSwap, "to_device", 1, calls, BETWEEN),
     Row("modules: to_host / to_device", ParameterSwap, "to_host", 1, saves, IN),

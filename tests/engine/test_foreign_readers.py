@@ -229,7 +229,7 @@ def test_a_device_parameter_that_another_thread_was_given(monkeypatch: pytest.Mo
             self.seen.append(elsewhere(lambda: [(p.detach().clone(), p.data.clone()) for p in kept]))
             return super().loss(batch)
 
-    only_in_this_thread(monkeypatch, Access, "on_demand")
+    only_in_this_thread(monkeypatch, Access, "operation_on")
     ours, plain = run(Given, "small window"), run(Given, None)
     assert_same(ours, plain)
     assert_equal([[each[:2] for each in seen] for seen in ours.module.seen], [
