@@ -151,7 +151,7 @@ class OptimizerSteps:
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """Returns True if those groups of an optimizer run fused whose user has set neither ``fused`` nor ``foreach``."""
         fuse = self.policy is not None and self.policy.fused
-        return fuse and optimizer in self._optimizers and has_fused_step(optimizer)
+        return fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
 
     def _fuses_whole(self, optimizer: Optimizer) -> bool:
         """Returns True if a step that is not taken apart runs fused, as :meth:`_is_fused`. The hooks on steps ask.
@@ -163,7 +163,7 @@ class OptimizerSteps:
         return self._is_fused(optimizer)
 
     @property
-    def _optimizers(self) -> list[Optimizer]:
+    def _real_optimizers(self) -> list[Optimizer]:
         """The trainer's optimizers, without wrappers; an empty list outside of training."""
         return real_optimizers(self._trainer) if self._run.trains else []
 
@@ -199,7 +199,7 @@ class OptimizerSteps:
         return collect(
             self._trainer,
             self._options,
-            self._optimizers,
+            self._real_optimizers,
             self._place,
             place="gpu" if run.steps_on_device else "cpu",
             stay=bool(run.engine.plan.stay),
@@ -212,7 +212,7 @@ class OptimizerSteps:
 
     def _decide(self, facts: UpdateFacts) -> None:
         """Decides where and when optimizers step. With ``optimizer_on="auto"`` this measures both places."""
-        if self._place.moves(self._optimizers, facts):
+        if self._place.moves(self._real_optimizers, facts):
             self._run.step_on_host()
             facts = replace(facts, place="cpu")
         self._facts = facts
@@ -226,7 +226,7 @@ class OptimizerSteps:
         decided = self.policy
         assert decided is not None
         paging = Paging(self.state.elsewhere, run.placement.pages_gradients, run.placement.pages)
-        optimizers = self._optimizers
+        optimizers = self._real_optimizers
         bits = self._bits = registry.gpu_bits(None if facts.place == "gpu" else engine.device.plain_steps_on)
         bits.decide(
             optimizers,
@@ -304,7 +304,7 @@ class OptimizerSteps:
     def _describe_schedule(self) -> str:
         """Returns a sentence: when updates run, and why not sooner. Empty if the user has chosen that, or on the CPU."""
         policy = self.policy
-        if self._options.optimizer_overlap != "auto" or policy is None or not self._optimizers:
+        if self._options.optimizer_overlap != "auto" or policy is None or not self._real_optimizers:
             return ""
         if self._run.engine.device.computes_on_host:
             return ""
@@ -316,10 +316,10 @@ class OptimizerSteps:
 
     def advice(self) -> str:
         """Returns options with which steps would be faster, in sentences; empty if there are none. Logged after training."""
-        if self._run.engine.device.computes_on_host or not self._optimizers or self.policy is None:
+        if self._run.engine.device.computes_on_host or not self._real_optimizers or self.policy is None:
             return ""
         self._run.finish_updates()  # until then optimizers have a class that waits
-        place = self._place.better(self._optimizers, self._facts) if self._run.group.alone else ""
+        place = self._place.better(self._real_optimizers, self._facts) if self._run.group.alone else ""
         backward = self._advise_backward() if self.overlap == "forward" else ""
         return " ".join(filter(None, [place, backward or self._advise_staying()]))
 
@@ -360,7 +360,7 @@ class OptimizerSteps:
         ledger = self._count()
         if self._options.disk is None:
             return ledger.state or 0
-        optimizers = self._optimizers
+        optimizers = self._real_optimizers
         self.state, nbytes = registry.state_on_disk(
             self._run, self._options, optimizers, ledger, self._still, self._log
         )
@@ -369,7 +369,7 @@ class OptimizerSteps:
     def _absorb_state(self) -> None:
         """Moves state that the optimizers' steps have not made to its place, for example state of a checkpoint to the disk."""
         if self.state is not IN_MEMORY:
-            self.state.absorb(self._optimizers, self._run.engine.updating.layer_of)
+            self.state.absorb(self._real_optimizers, self._run.engine.updating.layer_of)
 
     def state_loaded(self) -> None:
         """Called when the optimizers got the state of a checkpoint. Their tensors may be views of its file."""
@@ -437,7 +437,7 @@ class OptimizerSteps:
 
     def _describe_fusing(self) -> str:
         """Returns a sentence if optimizers run fused with the CPU's bits that their user did not make fused; else empty."""
-        optimizers = self._optimizers if self.policy is not None else ()
+        optimizers = self._real_optimizers if self.policy is not None else ()
         names = {
             type(optimizer).__name__
             for optimizer in optimizers
