@@ -424,7 +424,7 @@ def test_the_host_writes_nothing_that_is_on_its_way(of_one_layer: bool) -> None:
     layer.slot, layer.transfer = slot, None
     stands_for: Any = layer
     slot.pending = late.send(
-        layer, slot.memory, torch.ones(8, dtype=torch.uint8), lambda: slots._landed(stands_for, slot)
+        layer, slot.memory, torch.ones(8, dtype=torch.uint8), lambda: slots._all_issued(stands_for, slot)
     )
     slots.synchronize(Wait.UPDATE_AFTER_FETCH, stands_for if of_one_layer else None)
     assert slot.pending is None
