@@ -19,7 +19,7 @@ from sp_lightning.activations.host_ring import HostRing
 from sp_lightning.activations.offload import Offload, UnitCall
 from sp_lightning.activations.policy import EXEMPT, Call, resolve, summary, with_inner_experts
 from sp_lightning.activations.recompute import Recompute, first_runs, is_checkpointed
-from sp_lightning.engine.activations import ActivationPlan, Activations, ActivationSetup, KeepAll, Saved
+from sp_lightning.engine.activations import ActivationPlan, Activations, ActivationSetup, KeepAll, SavedActivation
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.model.found import Found
 from sp_lightning.observe.messages import say_once
@@ -124,7 +124,7 @@ class UnitModes:
         return self._offloads or self.headroom is not None
 
     @property
-    def store(self) -> Callable[[Tensor], Saved | None] | None:
+    def store(self) -> Callable[[Tensor], SavedActivation | None] | None:
         """Offloads a saved tensor, or may do so later; None if all units keep theirs in any case."""
         return None if self.idle and self.headroom is None else self._store
 
@@ -190,7 +190,7 @@ class UnitModes:
             shapes = (span.shape for layer in layers for span in (*layer.planned.spans, *layer.planned.casts))
             self.headroom.before(layers[0].planned.name, layers[0].index, shapes, inputs)
 
-    def _store(self, tensor: Tensor) -> Saved | None:
+    def _store(self, tensor: Tensor) -> SavedActivation | None:
         if self.offload.active and (stored := self.offload.store(tensor)) is not None:
             return stored
         return None if self.headroom is None else self.headroom.keep(tensor)

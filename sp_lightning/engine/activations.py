@@ -24,7 +24,7 @@ from sp_lightning.model.found import Found
 from sp_lightning.plan.choices import Mode, Modes
 
 
-class Saved(Protocol):
+class SavedActivation(Protocol):
     """The object that a graph holds in place of a saved tensor that may be offloaded."""
 
     def load(self) -> tuple[Tensor, int, int]:
@@ -80,7 +80,7 @@ class Activations(Protocol):
         """
 
     @property
-    def store(self) -> Callable[[Tensor], Saved | None] | None:
+    def store(self) -> Callable[[Tensor], SavedActivation | None] | None:
         """Takes a tensor that autograd saves. Returns the object for the graph to hold in its place; None to keep the tensor.
 
         None: all tensors are kept. The engine reads this attribute once before each step and each outermost module call.

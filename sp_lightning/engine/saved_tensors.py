@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.device.lease import SavedView, SavedViews
-from sp_lightning.engine.activations import Saved
+from sp_lightning.engine.activations import SavedActivation
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part
 from sp_lightning.layers.casts import SavedValues
@@ -158,7 +158,7 @@ class SavedTensors(Part):
         outer = top_saved_tensors_hooks()
         slots, store = self.residency.slots.by_address, self.activations.store
 
-        def pack(tensor: Tensor) -> _Packed | Saved | _Kept | _Outer:
+        def pack(tensor: Tensor) -> _Packed | SavedActivation | _Kept | _Outer:
             kind = type(tensor)
             if kind is not Tensor and issubclass(kind, DeviceParameter):
                 return self._pack_weight(tensor)
@@ -229,7 +229,7 @@ class SavedTensors(Part):
                 tensor = values.recall(self.device, place)
         elif type(packed) is _Outer:
             return packed.unpack(packed.packed)
-        else:  # of Saved
+        else:  # of SavedActivation
             tensor, expected, version = packed.load()
         if version != expected:
             raise RuntimeError(_modified(tensor, expected, version))

@@ -16,7 +16,7 @@ from sp_lightning.device.device import Wait
 from sp_lightning.ranks.board import LOOK, RankError, RankStatus, in_words
 
 
-class Group(NamedTuple):
+class ProcessGroups(NamedTuple):
     """Two process groups of the same processes.
 
     Attributes:
@@ -62,7 +62,7 @@ class Collectives:
         self.sums = 0
         self.meanwhile: Callable[[], None] = lambda: None
         self._board: RankStatus | None = None
-        self._groups: dict[str, Group] = {"everybody": self._group([list(range(self.world))])}
+        self._groups: dict[str, ProcessGroups] = {"everybody": self._group([list(range(self.world))])}
         self._groups["node"] = self._groups["everybody"]
         if self.nodes > 1:
             self._groups["node"] = self._group(self._of_nodes)
@@ -73,14 +73,14 @@ class Collectives:
         """The ranks of each node, by number."""
         return [list(range(first, first + self.size)) for first in range(0, self.world, self.size)]
 
-    def _group(self, parts: list[list[int]]) -> Group:
+    def _group(self, parts: list[list[int]]) -> ProcessGroups:
         """Makes process groups, one for each part. Returns this rank's. Collective."""
         backends = ("gloo",) if self._on_host else ("gloo", None)
         made: list[Any] = [dist.new_subgroups_by_enumeration(parts, backend=each)[0] for each in backends]
-        return Group(made[0], made[-1])
+        return ProcessGroups(made[0], made[-1])
 
     @property
-    def uploads(self) -> Group:
+    def uploads(self) -> ProcessGroups:
         """Another group of this node's ranks, for sharded uploads, which have their own order. The first use is collective."""
         if "uploads" not in self._groups:
             self._groups["uploads"] = self._group(self._of_nodes)
@@ -238,7 +238,7 @@ class Collectives:
         work = dist.all_gather_into_tensor(everybody, own, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
-    def gather(self, everybody: Tensor, group: Group, what: str) -> None:
+    def gather(self, everybody: Tensor, group: ProcessGroups, what: str) -> None:
         """Gathers the parts of a flat tensor on the device, of which each rank of the node has one (all-gather).
 
         It is not a meeting: the ranks have agreed on it in the :class:`~sp_lightning.ranks.gather_log.GatherLog`, and it may come
