@@ -30,7 +30,7 @@ FAMILIES = {
 }
 STALLS = {  # counters of superpipeline, and their columns
     "stall_seconds": "fetch stall, s",
-    "drain_stall_seconds": "drain stall, s",
+    "gradient_stall_seconds": "gradient stall, s",
     "update_stall_seconds": "wait for updates, s",
     "activation_stall_seconds": "wait for activations, s",
 }

@@ -98,9 +98,9 @@ class Result:
         plain_device_bytes: computed: weights, gradients and AdamW's moments, which plain training keeps there.
         trained, parameters: numbers that are trained, and all.
         fetched_bytes: of layers to the device, in training and the validation at its end, and of all that is stepped there.
-        drained_bytes: of gradients to the host.
+        offloaded_gradient_bytes: of gradients to the host.
         state_bytes: of the optimizer's state, at the end.
-        taken_bytes: of weights and state from steps on the device back to the host; 0 where the host steps.
+        step_download_bytes: of weights and state from steps on the device back to the host; 0 where the host steps.
         model: folder for ``--model`` or ``from_pretrained``; with ``--trained bridge``, of ``bridge.pt``.
     """
 
@@ -118,9 +118,9 @@ class Result:
     trained: int
     parameters: int
     fetched_bytes: int
-    drained_bytes: int
+    offloaded_gradient_bytes: int
     state_bytes: int
-    taken_bytes: int
+    step_download_bytes: int
     model: Path
 
 
@@ -189,10 +189,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
         plain_device_bytes=plain_training_bytes(module),
         trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
         parameters=sum(p.numel() for p in module.parameters()),
-        fetched_bytes=stats.fetched_bytes + stats.brought_bytes,
-        drained_bytes=stats.drained_bytes,
+        fetched_bytes=stats.fetched_bytes + stats.step_upload_bytes,
+        offloaded_gradient_bytes=stats.offloaded_gradient_bytes,
         state_bytes=state_bytes,
-        taken_bytes=stats.taken_bytes,
+        step_download_bytes=stats.step_download_bytes,
         model=folder,
     )
     say("\nCaptions of images that were held out:")
@@ -221,8 +221,8 @@ def say_cost(result: Result) -> None:
     say(f"Trained: {result.trained:,} of {result.parameters:,} parameters ({result.trained / result.parameters:.1%})")
     for count, what in (
         (result.fetched_bytes, "to the device: layers, in validation, too, and what is stepped there"),
-        (result.drained_bytes, "to the host: gradients"),
-        (result.taken_bytes, "to the host: weights and state, from steps on the device"),
+        (result.offloaded_gradient_bytes, "to the host: gradients"),
+        (result.step_download_bytes, "to the host: weights and state, from steps on the device"),
         (result.state_bytes, "optimizer state"),
     ):
         say(f"  {count:>15,} bytes  {what}")

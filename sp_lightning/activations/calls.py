@@ -136,7 +136,7 @@ class UnitModes:
     @property
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes that were copied to the host, and back."""
-        return self.offload.stored_bytes, self.offload.returned_bytes
+        return self.offload.offloaded_bytes, self.offload.uploaded_bytes
 
     def limit_host_memory(self, nbytes: int | None) -> None:
         """Sets how many bytes of host memory activations may take; None for no limit."""

@@ -166,13 +166,13 @@ class Headroom:
             kept = self._kept.popleft()()
             if kept is None or kept.tensor is None or not self._offload.can_be_offloaded(kept.tensor):
                 continue  # freed, or a leaf whose ``.data`` user code has replaced
-            before = self._offload.stored_bytes
+            before = self._offload.offloaded_bytes
             kept.reference = self._offload.evict(kept.tensor, kept.call)
             if kept.reference is None:
                 room = False
             else:
                 kept.tensor = None
-                moved += self._offload.stored_bytes - before
+                moved += self._offload.offloaded_bytes - before
         self._offload.retire(keep=0)
         self.evicted_bytes += moved
         return room

@@ -163,7 +163,7 @@ class Offload:
         ring: as given.
         lock: guards the tables of storages.
         active: True once a unit's call has been entered. Before that, :meth:`store` offloads nothing.
-        stored_bytes, returned_bytes: bytes copied to the host, and back.
+        offloaded_bytes, uploaded_bytes: bytes copied to the host, and back.
         buffers: the addresses of the module's buffers, which are not offloaded either.
     """
 
@@ -186,8 +186,8 @@ class Offload:
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
         self.active = False
         self.buffers: Set[int] = frozenset()
-        self.stored_bytes = 0
-        self.returned_bytes = 0
+        self.offloaded_bytes = 0
+        self.uploaded_bytes = 0
         self._warned = False
 
     # ------------------------------------------------------------------ forward
@@ -290,7 +290,7 @@ class Offload:
         if not self._in_flight:  # a backward inside this call has ended and flushed
             self._in_flight.append([])
         self._in_flight[-1].append(storage)
-        self.stored_bytes += source.nbytes
+        self.offloaded_bytes += source.nbytes
         return storage
 
     def warn(self, unit: str, instead: str) -> None:
@@ -385,7 +385,7 @@ class Offload:
             device.copy([memory], [storage.on_host], Stream.UPLOAD, why=Wait.USE_AFTER_RETURN)
             device.note("return", storage.row, begun, Stream.UPLOAD, storage.nbytes)
             storage.arrived = storage.buffer.last = device.record(Stream.UPLOAD)
-            self.returned_bytes += storage.nbytes
+            self.uploaded_bytes += storage.nbytes
         self._returned += missing
 
     def _drop(self, storages: Sequence[OffloadedStorage]) -> None:

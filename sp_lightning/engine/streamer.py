@@ -342,26 +342,26 @@ class Streamer:
         """Returns the present counters."""
         self._peak.note()
         stalled = self.device.stall_seconds
-        stored_bytes, returned_bytes = self.activations.moved_bytes
+        offloaded, uploaded_again = self.activations.moved_bytes
         rows = [layer.rows for layer in self._moving]
-        brought, taken = self.updates.stepper.moved_bytes
+        uploaded, downloaded = self.updates.stepper.moved_bytes
         return Stats(
             fetched_layers=sum(layer.fetches for layer in self._moving),
             fetched_bytes=self._slots.fetched_bytes + sum(each.looked_up_bytes for each in rows),
-            drained_bytes=self._gradients.drained_bytes,
+            offloaded_gradient_bytes=self._gradients.offloaded_bytes,
             transfers=self._slots.transfers,
             demand_fetches=self._residency.demand_fetches,
             host_waits=self._writes.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),
             extra_slots=self._slots.extra_slots,
             gathered_bytes=self._slots.uploads.gathered_bytes,
-            brought_bytes=brought,
-            taken_bytes=taken,
+            step_upload_bytes=uploaded,
+            step_download_bytes=downloaded,
             peak_device_bytes=self._peak.most,
             peak_allocated_bytes=self.device.most_bytes(),
-            stored_bytes=stored_bytes,
-            returned_bytes=returned_bytes,
+            offloaded_activation_bytes=offloaded,
+            uploaded_activation_bytes=uploaded_again,
             stall_seconds=stalled(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),
-            drain_stall_seconds=stalled(Wait.REUSE_AFTER_DRAIN),
+            gradient_stall_seconds=stalled(Wait.REUSE_AFTER_DRAIN),
             update_stall_seconds=stalled(Wait.FETCH_AFTER_UPDATE, Wait.READ_AFTER_UPDATE),
             activation_stall_seconds=stalled(Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
             step_seconds=self.updating.step_seconds,

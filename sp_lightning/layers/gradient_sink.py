@@ -40,7 +40,7 @@ class GradientSink(Generic[W]):
         keep_for_own_slot: True if the gradients of layers that stay on the GPU wait there for the step.
         arriving: the layers with gradients that have arrived and are not yet issued to the host. With several devices, families.
         device_bytes: bytes of gradients that are on the device now.
-        drained_bytes: bytes that were copied to the host.
+        offloaded_bytes: bytes that were copied to the host.
         host_waits: how often the host has waited for a gradient whose size depends on computed values.
     """
 
@@ -51,7 +51,7 @@ class GradientSink(Generic[W]):
         self.keep_narrow = self.keep_for_step = self.keep_for_own_slot = False
         self.checked: Callable[[], None] = _nothing
         self.arriving: dict[Any, None] = {}
-        self.device_bytes = self.drained_bytes = self.host_waits = 0
+        self.device_bytes = self.offloaded_bytes = self.host_waits = 0
         # Transfers in flight: the value, the tensors on the device that live until compute has waited for the copy, its event.
         self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
         # Transfers that compute has waited for and that are not applied yet: the value, and the event (None: no copy).
@@ -64,7 +64,7 @@ class GradientSink(Generic[W]):
         nbytes = sum(map(_nbytes, sources))
         if begun is not None:
             self.device.note("drain", layer, begun, Stream.DOWNLOAD, nbytes)
-        self.drained_bytes += nbytes
+        self.offloaded_bytes += nbytes
         self._flying.append((what, alive, self.device.record(Stream.DOWNLOAD)))
         self.retire(self.in_flight - 1)
 

@@ -21,7 +21,7 @@ class Stats:
         fetched_layers: the number of layer uploads.
         fetched_bytes: bytes of layers' weights uploaded to the device, rows of embeddings included. Trained weights that stay on
             the device are uploaded again after each step, which does not count.
-        drained_bytes: bytes of gradients offloaded to the host.
+        offloaded_gradient_bytes: bytes of gradients offloaded to the host.
         transfers: the number of transfers; each uploads a group of layers.
         demand_fetches: the number of layers that were used before the trace had requested them. Compute stalls on each.
         host_waits: how often the host waited for compute and so could not run ahead: for the indices of rows, and for weights
@@ -30,9 +30,9 @@ class Stats:
         peak_device_bytes: the peak of bytes that weights and gradients took on the device.
         peak_allocated_bytes: the peak of bytes that torch had allocated on the device. ``torch.cuda.max_memory_allocated()``
             may be less, because the choice of a window or of activation modes resets it. 0 on the CPU.
-        stored_bytes, returned_bytes: bytes of activations offloaded to the host, and uploaded again.
+        offloaded_activation_bytes, uploaded_activation_bytes: bytes of activations offloaded to the host, and uploaded again.
         stall_seconds: seconds that compute stalled on uploads.
-        drain_stall_seconds: seconds that compute stalled on gradient offloading.
+        gradient_stall_seconds: seconds that compute stalled on gradient offloading.
         update_stall_seconds: seconds that the host waited for updates in the background.
         activation_stall_seconds: seconds that compute stalled on activations that were offloaded or uploaded.
         step_seconds: seconds of optimizer steps on the host during which the device waited; 0 if the model computes on the host.
@@ -43,21 +43,22 @@ class Stats:
             number. ``fetched_bytes`` includes them.
         gathered_bytes: bytes of weights received from other devices of the node, with ``transfer="sharded"``. ``fetched_bytes``
             includes them.
-        brought_bytes, taken_bytes: bytes of weights, gradients and state uploaded for steps on the GPU, and offloaded after them.
+        step_upload_bytes, step_download_bytes: bytes of weights, gradients and state that were uploaded for steps on the GPU, and
+            downloaded after them.
     """
 
     fetched_layers: int
     fetched_bytes: int
-    drained_bytes: int
+    offloaded_gradient_bytes: int
     transfers: int
     demand_fetches: int
     host_waits: int
     extra_slots: int
     peak_device_bytes: int
-    stored_bytes: int
-    returned_bytes: int
+    offloaded_activation_bytes: int
+    uploaded_activation_bytes: int
     stall_seconds: float
-    drain_stall_seconds: float
+    gradient_stall_seconds: float
     update_stall_seconds: float
     activation_stall_seconds: float
     step_seconds: float
@@ -66,8 +67,8 @@ class Stats:
     expert_bytes: int = 0
     gathered_bytes: int = 0
     peak_allocated_bytes: int = 0
-    brought_bytes: int = 0
-    taken_bytes: int = 0
+    step_upload_bytes: int = 0
+    step_download_bytes: int = 0
 
     @property
     def waited_seconds(self) -> float:
@@ -135,17 +136,20 @@ def state_line(
 
 def counters_line(stats: Stats) -> str:
     """Returns the counters as one sentence."""
-    activations = f"{human_bytes(stats.stored_bytes)} of activations offloaded; " if stats.stored_bytes else ""
-    steps = ""
-    if stats.brought_bytes:
-        steps = f"{human_bytes(stats.brought_bytes)} uploaded for steps on the GPU, {human_bytes(stats.taken_bytes)} downloaded; "
+    activations = steps = ""
+    if stats.offloaded_activation_bytes:
+        activations = f"{human_bytes(stats.offloaded_activation_bytes)} of activations offloaded; "
+    if stats.step_upload_bytes:
+        up, down = human_bytes(stats.step_upload_bytes), human_bytes(stats.step_download_bytes)
+        steps = f"{up} uploaded for steps on the GPU, {down} downloaded; "
     host_waits = f"; the CPU waited for the GPU {stats.host_waits} times" if stats.host_waits else ""
     parts = ", ".join(f"{seconds:.2f} s for {WAITED[what]}" for what, seconds in _waits(stats).items() if seconds)
     causes = f" ({parts})" if parts else ""
     return (
         f"Superpipeline: {stats.fetched_layers} layers uploaded ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
-        f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; {human_bytes(stats.drained_bytes)} of "
-        f"gradients offloaded; {activations}{steps}peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; "
+        f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; "
+        f"{human_bytes(stats.offloaded_gradient_bytes)} of gradients offloaded; {activations}{steps}"
+        f"peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; "
         f"waited {stats.waited_seconds:.2f} s{causes}{host_waits}."
     )
 
@@ -154,7 +158,7 @@ def _waits(stats: Stats) -> dict[str, float]:
     """Returns the parts of :attr:`Stats.waited_seconds`, by cause."""
     return {
         "fetches": stats.stall_seconds,
-        "gradients to leave": stats.drain_stall_seconds,
+        "gradient offloading": stats.gradient_stall_seconds,
         "updates": stats.update_stall_seconds,
         "activations": stats.activation_stall_seconds,
         "optimizers' steps": stats.step_seconds,
@@ -180,7 +184,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
 
 
 WAITED = {
-    "fetches": "uploads", "gradients to leave": "gradient offloading", "updates": "optimizer steps", "the host": "Python",
+    "fetches": "uploads", "gradient offloading": "gradient offloading", "updates": "optimizer steps", "the host": "Python",
     "several things at once": "several things at once", "sums of gradients": "gradient sums", "whole uploads": "full uploads",
     "sums over nodes": "gradient sums over nodes", "the disk": "the disk", "activations": "activations",
     "optimizers' steps": "optimizer steps",
@@ -194,7 +198,7 @@ def remedy(what: str, plan: Plan) -> str:
     fewer_steps = "Use a larger batch or accumulate_grad_batches"
     return {
         "fetches": f"Use {more}more tokens or images per batch",
-        "gradients to leave": "Use a larger k_prime",
+        "gradient offloading": "Use a larger k_prime",
         "updates": fewer_steps,
         "the host": "Use larger layers (layers=), or more tokens or images per batch",
         "several things at once": "Use more tokens or images per batch",

@@ -206,7 +206,7 @@ def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
     return {
         # In inference, only uploads read host memory.
         "fetches": {"upload": math.inf} | ({"host_memory": math.inf} if estimate.question.predict else {}),
-        "gradients to leave": {"download": math.inf},
+        "gradient offloading": {"download": math.inf},
         "the host": {"visit_seconds": 0.0, "weight_seconds": 0.0},
         "sums of gradients": {"links": math.inf},
         "whole uploads": {"sliced": estimate.question.devices > 1},

@@ -14,7 +14,7 @@ from sp_lightning.planner.estimate import Estimate
 
 LEAST_WAITING = 0.05
 """The least share of stalls for which the answer has advice."""
-_OVER = {"updates": " in host memory", "fetches": " over PCIe", "gradients to leave": " over PCIe"}
+_OVER = {"updates": " in host memory", "fetches": " over PCIe", "gradient offloading": " over PCIe"}
 
 
 def verdict(answer: Answer) -> str:

@@ -334,7 +334,7 @@ def test_a_host_without_room_keeps_what_it_can(monkeypatch: pytest.MonkeyPatch, 
     capacity = 8 * Saves.SIZE + 24_000  # all would fit without what is left for a layer
     ours, _ = train(capacity, eight, rows()[:1])
     assert_same(ours, fit(eight, rows()[:1]))
-    assert ours.trainer.strategy.stats().stored_bytes == 0
+    assert ours.trainer.strategy.stats().offloaded_activation_bytes == 0
     assert len(warned) == 1
 
 
@@ -364,7 +364,7 @@ def test_two_backwards_of_one_graph() -> None:
     peaks = [train(ROOM_FOR_ALL, Retains, batches[:1], activations=mode)[1].peak for mode in ("keep", "offload")]
     ours, device = train(sum(peaks) // 2, Retains, batches)
     assert_same(ours, fit(Retains, batches))
-    assert ours.trainer.strategy.stats().stored_bytes > 0
+    assert ours.trainer.strategy.stats().offloaded_activation_bytes > 0
     assert device.peak <= sum(peaks) // 2
 
 

@@ -156,7 +156,9 @@ def test_ways_of_activations_are_measured_and_equal(tmp_path: Path, monkeypatch:
     for plain, *others in (done[:7], done[7:]):
         steps = min(len(row["losses"]) for row in (plain, *others))
         assert {tuple(row["losses"][:steps]) for row in others} == {tuple(plain["losses"][:steps])}
-        moved = {row["contestant"] for row in others if "stats" in row and row["stats"][0]["stored_bytes"]}
+        moved = {
+            row["contestant"] for row in others if "stats" in row and row["stats"][0]["offloaded_activation_bytes"]
+        }
         assert moved == {"superpipeline-2:1-offload"}  # 16 GiB are enough for "auto" to keep all
     assert all(cells(text, row["label"])[4] not in ("", report.NONE) for row in done)
 

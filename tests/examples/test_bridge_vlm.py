@@ -93,7 +93,7 @@ def test_only_the_bridge_and_the_soft_token_have_gradients_and_state() -> None:
 def test_gradients_that_leave_are_those_of_the_bridge_and_the_soft_token() -> None:
     strategy = superpipeline(k=1)
     outcome = fit(bridged, BATCHES, strategy)
-    assert strategy.stats().drained_bytes == STEPS * trained_bytes(outcome)
+    assert strategy.stats().offloaded_gradient_bytes == STEPS * trained_bytes(outcome)
 
 
 def test_frozen_layers_travel_one_way() -> None:
@@ -109,12 +109,12 @@ def test_frozen_layers_travel_one_way() -> None:
     outcome = fit(noting, BATCHES, host)
     assert {name: p._version for name, p in outcome.module.named_parameters() if not p.requires_grad} == versions[0]
     assert host.stats().host_waits == 0  # it waits for each weight that it takes back
-    assert host.stats().taken_bytes == 0
+    assert host.stats().step_download_bytes == 0
 
     fit(bridged, BATCHES, device)
     assert device.stats().host_waits == 0
     # weights, two moments of each, and a count of steps, which lies with them where the device is the CPU
-    assert device.stats().taken_bytes == STEPS * (3 * trained_bytes(outcome) + 4 * len(TRAINED))
+    assert device.stats().step_download_bytes == STEPS * (3 * trained_bytes(outcome) + 4 * len(TRAINED))
     assert device.stats().fetched_bytes == host.stats().fetched_bytes
 
 
@@ -178,11 +178,11 @@ def test_the_recipe_says_what_a_bridge_costs(
     said = capsys.readouterr().out
     assert result.last_loss < result.first_loss
     assert result.trained < 0.02 * result.parameters
-    assert result.drained_bytes == 8 * 4 * result.trained
+    assert result.offloaded_gradient_bytes == 8 * 4 * result.trained
     assert result.state_bytes == 2 * 4 * result.trained + 4 * len(TRAINED)
-    assert result.taken_bytes == 0
+    assert result.step_download_bytes == 0
     assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
-    assert f"  {result.drained_bytes:>15,} bytes  to the host: gradients\n" in said
+    assert f"  {result.offloaded_gradient_bytes:>15,} bytes  to the host: gradients\n" in said
     assert result.model == tmp_path / "run" / "bridge", "and not among the model's own files"
     saved = torch.load(result.model / bridge_vlm.BRIDGE, weights_only=True)
     assert [f"model.{name}" for name in saved] == TRAINED
@@ -190,5 +190,5 @@ def test_the_recipe_says_what_a_bridge_costs(
 
     full = bridge_vlm.main([*arguments, "--optimizer-on", "gpu", "--output", str(tmp_path / "full")])
     assert full.trained == full.parameters
-    assert full.drained_bytes > 50 * result.drained_bytes
-    assert full.taken_bytes > 2 * full.drained_bytes
+    assert full.offloaded_gradient_bytes > 50 * result.offloaded_gradient_bytes
+    assert full.step_download_bytes > 2 * full.offloaded_gradient_bytes

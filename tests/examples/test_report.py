@@ -58,9 +58,9 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     assert ours[1:8] == ["2", "1.9 to 2.2", "4,096", "0.50", "–", "0.55", "1.5 GiB"]
     assert ours[9] == "0.20"
     assert ours[12] == "3.00"
-    assert "| drain stall, s |" in text
+    assert "| gradient stall, s |" in text
     assert "| AdamW as users write it, on the CPU | 2 ns per parameter |" in text
-    split = text[text.index("drain stall") :]
+    split = text[text.index("gradient stall") :]
     assert cells(split, "superpipeline 2:1")[1:] == ["1.67", "0.05", "0.01", "0.03", "0.04", "0.2"]
     assert cells(split, "FSDP2 CPUOffloadPolicy")[1:] == ["3.8", "–", "–", "–", "–", "0.2"]
     assert cells(text, "plain Lightning")[4:7] == ["1.00", "0.62", "–"]

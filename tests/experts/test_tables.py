@@ -53,7 +53,7 @@ def test_only_rows_travel() -> None:
         p.numel() for p in Text().blocks.parameters() if p.dim() == 1
     )
     count = sum(len(batch.unique()) for batch in batches)
-    assert stats.drained_bytes == rows + 8 * count + len(batches) * gradients  # each row with its number
+    assert stats.offloaded_gradient_bytes == rows + 8 * count + len(batches) * gradients  # each row with its number
     assert stats.host_waits == 2 * len(batches)  # for the rows that are to be looked up; their gradients come meanwhile
     assert strategy.plan.peak_device_bytes >= stats.peak_device_bytes
     assert stats.demand_fetches == 0
@@ -342,7 +342,7 @@ def test_one_whole_use_does_not_last() -> None:
     for count in (1, 2):
         strategy = superpipeline(k=1)
         fit(lambda: Once(Text()), numbers(count), strategy)
-        drained.append(strategy.stats().drained_bytes)
+        drained.append(strategy.stats().offloaded_gradient_bytes)
     assert drained[1] - drained[0] < drained[0] - ROWS * 64 / 2
 
 

@@ -36,7 +36,7 @@ def test_gradients_of_layers_never_leave_in_backward() -> None:
             fit(Stepped, vectors(), strategy, recorded="losses")
         # Where none leaves, a step waits for the kernels that wrote them: backward may run on a stream of its user's.
         assert Wait.DRAIN_AFTER_GRADIENT in made[0].waits
-        return strategy.stats().drained_bytes
+        return strategy.stats().offloaded_gradient_bytes
 
     assert drained("off") > 0
     assert drained("backward") == 0, "this model has no residents"
@@ -97,7 +97,7 @@ def test_gradients_of_residents_leave_as_backward_ends() -> None:
     strategy = on_device(optimizer_overlap="backward")
     ours = fit(Scales, vectors(), strategy, recorded="losses")
     assert_same(ours, fit(Scales, vectors(), "auto", recorded="losses"))
-    assert strategy.stats().drained_bytes == len(vectors()) * ours.state["scale"].nbytes
+    assert strategy.stats().offloaded_gradient_bytes == len(vectors()) * ours.state["scale"].nbytes
 
 
 def halve(parameter: Tensor) -> None:

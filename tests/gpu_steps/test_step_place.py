@@ -40,7 +40,7 @@ def auto(**options: Any) -> SuperpipelineStrategy:
 
 def place_of(strategy: SuperpipelineStrategy) -> str:
     """Where a run's optimizers have stepped."""
-    return "gpu" if strategy.stats().brought_bytes else "cpu"
+    return "gpu" if strategy.stats().step_upload_bytes else "cpu"
 
 
 def adamw(parameters: Any) -> Optimizer:

@@ -47,7 +47,7 @@ def test_half_the_bytes_move() -> None:
     assert any("100% of the layers' bytes are uploaded as bfloat16" in note for note in half.plan.notes)
     assert half.stats().fetched_layers == full.stats().fetched_layers
     assert half.stats().fetched_bytes == full.stats().fetched_bytes // 2 == half.stats().fetched_layers * layer // 2
-    assert half.stats().drained_bytes == full.stats().drained_bytes // 2
+    assert half.stats().offloaded_gradient_bytes == full.stats().offloaded_gradient_bytes // 2
     assert half.stats().demand_fetches == half.stats().extra_slots == 0
 
 
@@ -85,7 +85,7 @@ def test_a_gradient_is_lowered_only_where_that_loses_nothing(use: str) -> None:
 
     strategy = superpipeline()
     assert_same(fit(make, wide(), strategy, **MIXED), fit(make, wide(), **MIXED))
-    assert strategy.stats().drained_bytes == 3 * 6 * 128 * 128 * (2 if use == "once" else 4)
+    assert strategy.stats().offloaded_gradient_bytes == 3 * 6 * 128 * 128 * (2 if use == "once" else 4)
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -147,7 +147,7 @@ def stats(**seconds: float) -> Stats:
             {"stall_seconds": 4.0, "update_stall_seconds": 1.0},
             "waited 40% of 10.0 s for uploads. Use a larger k or gpu_memory",
         ),
-        ({"drain_stall_seconds": 2.0}, "20% of 10.0 s for gradient offloading. Use a larger k_prime"),
+        ({"gradient_stall_seconds": 2.0}, "20% of 10.0 s for gradient offloading. Use a larger k_prime"),
         ({"update_stall_seconds": 3.0}, "30% of 10.0 s for optimizer steps. Use a larger batch"),
         ({"step_seconds": 5.0, "stall_seconds": 1.0}, "50% of 10.0 s for optimizer steps. Use a larger batch"),
     ],
@@ -175,7 +175,7 @@ def test_kernels_that_would_help_are_named(
 
 def test_what_was_waited_is_one_figure_with_its_parts() -> None:
     """The figures were of five kinds without a sum, with a number of times behind them."""
-    line = counters_line(stats(stall_seconds=4.0, drain_stall_seconds=0.5, update_stall_seconds=1.25))
+    line = counters_line(stats(stall_seconds=4.0, gradient_stall_seconds=0.5, update_stall_seconds=1.25))
     assert line.endswith(
         "; waited 5.75 s (4.00 s for uploads, 0.50 s for gradient offloading, 1.25 s for optimizer steps)."
     )

@@ -78,5 +78,5 @@ def test_every_rank_has_counters_of_its_own() -> None:
     for found in in_ranks(RANKS, train):
         stats = found["stats"]
         assert stats.fetched_layers >= 4 * DEPTH
-        assert 4 * 4 * COUNT // RANKS <= stats.drained_bytes <= 1.1 * 4 * 4 * COUNT // RANKS
+        assert 4 * 4 * COUNT // RANKS <= stats.offloaded_gradient_bytes <= 1.1 * 4 * 4 * COUNT // RANKS
         assert 0 < stats.peak_device_bytes <= found["planned"]

@@ -196,7 +196,7 @@ def test_metrics_come_every_n_steps(every: int, accumulate: int, steps: list[int
     ("metrics", "columns"),
     [
         (True, {"waited", "window"}),
-        (["drained_bytes"], {"drained_bytes"}),
+        (["offloaded_gradient_bytes"], {"offloaded_gradient_bytes"}),
         ("all", set(METRICS) - {"tokens_per_second"}),  # these batches do not say how many tokens they have
         (False, set()),
     ],
