@@ -21,6 +21,7 @@ from sp_lightning.layers.narrow_gradient import NarrowGradient, stored
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.on_disk import (
     FAULTS,
+    MODELS,
     NoBatch,
     Unfreezes,
     break_calls,
@@ -101,18 +102,6 @@ def test_every_mode_of_updates(
     none = overlap == "backward" and "accumulate_grad_batches" not in options  # a few are in memory
     assert (strategy.ledger.gradients_on_disk == 0) == none
     assert list(tmp_path.iterdir()) == []
-
-
-MODELS = [
-    "llama-dropout",
-    "gpt2-tied",
-    "reused",
-    "conditional",
-    "resnet50",
-    "lora-checkpoint",
-    "frozen",
-    "parameter-hooks",
-]
 
 
 @pytest.mark.parametrize("name", first(MODELS, "conditional", second=MODELS[:4], why="other models"))

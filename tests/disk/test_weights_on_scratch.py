@@ -28,6 +28,7 @@ from tests.support.in_files import stay
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.on_disk import (
     FAULTS,
+    MODELS,
     NoBatch,
     Unfreezes,
     break_calls,
@@ -97,18 +98,6 @@ def test_every_mode_of_updates(overlap: Any, variant: str, tmp_path: Path) -> No
     assert_same(ours, fit(make, vectors(), recorded="losses", **options))
     assert there.count == [len(list(Stack().parameters()))] * 2 * len(vectors())
     assert list(tmp_path.iterdir()) == []
-
-
-MODELS = [
-    "llama-dropout",
-    "gpt2-tied",
-    "reused",
-    "conditional",
-    "resnet50",
-    "lora-checkpoint",
-    "frozen",
-    "parameter-hooks",
-]
 
 
 @pytest.mark.parametrize("name", first(MODELS, "gpt2-tied", second=MODELS[:2], why="other models"))

@@ -17,6 +17,7 @@ from tests.support.bare import assert_like_plain, bare
 from tests.support.models import (
     Block,
     CheckpointedCalls,
+    EitherOptimization,
     FunctionalCall,
     InsideCheckpoint,
     Module,
@@ -30,26 +31,16 @@ from tests.support.runs import loader, superpipeline, trainer_for
 from tests.support.tiers import first
 
 
-class FrozenAndCheckpointed(Module):
+class FrozenAndCheckpointed(EitherOptimization):
     """A recompute keeps frozen weights as they are; autograd read NaN from them once their layer had gone.
 
     Found by fuzzing. Adapters on a checkpointed, frozen base are this case.
     """
 
     def __init__(self, net: nn.Module, *, manual: bool = False) -> None:
-        super().__init__(net)
-        self.automatic_optimization = not manual
+        super().__init__(net, manual=manual)
         for block in self.net.blocks:
             block.inner.requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
 
 
 class InsideReentrant(Stack):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.data_writes import WritesUnseen
-from tests.support.models import Module, Stack, vectors
+from tests.support.models import EitherOptimization, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
@@ -32,12 +32,12 @@ def test_unseen_writes_on_the_host_are_refused(activations: Any) -> None:
         fit(lambda: WritesUnseen("reference"), vectors(), strategy)
 
 
-class WritesOldMemory(Module):
+class WritesOldMemory(EitherOptimization):
     """Inside of its layer's call a weight is written through what was taken of it before the step, ``how``."""
 
     def __init__(self, how: str, manual: bool) -> None:
-        super().__init__(Stack(3))
-        self.how, self.automatic_optimization = how, not manual
+        super().__init__(Stack(3), manual=manual)
+        self.how = how
         self.old: Any = None
         self.net.blocks[1].inner.register_forward_hook(self.write)  # type: ignore[union-attr, index, operator]
 
@@ -48,15 +48,6 @@ class WritesOldMemory(Module):
     def write(self, *_: Any) -> None:
         with torch.no_grad():
             self.old *= 0.9
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
 
 
 @pytest.mark.parametrize("manual", [False, True])

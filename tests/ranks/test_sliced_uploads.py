@@ -281,27 +281,33 @@ def test_ranks_on_one_path_gather_all_of_it(size: int) -> None:
         assert rank.uploads.gathered_bytes == 5 * len(batches) * (size - 1) * part
 
 
-def test_a_gather_that_fails_is_not_waited_for_again() -> None:
+@pytest.mark.parametrize("lost_in", ["gather", "wait for the other rank"])
+def test_an_upload_that_has_failed_is_not_waited_for_again(lost_in: str) -> None:
     """Each wait takes as long as a process group is patient, and the end of a run asks for all layers several times."""
     together = Together(2)
     weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
     first, other = (Rank(rank, together, weights, []) for rank in range(2))
     asked = []
+    error = ConnectionError if lost_in == "gather" else RankError
 
     def lost(*_: Any) -> None:
         asked.append(1)
-        raise ConnectionError("rank 1 has not come")
+        raise error("rank 1 does not answer")
 
-    first.ranks.gather = other.ranks.gather = lost
     with first.lock, other.lock:
+        if lost_in == "gather":
+            first.ranks.gather = other.ranks.gather = lost
         sent = [first.send(layer) for layer in range(3)]
-        with pytest.raises(ConnectionError):
-            other.send(0)
-        with pytest.raises(ConnectionError):
+        if lost_in == "gather":
+            with pytest.raises(error):
+                other.send(0)
+        else:
+            first.uploads._gathers._until = lost
+        with pytest.raises(error):
             first.uploads.finish(sent[0][1])
         first.uploads.finish()
         first.uploads.end_round()
-    assert len(asked) == 2
+    assert len(asked) == (2 if lost_in == "gather" else 1)  # each rank has gathered once
     for layer, (target, _) in enumerate(sent):
         assert torch.equal(target, weights[layer])
     first.uploads.close()
@@ -328,30 +334,6 @@ def test_an_error_of_this_rank_comes_before_that_of_another(error: type[BaseExce
         assert torch.equal(target, weights[0])
     for rank in ranks:
         rank.uploads.close()
-
-
-def test_a_rank_that_does_not_answer_is_not_waited_for_again() -> None:
-    together = Together(2)
-    weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
-    first, other = (Rank(rank, together, weights, []) for rank in range(2))
-    asked = []
-
-    def lost(*_: Any) -> None:
-        asked.append(1)
-        raise RankError("rank 1 does not answer")
-
-    with first.lock, other.lock:
-        sent = [first.send(layer) for layer in range(3)]
-        first.uploads._gathers._until = lost
-        with pytest.raises(RankError):
-            first.uploads.finish(sent[0][1])
-        first.uploads.finish()
-        first.uploads.end_round()
-    assert len(asked) == 1
-    for layer, (target, _) in enumerate(sent):
-        assert torch.equal(target, weights[layer])
-    first.uploads.close()
-    other.uploads.close()
 
 
 # ---------------------------------------------------------------------- slots wait for what is on its way

@@ -109,6 +109,9 @@ def without(folder: str, place: Path) -> Path:
             shutil.copy(ROOT / name, copy / name)
     shutil.rmtree(copy / "sp_lightning" / folder)
     shutil.rmtree(copy / "tests" / folder, ignore_errors=True)
+    seconds = copy / "tests" / "seconds.txt"
+    kept = [line for line in seconds.read_text().splitlines(keepends=True) if f" tests/{folder}/" not in line]
+    seconds.write_text("".join(kept))
     (copy / "sitecustomize.py").write_text(NO_EDITABLE_INSTALL)
     return copy
 

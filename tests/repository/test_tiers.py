@@ -87,7 +87,11 @@ def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pyte
     assert found == {"t/a.py::x[1, 2]": 1.0, "t/a.py::y": pytest.approx(0.9), "t/b.py::y": 2.0}
     before = {"t/a.py::y": 5.0, "t/d.py::x": 3.0, "t/d.py::gone": 3.0}  # of which the log has the first one
     assert seconds.read([log], {**tiers, "t/d.py::x": "rest"}, before) == {**found, "t/d.py::x": 3.0}
+    monkeypatch.setattr(seconds, "ROOT", tmp_path)
     monkeypatch.setattr(seconds, "FILE", tmp_path / "seconds.txt")
+    (tmp_path / "t").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "t" / f"{name}.py").touch()
     seconds.FILE.write_text("# Seconds\n1.00 t/a.py::x[1, 2]\n2.00 t/b.py::y\n")
     quick, slow, other = Item("t/a.py::z"), Item("t/a.py::x[1, 2]"), Item("t/b.py::y", "rest")
     seconds.move_down([quick, slow, other], whole=True)  # type: ignore[list-item]
@@ -97,6 +101,9 @@ def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pyte
     assert not seconds.gone
     seconds.move_down([quick], whole=True)  # type: ignore[list-item]
     assert seconds.gone == ["t/a.py::x[1, 2]"]
+    (tmp_path / "t" / "b.py").unlink()  # no test of a removed file is collected
+    seconds.move_down([quick], whole=False)  # type: ignore[list-item]
+    assert seconds.gone == ["t/b.py::y"]
 
 
 def test_the_file_of_slow_tests_names_existing_tests() -> None:

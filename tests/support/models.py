@@ -45,6 +45,23 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
+class EitherOptimization(Module):
+    """Optimizes automatically or, with ``manual``, by hand."""
+
+    def __init__(self, net: nn.Module, *, manual: bool) -> None:
+        super().__init__(net)
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
 class Transformer(Module):
     """A transformers model whose batches are keyword arguments and whose output has a loss."""
 

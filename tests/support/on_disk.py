@@ -52,6 +52,19 @@ def on_disk(folder: Path, **options: Any) -> SuperpipelineStrategy:
     return SuperpipelineStrategy(**{"k": 1, "disk": folder, "optimizer_overlap": overlap, **fused, **options})
 
 
+MODELS = [
+    "llama-dropout",
+    "gpt2-tied",
+    "reused",
+    "conditional",
+    "resnet50",
+    "lora-checkpoint",
+    "frozen",
+    "parameter-hooks",
+]
+"""Names in ``tests.support.models.CASES``: models that are trained with weights or gradients on the disk."""
+
+
 class NoBatch(Callback):
     """No batch begins."""
 

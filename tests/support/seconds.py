@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parents[1] / "seconds.txt"
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "tests" / "seconds.txt"
 LATER = {"": (0.5, "rest"), "rest": (1.1, "long")}
 """By the tier of a test (its mark), from how many seconds on it runs in the next one, and that one's mark."""
 STAY = ("test_gpu_script.py::test_what_has_run", "test_gpu_script.py::test_tests_on_the_list", "test_fuzz.py::")
@@ -46,8 +47,9 @@ def move_down(items: Sequence[pytest.Item], *, whole: bool) -> None:
             tier = "long" if item.get_closest_marker("long") else "rest" if item.get_closest_marker("rest") else ""
             if tier in LATER and took >= LATER[tier][0]:
                 item.add_marker(getattr(pytest.mark, LATER[tier][1])(f"takes {took:g} seconds"))
-    files = {item.nodeid.split("::")[0] for item in items}
-    gone[:] = sorted(name for name in seconds.keys() - seen if whole and name.split("::")[0] in files)
+    collected = {item.nodeid.split("::")[0] for item in items}
+    missing = ((name, name.split("::")[0]) for name in seconds.keys() - seen)
+    gone[:] = sorted(name for name, file in missing if (whole and file in collected) or not (ROOT / file).exists())
 
 
 def read(logs: Iterable[str], tiers: Mapping[str, str], before: Mapping[str, float]) -> dict[str, float]:
