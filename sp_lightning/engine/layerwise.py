@@ -171,7 +171,7 @@ class LayerwiseStep:
         if in_backward:
             self._on_complete, self._wanted = self._update_early, lambda layer: layer in self._early_groups()
         elif traits.early is EarlyUpdates.TRIED:
-            self._on_complete, self._wanted = self._do_without, lambda layer: False
+            self._on_complete, self._wanted = self._note_late_uses, lambda layer: False
 
         # Of all steps so far.
         self.tried = False
@@ -182,9 +182,8 @@ class LayerwiseStep:
 
         # Of the running step.
         self.begun: set[StreamedLayer] = set()
-        self._armed: dict[StreamedLayer, Groups] | None = (
-            None  # groups of layers that backward may update; None: not known yet
-        )
+        # The layers that backward may still update, with their groups; None until they are known.
+        self._updatable: dict[StreamedLayer, Groups] | None = None
         self._closure: Callable[[], Any] | None = None
         self._context: StepContext
         self._groups = self._none = Groups()  # `_groups` are the user's while the optimizer has the empty `_none`
@@ -193,10 +192,10 @@ class LayerwiseStep:
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """A context for a step of the optimizer whose updates :meth:`submit` submits."""
-        # The last step's gradients still exist. If one is sparse, no layer is updated before all gradients are known.
-        self._armed = (
-            None if not self._traits.early.in_backward or all(map(self._cuts, self._optimizer.param_groups)) else {}
-        )
+        # torch decides by the gradients if a group is fused, and the last step's gradients still exist. If a group cannot be
+        # divided now (for example, a gradient was sparse), backward updates no layer.
+        can_divide = not self._traits.early.in_backward or all(map(self._can_divide, self._optimizer.param_groups))
+        self._updatable = None if can_divide else {}
         self._context = self._context_here()
         self._engine.backward.on_complete = self._on_complete
         self._engine.backward.wanted = self._wanted
@@ -217,18 +216,21 @@ class LayerwiseStep:
         return StepContext({"cpu", self._engine.device.device.type}, self._traits.settings_of)
 
     def _update_early(self, layer: StreamedLayer) -> None:
-        """Submits the update of a layer whose gradients backward has completed."""
-        armed = self._early_groups()
+        """Submits the update of a layer whose gradients backward has completed, if it may be updated so early.
+
+        Other layers are left to :meth:`submit`.
+        """
+        updatable = self._early_groups()
         # The step of a layer in its own slot would write weights that backward may still read.
-        if layer not in armed or layer.own_slot is not None:
+        if layer not in updatable or layer.own_slot is not None:
             return
-        held = self._is_held(layer, _parameters(armed[layer]))
+        held = self._is_held(layer, _parameters(updatable[layer]))
         if held and self._traits.early is EarlyUpdates.KEEPS:
             return  # user code may read or write, in this backward, the tensors that it holds
-        groups = armed.pop(layer)
+        groups = updatable.pop(layer)
         if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
-            self._armed = {}  # if no layer is updated yet, all are updated at once
-            self._refuse(_sparse(layer))
+            self._updatable = {}  # no layer is updated in this backward any more
+            self._refuse(_sparse(layer))  # an error if some layers are updated already; else all are updated at once
             return
         if not self.begun:
             self._updates.begin()
@@ -237,10 +239,13 @@ class LayerwiseStep:
         self._engine.before_early_update(layer)
         self._submit(layer, groups, held=held)
         if self._traits.early is EarlyUpdates.FREES:
-            self._updates.limit_pending(1)  # so the gradients of one layer at most wait in memory
+            self._updates.limit_pending(1)  # so at most one layer's gradients wait in memory for their update
 
-    def _do_without(self, layer: StreamedLayer) -> None:
-        """Tests, after a layer's gradients are complete, if backward still uses the layer."""
+    def _note_late_uses(self, layer: StreamedLayer) -> None:
+        """Notes in :attr:`needed` if backward uses a layer although its gradients are complete. Nothing is updated.
+
+        Called in a step that tests whether later steps could update layers in backward (``EarlyUpdates.TRIED``).
+        """
         self.tried = True
         if layer.own_slot is not None:
             return
@@ -262,13 +267,13 @@ class LayerwiseStep:
 
     def _early_groups(self) -> dict[StreamedLayer, Groups]:
         """Returns the groups of the layers that can be updated in backward and are not updated yet."""
-        if self._armed is None:
+        if self._updatable is None:
             self._order()
             try:
-                self._armed = self._groups_by_layer()
+                self._updatable = self._groups_by_layer()
             except _UndividedError:
-                self._armed = {}
-        return self._armed
+                self._updatable = {}
+        return self._updatable
 
     def submit(self, closure: Callable[[], Any] | None = None) -> bool:
         """Submits the layers that are not updated yet, after backward and clipping.
@@ -282,37 +287,48 @@ class LayerwiseStep:
         """
         self._closure = closure
         self._context = self._context_here()  # user code may have changed settings since the step began
-        self._engine.backward.on_complete = self._engine.backward.wanted = None
+        self._engine.backward.on_complete = self._engine.backward.wanted = None  # a later backward is not of this step
         self._updates.end_early()
         self._engine.before(deferred=bool(self.begun))  # a forward without a backward may have left transfers in flight
         self._engine.gather(self._optimizer)
         try:
             by_layer = self._groups_by_layer()
         except _UndividedError as undivided:
-            self._refuse(undivided)
-            self.warn_of_bits(undivided.args[0])
-            if self._traits.early is EarlyUpdates.TRIED:
-                self.needed.append(undivided.args[0])
-            self.clipping.finish()
-            by_layer = {}
+            self._prepare_undivided_step(undivided)
         else:
-            if not self.begun:
-                self._updates.begin()
-            self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
-            for layer in self._order():
-                if layer in by_layer:
-                    held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
-                    self._submit(layer, by_layer[layer], held=held)
-            self._keep_frozen()
-            self.clipping.pending = None
-            self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
+            self._submit_layers(by_layer)
         self.begun.clear()
-        if type(self._optimizer) is self._class:  # all updates have ended in backward
+        if type(self._optimizer) is self._class:  # no update is under way, so `_updated` will not be called
             self._drop_empty_state()
-        self._updates.torn = None
+        self._updates.torn = None  # the background has all updates now; if one fails, `torn` is set again
         if self._traits.waits:
             self._updates.wait_for_all()
-        return self._optimizer.param_groups is self._none
+        return self.submitted
+
+    def _submit_layers(self, by_layer: Mapping[StreamedLayer, Groups]) -> None:
+        """Submits the layers that are not updated yet, the most urgent one first. The optimizer has no groups afterwards."""
+        if not self.begun:
+            self._updates.begin()
+        self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
+        for layer in self._order():
+            if layer in by_layer:
+                held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
+                self._submit(layer, by_layer[layer], held=held)
+        self._keep_frozen()
+        self.clipping.pending = None  # the updates have it
+        self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
+
+    def _prepare_undivided_step(self, undivided: _UndividedError) -> None:
+        """Prepares torch's own step of all layers at once, for a step that cannot be divided.
+
+        Raises:
+            RuntimeError: an option needs updates of single layers.
+        """
+        self._refuse(undivided)
+        self.warn_of_bits(undivided.args[0])
+        if self._traits.early is EarlyUpdates.TRIED:
+            self.needed.append(undivided.args[0])
+        self.clipping.finish()  # torch's step does not clip
 
     def _keep_frozen(self) -> None:
         """Uploads frozen layers that stay on the GPU to their own slots, once, instead of in each step."""
@@ -362,12 +378,12 @@ class LayerwiseStep:
             name = self._class.__name__
             LOG.warning("Superpipeline: this step of %s has the CPU's last bits, not the GPU's: %s.", name, why)
 
-    def _cuts(self, group: dict[str, Any]) -> bool:
-        """Returns True if the step of a group can be taken apart."""
-        return self._traits.separable or runs_fused(self._optimizer, self._on_host(group), fuse=self._traits.fuse)
+    def _can_divide(self, group: dict[str, Any]) -> bool:
+        """Returns True if the step of a group, run layer by layer, gives the same bits as torch's own step of the group."""
+        return self._traits.separable or runs_fused(self._optimizer, self._part_on_cpu(group), fuse=self._traits.fuse)
 
-    def _on_host(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns a group with the parameters that the CPU steps."""
+    def _part_on_cpu(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns a group without the parameters of layers that step on the GPU."""
         stepper = self._engine.stepper
         if not stepper.steps_some:
             return group
@@ -387,57 +403,76 @@ class LayerwiseStep:
     def _groups_by_layer(self) -> dict[StreamedLayer, Groups]:
         """Returns each layer's part of the groups: the same settings, and only the layer's parameters.
 
-        Settings are copied, because schedulers change them after the step, while updates may still run. Layers that step on the
-        GPU get the user's settings. Layers that step on the CPU may get ``fused=True``, or the object that updates with a GPU's
-        bits.
+        Layers whose updates of this step have begun are left out.
 
         Raises:
-            _UndividedError: they cannot be cut.
+            _UndividedError: the step cannot be divided.
         """
         by_layer, state = defaultdict(list), state_of(self._optimizer)
-        if not self.begun and shares_state(self._optimizer.param_groups, state, self._traits.constants):
+        # If an update has begun in this step, the groups were checked before it. Now the state of some layers has buffers that
+        # the state of others lacks, so a second check would fail.
+        check = not self.begun
+        if check and shares_state(self._optimizer.param_groups, state, self._traits.constants):
             raise _UndividedError("two parameters share a state", "Give each parameter a state of its own")
         for group in self._optimizer.param_groups:
-            # If an update has begun in this step, the group was checked before it. Now the state of some layers has buffers that
-            # the state of others lacks, so a second check would fail.
-            if not self.begun and not self._cuts(group):
+            if check and not self._can_divide(group):
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
-            settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
+            cpu_group = self._part_on_cpu(group)
+            gpu_settings, cpu_settings = self._copy_settings(group, cpu_group)
+            if check and self._traits.early.in_backward and not self._traits.on_gpu:
+                trained = [p for p in cpu_group["params"] if p.requires_grad]
+                if lacks_buffers(group, state, trained):
+                    what = "some parameters of a group have momentum and others have none yet"
+                    raise _UndividedError(what, "Pass optimizer_overlap='forward'")
             name_of = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
-            gpu_settings, of_host = settings, self._on_host(group)
-            if not self._traits.on_gpu:
-                settings = {**settings}
-                if self._like is not None:
-                    if why := self._like.against_group(of_host, self._of_gpu):
-                        self.warn_of_bits(why)
-                    else:
-                        settings[_LIKE] = self._like.of(group)
-                if self.begun or runs_fused(self._optimizer, of_host, fuse=self._traits.fuse):
-                    settings["fused"] = True
-            trained = [p for p in of_host["params"] if p.requires_grad]
-            if (
-                self._traits.early.in_backward
-                and not self.begun
-                and not self._traits.on_gpu
-                and lacks_buffers(group, state, trained)
-            ):
-                what = "some parameters of a group have momentum and others have none yet"
-                raise _UndividedError(what, "Pass optimizer_overlap='forward'")
-            parts = defaultdict(list)
-            for parameter in group["params"]:
-                layer = self._engine.layer_of(parameter)
-                if layer is None:
-                    what = f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the module's"
-                    raise _UndividedError(what, "Make it the module's")
-                if layer not in self.begun:
-                    if _is_sparse(parameter):
-                        raise _sparse(layer)
-                    parts[layer].append(parameter)
-            for layer, parameters in parts.items():
+            for layer, parameters in self._parameters_by_layer(group).items():
                 named = {"param_names": [name_of[id(p)] for p in parameters]} if name_of else {}
-                chosen = gpu_settings if self._engine.stepper.steps(layer) else settings
-                by_layer[layer].append({**chosen, **named, "params": parameters})
+                settings = gpu_settings if self._engine.stepper.steps(layer) else cpu_settings
+                by_layer[layer].append({**settings, **named, "params": parameters})
         return by_layer
+
+    def _copy_settings(self, group: dict[str, Any], cpu_group: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Copies a group's settings, because schedulers change them after the step, while updates may still run.
+
+        Args:
+            group: the group.
+            cpu_group: the group with the parameters that the CPU steps.
+
+        Returns:
+            - The user's settings, for layers that step on the GPU.
+            - The settings for layers that step on the CPU: also with ``fused=True`` if torch would run the group fused, or with
+              the object that updates with a GPU's bits.
+        """
+        gpu_settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
+        if self._traits.on_gpu:
+            return gpu_settings, gpu_settings
+        cpu_settings = {**gpu_settings}
+        if self._like is not None:
+            if why := self._like.against_group(cpu_group, self._of_gpu):
+                self.warn_of_bits(why)
+            else:
+                cpu_settings[_LIKE] = self._like.of(group)
+        if self.begun or runs_fused(self._optimizer, cpu_group, fuse=self._traits.fuse):
+            cpu_settings["fused"] = True
+        return gpu_settings, cpu_settings
+
+    def _parameters_by_layer(self, group: dict[str, Any]) -> dict[StreamedLayer, list[nn.Parameter]]:
+        """Returns a group's parameters by layer, without layers whose updates of this step have begun.
+
+        Raises:
+            _UndividedError: a parameter is not the module's, or has a sparse gradient.
+        """
+        parts = defaultdict(list)
+        for parameter in group["params"]:
+            layer = self._engine.layer_of(parameter)
+            if layer is None:
+                what = f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the module's"
+                raise _UndividedError(what, "Make it the module's")
+            if layer not in self.begun:
+                if _is_sparse(parameter):
+                    raise _sparse(layer)
+                parts[layer].append(parameter)
+        return parts
 
     def _submit(self, layer: StreamedLayer, groups: Groups, *, held: bool) -> None:
         """Submits the update of a layer to the background thread.
@@ -457,32 +492,14 @@ class LayerwiseStep:
             self._updates.afterwards(self._updated)
         part = object.__new__(self._class)  # see "Note: part of an optimizer" in updates/__init__
         vars(part).update(vars(self._optimizer), param_groups=groups)
-        engine = self._engine
-        context = self._context
-        clip = self.clipping.pending
-        if clip is None and self.clip_value is not None:  # in backward, before the precision plugin clips
-            clip = by_value(self.clip_value)
-        # ``change`` records the clipping of a narrow gradient, to be applied when the gradient is widened. The update clips the
-        # other gradients, by the id of their parameter.
-        clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
-
-        stays = layer.own_slot is not None  # True if the GPU steps the layer in its own slot
-        if stays and self._is_held(layer, parameters):
-            # Another thread may have landed the layer and hold its tensors, while the copy on the GPU is still marked as valid.
-            stays = False
-            self._updates.land(layer)
-        stays = stays and self._engine.staying(layer)
+        # Taken now, because the update runs later: user code may then change settings, and the next step may clip otherwise.
+        engine, context, clips = self._engine, self._context, self._record_clipping(parameters)
+        stays = self._steps_in_own_slot(layer, parameters)
 
         def update() -> None:
             self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
-            # A parameter without a gradient gets its state in a later step, after the others. So its empty entry is removed.
-            for parameter in parameters:
-                unused = (
-                    parameter.grad is None and not self._traits.checked and dict.get(state_of(part), parameter) == {}
-                )
-                if unused and not self._has_state_on_gpu(parameter):
-                    dict.pop(state_of(part), parameter)
+            self._drop_state_of_unused(part, parameters)
             self._step_layer(layer, part, trained, clips, context, stays=stays)
             if self._traits.lands:
                 engine.device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
@@ -496,6 +513,39 @@ class LayerwiseStep:
         self._updates.submit(layer, update, release)
         if at_once and not self._traits.waits:
             self._updates.complete(layer)
+
+    def _record_clipping(self, parameters: Sequence[nn.Parameter]) -> dict[int, Change]:
+        """Records the step's clipping in narrow gradients, which are then clipped when they are widened.
+
+        Returns:
+            The clipping of the other gradients, which the update clips itself, by the id of their parameter.
+        """
+        clip = self.clipping.pending
+        if clip is None and self.clip_value is not None:  # in backward, before the precision plugin clips
+            clip = by_value(self.clip_value)
+        return {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
+
+    def _steps_in_own_slot(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
+        """Returns True if the GPU may step a layer in its own slot. If it may not, a layer that stays on the GPU is landed."""
+        if layer.own_slot is None:
+            return False
+        if self._is_held(layer, parameters):
+            # Another thread may have landed the layer and hold its tensors, while the copy on the GPU is still marked as valid.
+            self._updates.land(layer)
+            return False
+        return self._engine.staying(layer)
+
+    def _drop_state_of_unused(self, part: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Removes the empty entry of the state of each parameter without a gradient, before the layer's step.
+
+        Such a parameter gets its state in a later step, after the others, as with torch's own step.
+        """
+        if self._traits.checked:
+            return
+        for parameter in parameters:
+            unused = parameter.grad is None and dict.get(state_of(part), parameter) == {}
+            if unused and not self._has_state_on_gpu(parameter):
+                dict.pop(state_of(part), parameter)
 
     def _make_empty_state(self) -> None:
         """Makes an empty entry of the state for each parameter without state, before the first update of a step.
@@ -567,21 +617,17 @@ class LayerwiseStep:
             stays: True if a layer that stays on the GPU may be stepped in its own slot.
         """
         # A user's class may read the loss that its closure returns.
-        closures = [self._closure] * (self._traits.checked and self._closure is not None)
+        closures = (self._closure,) if self._traits.checked and self._closure is not None else ()
         step = partial(context.run, partial(_own_step(self._class), part, *closures))
         stepper = self._engine.stepper
         if stepper.steps(layer):
-            for parameter in trained:
-                if id(parameter) in clips and parameter.grad is not None:
-                    clips[id(parameter)](parameter.grad)
+            _clip(trained, clips)
             stepper.step_layer((layer, self._optimizer), part, step, stays=stays, declared=self._traits.checked)
             return
         for parameter in trained:
             self._engine.device.access(unwidened(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
         if self._traits.separable:
-            for parameter in trained:
-                if id(parameter) in clips and parameter.grad is not None:
-                    clips[id(parameter)](parameter.grad)
+            _clip(trained, clips)
             step()
         else:
             others = {id(p): group[_LIKE] for group in part.param_groups if _LIKE in group for p in group["params"]}
@@ -609,13 +655,19 @@ def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:
     return own
 
 
+def _clip(parameters: Sequence[nn.Parameter], clips: Mapping[int, Change]) -> None:
+    for parameter in parameters:
+        if id(parameter) in clips and parameter.grad is not None:
+            clips[id(parameter)](parameter.grad)
+
+
 def _is_sparse(parameter: nn.Parameter) -> bool:
     gradient = stored(parameter)
     return gradient is not None and gradient.layout is not torch.strided
 
 
 class _UndividedError(Exception):
-    """Groups cannot be cut by layers. The arguments are the reason and a remedy."""
+    """A step cannot be divided into updates of layers. The arguments are the reason and a remedy."""
 
 
 def _parameters(groups: Groups) -> list[nn.Parameter]:
