@@ -97,7 +97,10 @@ class Backward(Part):
             loss.register_hook(partial(self._begins, quiet))
 
     def _begins(self, quiet: bool, gradient: Tensor) -> None:
-        """Hook of the loss: the announced backward begins. Drops copies of layers that may be out of date."""
+        """Hook of the loss: the announced backward begins. Drops copies of layers that may be out of date.
+
+        User code has run since the forward, for example hooks before backward.
+        """
         self.join()
         self._announced = True
         self._accumulates = True
@@ -113,6 +116,8 @@ class Backward(Part):
     def join(self) -> None:
         """Registers the present graph task, if it is new. Autograd will call :meth:`_ends` when the task ends.
 
+        Called at each entry from autograd into the engine, because the first one may be a hook, a gradient or a saved tensor.
+
         Raises:
             RuntimeError: the run is over, or the graph task has failed already.
         """
@@ -120,7 +125,7 @@ class Backward(Part):
         if task == -1 or task in self.tasks:
             return
         with self.lock:
-            if task in self.tasks:
+            if task in self.tasks:  # another of autograd's threads was faster
                 return
             if self._closed:
                 raise RuntimeError(
@@ -156,8 +161,8 @@ class Backward(Part):
             tensor_grad.__set__(parameter, None)
         group = layer.parameters
         host = group.hosts[index]
-        # The user may have frozen the host parameter since the forward, so its gradient is dropped. If the parameter is frozen
-        # after this moment, its gradient is kept, as a gradient that is already in param.grad.
+        # The user may have frozen the host parameter since the forward. Its gradient is dropped, as autograd does on plain
+        # Lightning. A parameter that is frozen after this moment keeps the gradient.
         if gradient is None or not host.requires_grad:
             return
         of_cast = type(gradient) is CastGradient
@@ -178,17 +183,20 @@ class Backward(Part):
             self._accumulates = True
             if layer.owner.updated_early:  # tested here, so that the common case has no call
                 layer.refuse_updated("another gradient arrived for it")
-            if len(self.tasks) > 1 or not self._announced:
+            if len(self.tasks) > 1 or not self._announced:  # see given_by_nested()
                 self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
             complete = self.gradients.arrived(layer, index, gradient)  # (7)
-            self.noted()
+            self.note_memory()
             if complete:
                 self.gradients.drain(layer)
-        if complete:
+        if complete:  # outside of the lock, because this runs the user's hooks
             self.gradients.land()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
-        """Issues the transfer of other layers' gradients, because the backward of ``layers`` begins."""
+        """Issues the transfer of other layers' gradients, because the backward of ``layers`` begins.
+
+        So a layer's gradients are transferred even if some of its parameters get none in this backward.
+        """
         if self.gradients.arriving:
             with self._arrivals:
                 self.gradients.make_room(layers)
@@ -196,6 +204,9 @@ class Backward(Part):
 
     def given_by_nested(self) -> Callable[[], str | None]:
         """Watches backwards that begin from now on inside the running forward, or the forward that runs again.
+
+        The capability ``activations`` calls this around each unit that may run again: such a backward would run twice, and give
+        its gradients twice.
 
         Returns:
             A function that returns the name of a weight to which such a backward has given a gradient; None if there is no such
@@ -217,7 +228,9 @@ class Backward(Part):
     def awaited(
         self, begins: Callable[[Any, Tensor], None], visits: Sequence[StreamedLayer]
     ) -> Callable[[Tensor], None]:
-        """Returns a hook for the outputs of a module call. It calls ``begins`` with the module's layers and a gradient.
+        """Returns a hook for the outputs of a module call, which calls ``begins`` with the module's layers and a gradient.
+
+        Called after each module call that builds a graph.
 
         If a step updates layers in backward, the hook is a :class:`PendingCall`: no layer is updated before the backward of all
         its calls has begun. Complete gradients do not suffice. For example, a layer may have frozen weights with two adapters,

@@ -75,16 +75,16 @@ class HostSource(BlockSource):
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns the bytes of the layer's block, after adopting memory and casting the present masters if necessary."""
         landed = self._landing(layer)
-        if landed is not None:
+        if landed is not None:  # the upload follows the update on the device, and the host has nothing to do
             return layer.block.weights, landed
         for member in layer.family:
             if displaced := member.block.displaced:
                 self._adopt(member, displaced)
         outdated = not layer.casts.current
-        if outdated:
+        if outdated:  # the last transfer may still read the casts that `refresh` overwrites
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
         try:
-            for member in layer.family if outdated else (layer,):
+            for member in layer.family if outdated else (layer,):  # casting reads the masters' memory, too
                 member.block.memory.use()
         except OSError as error:
             self._updates.torn = f"memory of the host store could not be read or written: {error!r}"
@@ -94,16 +94,19 @@ class HostSource(BlockSource):
         return layer.block.weights, None
 
     def _fetches_as_updated(self, layer: StreamedLayer) -> bool:
-        """Returns True if an upload of the whole layer can follow its update without work on the host."""
+        """Returns True if an upload of the whole layer can copy its update's results on the device, without the host.
+
+        Otherwise :meth:`stage` waits until the host has the results, because the host has to read or change them first.
+        """
         slot, blocks = layer.slot, [member.block for member in layer.family]
         return (
-            type(layer.rows) is AllRows
-            and layer.casts.current
-            and (slot is None or not slot.stale)
+            type(layer.rows) is AllRows  # rows are taken from host memory
+            and layer.casts.current  # otherwise the host casts again
+            and (slot is None or not slot.stale)  # user code views the slot, and may write it
             and (layer.guard is None or not (layer.guard.views or layer.guard.digests is not None))
-            and all(type(block.memory).use is BlockMemory.use for block in blocks)
-            and not any(block.displaced or block.retyped for block in blocks)
-            and self._watch is None
+            and all(type(block.memory).use is BlockMemory.use for block in blocks)  # otherwise read from a disk first
+            and not any(block.displaced or block.retyped for block in blocks)  # user code has set param.data
+            and self._watch is None  # debug_writes reads the host's weights
         )
 
     def synchronize(self) -> None:
@@ -135,10 +138,10 @@ class HostSource(BlockSource):
         """Adopts memory that user code has given to some of the layer's parameters. ``displaced``: their indices."""
         block = layer.block
         self._refuse_tied(block, displaced)
-        self.synchronize()
-        layer.leave_slot()
+        self.synchronize()  # `reabsorb` overwrites memory that uploads may read
+        layer.leave_slot()  # views of the slot keep the old values, as views of the old memory do
         for index in displaced:
-            keep_saved(layer, index)
+            keep_saved(layer, index)  # before the block gets the new values
             layer.parameters.unversioned_writes[index] += 1
         block.reabsorb()
         layer.parameters.adopted()
@@ -149,6 +152,10 @@ class HostSource(BlockSource):
                 self._watch.look_at(block, index)
 
     def _refuse_tied(self, block: HostBlock, displaced: Sequence[int]) -> None:
+        """Raises a RuntimeError if a displaced parameter has the memory of another parameter, in any layer.
+
+        On plain Lightning both would be one weight from then on. Copying the values into the block would make them two.
+        """
         names = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
         for other in self._layers:
             block = other.block

@@ -33,7 +33,7 @@ class Residency:
         prefetch: chooses the layers to fetch before a call needs them.
         source: the layers' bytes on the host.
         slot_users: gives a layer's slot to its modules, and takes it from them.
-        noted: called after a layer may have taken an extra slot, because device memory may be at its peak.
+        note_memory: called after a layer may have taken an extra slot, because device memory may be at its peak.
 
     Attributes:
         used: the locked layers, except resting ones, with their slots, in the order in which they were locked.
@@ -44,13 +44,18 @@ class Residency:
     """
 
     def __init__(
-        self, slots: Slots, prefetch: Prefetch, source: BlockSource, slot_users: SlotUsers, noted: Callable[[], None]
+        self,
+        slots: Slots,
+        prefetch: Prefetch,
+        source: BlockSource,
+        slot_users: SlotUsers,
+        note_memory: Callable[[], None],
     ) -> None:
         self.slots = slots
         self.prefetch = prefetch
         self._source = source
         self._slot_users = slot_users
-        self._noted = noted
+        self._note_memory = note_memory
         self.used: dict[StreamedLayer, Slot] = {}
         self.resting: dict[StreamedLayer, Slot] = {}
         self.rests = False
@@ -59,20 +64,24 @@ class Residency:
     # ------------------------------------------------------------------ module calls and autograd
 
     def begin_call(self, layers: Sequence[StreamedLayer], *, backward: bool = False) -> None:
-        """Locks and attaches layers for a module call, or for one operation, until :meth:`end_call`."""
+        """Locks and attaches layers for a module call, or for one operation, until :meth:`end_call`.
+
+        First releases the other layers that no running call uses, so that their slots may be overwritten. If an error is raised,
+        no layer counts the call; the next call releases the layers that are locked already.
+        """
         if layers and (self.used or self._slot_users.held):
             self.release_unpinned(keep=layers)
-        pinned = 0
+        counted = 0
         try:
             for layer in layers:
                 self.require(layer, backward=backward)
                 layer.running_calls += 1
-                pinned += 1
+                counted += 1
             for layer in layers:
                 self._slot_users.attach(layer, self.used[layer])
                 layer.state = IN_USE
         except BaseException:
-            self.end_call(layers[:pinned], release=False)
+            self.end_call(layers[:counted], release=False)
             raise
 
     def end_call(self, layers: Sequence[StreamedLayer], *, release: bool = True) -> None:
@@ -92,7 +101,10 @@ class Residency:
             self.fetch_ahead()
 
     def unpack(self, layer: StreamedLayer) -> Slot:
-        """Locks a layer for autograd, which unpacks a saved weight of the layer. Returns the slot."""
+        """Locks a layer for autograd, which unpacks a saved weight of the layer. Returns the slot.
+
+        If backward reaches the layer only now, the layers that it used before are released.
+        """
         released = layer not in self.used and self.release_unpinned()
         slot = self.require(layer, backward=True)
         if released:
@@ -131,11 +143,13 @@ class Residency:
         layer.visits += not backward
         if not layer.on_demand:
             self.prefetch.trace.visit(layer)
-        early = layer.owner.updated_early
-        if not early and not self._source.ready(layer):
+        # If this backward has updated the layer, the host has newer weights than backward needs. The copy that the forward has
+        # used is still right. Without a copy, `refuse_updated` raises.
+        updated_early = layer.owner.updated_early
+        if not updated_early and not self._source.ready(layer):
             self._source.wait(layer)
             self.fetch_ahead()  # other updates may have ended meanwhile, so prefetches that waited for them can begin
-        if not early and layer.outdated:
+        if not updated_early and layer.outdated:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
         if not layer.whole:
@@ -144,8 +158,9 @@ class Residency:
         if absent:
             layer.refuse_updated()
             self.demand_fetches += 1
+            # A stale slot, or one with other rows, is still the layer's: tensors may view it, so it is filled again.
             self._fetch([(layer, layer.slot or self.slots.find(layer, self.prefetch.trace.next_use))])
-            self._noted()
+            self._note_memory()
         slot = self.used[layer] = self.slots.lock(layer, backward=backward)  # (2)
         return slot
 
@@ -160,7 +175,10 @@ class Residency:
         self.slots.join(slot)
 
     def fetch_ahead(self) -> None:
-        """Fetches the next layers of the trace, as long as slots may be overwritten for them."""
+        """Fetches the next layers of the trace, as long as slots may be overwritten for them.
+
+        Called whenever a slot may have become free, or a layer's bytes ready.
+        """
         if self.slots.none_evicted and len(self.resting) == len(self.slots.never_evicted):
             return  # every layer rests, so every layer is on the device
         for ring in self.prefetch.rings:
@@ -220,12 +238,16 @@ class Residency:
                 self.release(member)
 
     def _fetch(self, pairs: Sequence[tuple[StreamedLayer, Slot]]) -> None:
-        """Stages layers on the host, and uploads them into these slots in one transfer."""
+        """Stages layers on the host, and uploads them into these slots in one transfer.
+
+        All prefetches and fetches on demand end here. Before the slots are overwritten, writes through views of them are copied
+        to the host.
+        """
         self._slot_users.take_back_late(map(_slot_of_pair, pairs))
         transfer = []
         try:
             for layer, slot in pairs:
-                if self.used:
+                if self.used:  # `stage` adopts memory of the family, whose members may still be locked
                     self.release_exchanged(layer)
                 transfer.append((layer, slot, self._source.stage(layer)))
         except BaseException:
@@ -266,7 +288,7 @@ class Residency:
                 self._release_resting(layer)
 
     def _release_resting(self, layer: StreamedLayer) -> None:
-        self.used[layer] = self.resting.pop(layer)
+        self.used[layer] = self.resting.pop(layer)  # where `release` looks for it
         self.release(layer)
 
     def resize(self, plan: Plan) -> None:

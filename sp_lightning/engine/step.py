@@ -42,7 +42,7 @@ class Part:
         lock: the engine's lock. It is never held while user code runs. Hooks in backward run on autograd's threads.
         threads: the threads that belong to the run.
         layers: all layers.
-        noted: called when device memory may be at its peak.
+        note_memory: called when device memory may be at its peak.
     """
 
     lock: threading.RLock
@@ -58,7 +58,7 @@ class Part:
     activations: Activations
     updates: BackgroundUpdates
     gradients: GradientSink
-    noted: Callable[[], None]
+    note_memory: Callable[[], None]
 
 
 class Step(Part):
@@ -80,11 +80,10 @@ class Step(Part):
         super().__init__(**vars(below))
         self._watch = watch
         self.expected: str | None = None
-        self._holds_host = (
-            False  # True if modules hold host parameters in the middle of a step, where user code may write them
-        )
-        self.shown: set[StreamedLayer] = set()
+        # True if modules hold host parameters in the middle of a step, where user code may write them.
+        self._holds_host = False
         self._stepping = False  # True if `_holds_host` is set because an optimizer steps inside a step or a call
+        self.shown: set[StreamedLayer] = set()
         self.running = False
         self.kind = StepKind.INFERENCE
         self.ends_with_backward = False
@@ -156,17 +155,17 @@ class Step(Part):
         """
         if self._holds_host:  # user code or an optimizer may have written weights while modules held host parameters
             self._holds_host = False
-            self.invalidate_unused()
+            self.invalidate_unused()  # used layers are renewed below, after the swap
             self.residents.invalidate()
         held_host = not self.swap.on_device
         if held_host:
             self.swap.to_device()
         self.residents.refresh()
-        if self._watch is not None:
+        if self._watch is not None:  # debug_writes assumes that every weight on the device is written
             self.residents.group.expose()
         if held_host:
             self.swap.watch_captured(not in_backward or self.swap.captured_used)
-            self.residency.renew_used()
+            self.residency.renew_used()  # calls that still run continue with the values that the host has now
             self.shown.clear()
             self._look_at_weights()
 
@@ -195,7 +194,7 @@ class Step(Part):
         self.residency.release_unpinned()
         self.invalidate_unused()
         self.residents.invalidate()
-        self.expected = None
+        self.expected = None  # the layers that were prefetched for the next step are out of date
         if self.swap.on_device and self.residency.used:  # a running call has the old weights
             self.residency.renew_used()
             self.residents.refresh()
@@ -205,7 +204,11 @@ class Step(Part):
         self._look_at_weights()
 
     def invalidate_unused(self) -> None:
-        """Marks the copies of all layers that are not in use as out of date."""
+        """Marks the copies of all layers that are not in use as out of date.
+
+        First releases resting layers, and copies writes through views of slots to the host. Views that user code still holds
+        then get the host's present weights.
+        """
         self.residency.let_rest(False)
         used = self.residency.used
         self.writes.take_back_late(self.residency.slots.all)
@@ -293,7 +296,7 @@ class Step(Part):
         Args:
             rests: True if layers that rest and were not written may continue to rest.
         """
-        self.residency.release_unpinned()
+        self.residency.release_unpinned()  # a release copies the layer's writes back
         self.residency.let_rest(rests and self.residency.rests)
         for layer in self.residency.used if self.swap.on_device else ():  # a call of its module is running
             self.writes.take_back(layer)
@@ -302,7 +305,9 @@ class Step(Part):
         for layer in self.layers:
             if layer.kind is Kind.RESIDENTS or layer in self.residency.used:
                 continue
-            if layer.guard is not None and not layer.guard.views:
+            if (
+                layer.guard is not None and not layer.guard.views
+            ):  # no tensor is left through which user code could write
                 layer.guard.exposed.clear()
                 drop_if_empty(layer)
 
@@ -324,22 +329,25 @@ class Step(Part):
         self.running = self._stepping = False
         self.threads.end_forward()
         for layer in self.layers:
-            layer.running_calls = 0
+            layer.running_calls = (
+                0  # calls that an error or Ctrl-C has cut off do not end, and would keep layers in use
+            )
         try:
             self.take_back_writes(rests=True)
         finally:  # copying writes back may raise
-            self._to_host_for_good(compare)
+            self._restore_modules(after_error=not compare)
             if writes_follow:
                 self.source.synchronize()
 
-    def _to_host_for_good(self, well: bool) -> None:
+    def _restore_modules(self, *, after_error: bool) -> None:
+        """Puts the host's parameters back, removes what the step has added to modules, and frees memory of the step."""
         self.swap.to_host()
         self.swap.watch_captured(False)
         self.activations.remove()
         self.activations.flush()
         if self.training:
             self.invalidate()  # from now on, hooks and optimizers may write weights through .data, which no version shows
-        self.residency.slots.end_round(after_error=not well)
+        self.residency.slots.end_round(after_error=after_error)
         self.residency.slots.give_back_extra()
         if self.shared:
             self.share(False)
@@ -356,6 +364,7 @@ class Step(Part):
             self._watch.compare()
 
     def _look_at_weights(self) -> None:
+        """With ``debug_writes``, records the values of the host's weights for :meth:`compare_writes`, after all updates."""
         if self._watch is not None and self.running:
             self.updates.finish()
             self._watch.look()

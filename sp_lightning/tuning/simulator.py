@@ -151,7 +151,7 @@ class Walk:
         self._source = _Source(self.device, weights, plan.main_ring if rates.sliced else None, plan.ranks)
         slots = Slots(plan, moving, self.device, Uploads(self.device))
         prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
-        self._residency = Residency(slots, prefetch, self._source, SlotUsers(slots), noted=lambda: None)
+        self._residency = Residency(slots, prefetch, self._source, SlotUsers(slots), note_memory=lambda: None)
         self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
         self._on_device = bool(rates.update_download) and self._training
         self._gradients_wait = not (frees or self._on_device or self._state or plan.ranks > 1)
