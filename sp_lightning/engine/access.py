@@ -60,7 +60,7 @@ class Access(Part):
         self._step = step
         self._backward = backward
         moving = [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS]
-        self._moves = bool(moving)
+        self._streams = bool(moving)  # False if the module has only residents, which need no packing
         self._casts = any(layer.masters is not None for layer in moving)
         self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
         self._saved_tensors = saved_tensors
@@ -85,7 +85,9 @@ class Access(Part):
             visits = ()  # the look-up itself fetches the rows that it needs
         if torch.jit.is_tracing() or interpreter_stack():
             self._refuse_transforms_and_traces(visits)
-        if self._casts and hides_stand_ins(inputs):
+        if self._casts and hides_stand_ins(
+            inputs
+        ):  # other code may read a master, which has no memory unless it is attached
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
         if visits and (make_room := self.activations.make_room) is not None:
@@ -94,8 +96,7 @@ class Access(Part):
             helps = self.threads.began or not self.threads.own
             if helps:
                 self._admit(visits)
-            # True if no step, backward or call is running.
-            outside = not (step.running or self._backward.tasks or self.calls.depth)
+            outside = self._outside()
             try:
                 if outside:
                     step.begin_outside()
@@ -108,12 +109,16 @@ class Access(Part):
                 if helps:
                     self.threads.end()
                 raise
-            packs_any = self._moves or self.activations.packs
+            packs_any = self._streams or self.activations.packs
             self.calls.begin(self._saved_tensors.hooks if packs_any else None, helps=helps)
             for layer in visits:
                 if layer.running_calls == 1:  # this call is the outermost one that uses the layer
-                    layer.parameters.watch()
+                    layer.parameters.count_references()
         return visits
+
+    def _outside(self) -> bool:
+        """Returns True if no step, backward or module call runs."""
+        return not (self._step.running or self._backward.tasks or self.calls.depth)
 
     def _admit(self, visits: Visits) -> None:
         """Admits this thread, which is outside the run and calls a module, as a helper in the running forward.
@@ -157,7 +162,7 @@ class Access(Part):
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # releasing a layer copies writes back, which may raise
                 self.calls.end(helps=helps)
-                outside = not (self._step.running or self._backward.tasks or self.calls.depth)
+                outside = self._outside()
                 if outside:
                     self._step.end(writes_follow=True)
             if visits and not outside:
@@ -193,7 +198,7 @@ class Access(Part):
     @contextmanager
     def user_code(self) -> Iterator[None]:
         """A context for the user code of a step. Saved tensors are packed in it, so that the graph holds no slot."""
-        with self._saved_tensors.hooks() if self._moves else nullcontext():
+        with self._saved_tensors.hooks() if self._streams else nullcontext():
             try:
                 yield
             finally:
@@ -219,19 +224,19 @@ class Access(Part):
         wanted: set[StreamedLayer] = {parameter._of.layer for parameter in parameters}
         residents = self.residents.layer in wanted
         layers = sorted(wanted - {self.residents.layer}, key=lambda layer: layer.index)
-        if casts:
+        if casts:  # the parameters are masters, and their casts are in the owners' slots
             layers = [masters.owner for masters in layers]
         with held(self.lock):
             self.threads.refuse_late()
             for layer in layers:
                 layer.refuse_updated()
-                layer.rows.need(None)
+                layer.rows.need(None)  # all rows
             self.residency.begin_call(layers, backward=bool(self._backward.tasks))
         try:
             if residents:
                 with held(self.lock):
                     self.residents.refresh()
-                    self.residents.group.notice_uses(False)
+                    self.residents.group.notice_uses(False)  # they are on the device, so the operation may run on them
             for layer in layers if torch.is_grad_enabled() else ():
                 layer.rows.read_whole()
             if self._backward.tasks:
@@ -243,6 +248,12 @@ class Access(Part):
                     self._end_operation(layers, residents=residents)
 
     def _end_operation(self, layers: Sequence[StreamedLayer], *, residents: bool) -> None:
+        """Ends :meth:`operation_on`. Layers stay locked for the next operation, unless that operation has to be noticed.
+
+        Args:
+            layers: the layers of the operation.
+            residents: True if it also used residents.
+        """
         self.residency.end_call(layers, release=False)
         if residents and not self.swap.on_device:
             self.residents.take_back_writes()
@@ -300,9 +311,11 @@ class Access(Part):
             if viewed and layer in self.residency.used:
                 self._show_used(layer)
             for member in layer.owner.family:
-                if member.outdated and member in self.residency.used:
+                if not member.outdated:
+                    continue
+                if member in self.residency.used:
                     self.residency.renew(member)
-                elif member.outdated and member.guard is not None and member.guard.views and not member.block.displaced:
+                elif member.guard is not None and member.guard.views and not member.block.displaced:
                     member.invalidate()
                     self.residency.renew_views()
 
@@ -342,6 +355,7 @@ class Access(Part):
             self.writes.replace(layer, index, value, self.activations.first_run())
 
     def _refuse_tying(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
+        """Raises a RuntimeError if a value that a weight is about to get is in the device memory of another weight."""
         other = self.layer_at(value.untyped_storage().data_ptr())
         if other is not None:
             at = other.parameters.at(int(value.storage_offset()) * value.element_size())
@@ -376,7 +390,7 @@ class Access(Part):
         """
         helps = False
         # If several runs take turns, this run may hold its lock while it waits for its turn. So a thread of the other
-        # run, whose turn it is, must not wait for the lock.
+        # run (``elsewhere``), whose turn it is, must not wait for the lock.
         if not elsewhere(self._scope):
             with held(self.lock):
                 helps = self._may_help()
@@ -425,6 +439,7 @@ class Access(Part):
                 return value.clone()
 
     def _refuse_transforms_and_traces(self, visits: Visits) -> None:
+        """Raises a RuntimeError if the call is traced (``torch.jit``) or differentiated by ``torch.func``."""
         if torch.jit.is_tracing():
             raise RuntimeError(
                 "torch.jit.trace was called during a run: a trace would hold memory through which other layers pass. Trace the "

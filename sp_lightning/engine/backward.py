@@ -205,8 +205,7 @@ class Backward(Part):
     def given_by_nested(self) -> Callable[[], str | None]:
         """Watches backwards that begin from now on inside the running forward, or the forward that runs again.
 
-        The capability ``activations`` calls this around each unit that may run again: such a backward would run twice, and give
-        its gradients twice.
+        The capability ``activations`` uses this to find forwards that must not run twice: the gradients would be added twice.
 
         Returns:
             A function that returns the name of a weight to which such a backward has given a gradient; None if there is no such

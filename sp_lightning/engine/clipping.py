@@ -70,6 +70,7 @@ class Clipping:
         self._clip(by_value(clip_val))
 
     def _clip(self, by: Change | None) -> None:
+        """Sets the change by which the updates clip; with :attr:`at_once`, clips now."""
         self.pending = by
         if self.at_once:
             self.finish()
@@ -87,20 +88,19 @@ class Clipping:
         for parameter in parameters:
             gradient = stored(parameter)
             assert gradient is not None
-            if (norm_there := self._norm_there(gradient)) is not None:
-                norms[parameter] = norm_there
+            if (gpu_norm := self._norm_on_gpu(gradient)) is not None:
+                norms[parameter] = gpu_norm
                 continue
-            known, version, norm = measured.get(parameter, (None, None, gradient))
-            if known is gradient and version == gradient._version:
+            if (norm := _known_norm(measured, parameter, gradient)) is not None:
                 norms[parameter] = norm
             elif self._in_memory(parameter):  # now, because the next gradient may take the memory of this one
                 norms[parameter] = found.of([gradient])[0]
-            else:
+            else:  # later, all of them with one call
                 unknown[parameter] = gradient
         norms |= zip(unknown, found.of([*unknown.values()]), strict=True)
         return [norms[parameter] for parameter in parameters]
 
-    def _norm_there(self, gradient: Tensor) -> Tensor | None:
+    def _norm_on_gpu(self, gradient: Tensor) -> Tensor | None:
         """Returns the norm of a gradient that waits on the GPU for a layer's step; None if it is on the host."""
         if getattr(gradient, "computed", None) is None:
             return None
@@ -110,13 +110,12 @@ class Clipping:
         """Returns a gradient's norm if the norm is known, or if the gradient is narrow or may leave memory; else the gradient."""
         gradient = stored(parameter)
         assert gradient is not None
-        if (norm_there := self._norm_there(gradient)) is not None:
-            return norm_there.cpu()
-        known, version, norm = measured.get(parameter, (None, None, gradient))
-        if known is gradient and version == gradient._version:
+        if (gpu_norm := self._norm_on_gpu(gradient)) is not None:
+            return gpu_norm.cpu()
+        if (norm := _known_norm(measured, parameter, gradient)) is not None:
             return norm
-        here = unwidened(gradient) is gradient and not self._in_memory(parameter)
-        return gradient if here else norms.of([gradient])[0]
+        stays_readable = unwidened(gradient) is gradient and not self._in_memory(parameter)
+        return gradient if stays_readable else norms.of([gradient])[0]
 
     def _in_memory(self, parameter: nn.Parameter) -> bool:
         """Brings a gradient to memory. Returns True if the next layer's gradients may take its place in memory."""
@@ -128,7 +127,7 @@ class Clipping:
 
         Leaves out layers with float16 gradients if norms have the bits of the CPU, because these depend on the number of threads.
         """
-        if layer.own_slot is not None:
+        if layer.own_slot is not None:  # its gradients wait on the GPU, which computes their norms (`_norm_on_gpu`)
             return
         parameters = [parameter for member in layer.family for parameter in member.block.parameters]
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
@@ -162,6 +161,12 @@ class Clipping:
         """Called when the step is over. Clips gradients that are not clipped yet, and forgets all norms."""
         self._measured, self._norms = {}, self._make_norms()
         self.finish()
+
+
+def _known_norm(measured: Measured, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    """Returns the norm that was measured during backward; None if there is none, or the gradient was written since."""
+    known, version, norm = measured.get(parameter, (None, None, gradient))
+    return norm if known is gradient and version == gradient._version else None
 
 
 def by_value(clip_val: float) -> Change:

@@ -78,6 +78,7 @@ class ModuleCalls:
 
     @never_compiled  # transfers cannot be part of a compiled graph
     def _begin(self, args: Any, kwargs: Any) -> Visits:
+        """Calls the listener's ``enter``. A layer that chooses rows by the call's arguments (experts) gets these first."""
         if self._in_evaluation is not None and not self._module.training:
             return self._listener.enter(self._in_evaluation, args)
         if self._rows is None:

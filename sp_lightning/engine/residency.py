@@ -172,7 +172,7 @@ class Residency:
             layer.invalidate()
         self.demand_fetches += 1
         self._fetch([(layer, slot)])
-        self.slots.join(slot)
+        self.slots.wait_for_upload(slot)
 
     def fetch_ahead(self) -> None:
         """Fetches the next layers of the trace, as long as slots may be overwritten for them.
@@ -225,7 +225,7 @@ class Residency:
         layer.casts.invalidate()  # staging then casts the new masters
         slot.stale = True
         self._fetch([(layer, slot)])
-        self.slots.join(slot)
+        self.slots.wait_for_upload(slot)
         self._slot_users.renewed(layer, slot)
 
     def release_exchanged(self, layer: StreamedLayer) -> None:

@@ -180,10 +180,11 @@ class SavedTensors(Part):
 
     @never_compiled  # dynamo would read versions only once, when it traces the graph (torch 2.10)
     def _pack(self, layer: StreamedLayer, tensor: Tensor) -> _Packed:
+        """Packs a tensor whose memory is in a layer's slot: a view of a weight, or a cast."""
         offset = int(tensor.storage_offset()) * tensor.element_size()
         group = layer.parameters
         index = which = group.at(offset)
-        if which is None:
+        if which is None:  # a cast
             version, values = -1, layer.casts.saved_values(offset)
         else:
             version, values = group.counters[which]._version, group.present_values[which]
@@ -204,29 +205,12 @@ class SavedTensors(Part):
         return _Packed((group.layer, index, version, None, None, group.layer.rows.saved_rows(index)))
 
     def _unpack(self, packed: Any) -> Tensor:
+        """Returns the tensor that was saved, for backward. Checks that it was not modified in place since, as autograd does."""
         if type(packed) is tuple:  # most saved tensors are of this kind
             tensor, expected = packed
             version = tensor._version
         elif type(packed) is _Packed:
-            layer, which, expected, place, values, rows = packed
-            group = layer.parameters
-            guard = layer.guard
-            if guard is not None and which is not None and (guard.exposed or guard.retyped):
-                # The weight may have another dtype now. A frozen weight's backward can use the old values, if they are kept. A
-                # trained weight's update would fail.
-                has_old_values = values is not None and values.copy is not None
-                if not has_old_values or layer.block.parameters[which].requires_grad:
-                    group.refuse_exchanged(which)
-            tensor = self._bring(layer, which, place, rows)
-            # Includes writes of the host's weight: a hook may have written it while the layer is in use.
-            version = expected if which is None else group.version_once_fetched(which)
-            # If the values in the slot are not the saved ones any more, the kept copy is used. Fetching the layer,
-            # above, may have made this copy.
-            if values is not None and values.copy is not None:
-                assert place is not None
-                with held(self.lock):
-                    self.writes.compare_exchanged()
-                tensor = values.recall(self.device, place)
+            tensor, expected, version = self._unpack_from_slot(packed)
         elif type(packed) is _Outer:
             return packed.unpack(packed.packed)
         else:  # of SavedActivation
@@ -234,6 +218,29 @@ class SavedTensors(Part):
         if version != expected:
             raise RuntimeError(_modified(tensor, expected, version))
         return tensor
+
+    def _unpack_from_slot(self, packed: _Packed) -> tuple[Tensor, int, int]:
+        """Returns a tensor of a slot, its weight's version when it was saved, and the weight's version now."""
+        layer, which, expected, place, values, rows = packed
+        group = layer.parameters
+        guard = layer.guard
+        if guard is not None and which is not None and (guard.exposed or guard.retyped):
+            # The weight may have another dtype now. A frozen weight's backward can use the old values, if they are kept. A
+            # trained weight's update would fail.
+            has_old_values = values is not None and values.copy is not None
+            if not has_old_values or layer.block.parameters[which].requires_grad:
+                group.refuse_exchanged(which)
+        tensor = self._bring(layer, which, place, rows)
+        # Includes writes of the host's weight: a hook may have written it while the layer is in use.
+        version = expected if which is None else group.version_once_fetched(which)
+        # If the values in the slot are not the saved ones any more, the kept copy is used. Fetching the layer, above, may have
+        # made this copy.
+        if values is not None and values.copy is not None:
+            assert place is not None
+            with held(self.lock):
+                self.writes.compare_exchanged()
+            tensor = values.recall(self.device, place)
+        return tensor, expected, version
 
     def _bring(self, layer: StreamedLayer, which: int | None, place: SavedView | None, rows: Rows) -> Tensor:
         """Fetches a layer if necessary, and locks it. Returns a tensor of it on the device.
@@ -251,7 +258,7 @@ class SavedTensors(Part):
             if not layer.whole:
                 layer.rows.need(rows)
             slot = residency.used.get(layer)
-            new = slot is None
+            was_unused = slot is None
             if slot is None or not layer.rows.complete:
                 slot = residency.unpack(layer)
             if place is not None:
@@ -262,7 +269,7 @@ class SavedTensors(Part):
                     saved = layer.parameters.value(which)
                 else:
                     saved = slot.lease.views(layer.layout, layer.spans)[which].detach()
-        if new:
+        if was_unused:  # the backward of this layer begins
             backward.make_room((layer,))
         return saved
 

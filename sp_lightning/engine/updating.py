@@ -66,7 +66,7 @@ class Updating(Part):
             if not layer.can_stay or self.is_viewed(layer):
                 self.updates.land(layer)
                 return False
-            layer.invalidate()
+            layer.invalidate()  # the step is about to change the values in the slot
         return True
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
@@ -92,7 +92,7 @@ class Updating(Part):
         with self.lock:
             self._step.take_back_writes()
             self._step.compare_writes()
-            if not self.backward.tasks:  # in backward, hooks may step each weight by itself
+            if not self.backward.tasks:  # in backward, where hooks may step each weight, modules keep device parameters
                 self._step.hold_host()
             self.source.synchronize()
             with Untouched():  # reading `grad` would wait for a running update of the parameter
@@ -139,7 +139,7 @@ class Updating(Part):
     def step_of(self, optimizer: Optimizer) -> str:
         """Returns the name of an optimizer's step, with its first parameter, which distinguishes optimizers."""
         first: Any = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        host = getattr(first, "host", first)
+        host = getattr(first, "host", first)  # a device parameter has this attribute
         place = self._place_of.get(id(host))
         name = "" if place is None else f" of {place[0].spans[place[1]].name!r} and others"
         return f"a step of {type(optimizer).__name__}{name}"

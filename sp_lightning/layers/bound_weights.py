@@ -103,7 +103,7 @@ class BoundWeights(SlotUsers):
         """Records that the device has the host's present values."""
         layer.parameters.fetched()
         if layer.guard is not None and layer.guard.digests is not None and layer.slot is not None:
-            self._slots.join(layer.slot)  # user code that holds a view of the slot may read it at any time
+            self._slots.wait_for_upload(layer.slot)  # user code that holds a view of the slot may read it at any time
             self._writes.take_digests(layer.slot)
 
     def attach(self, layer: StreamedLayer, slot: Slot) -> None:

@@ -336,9 +336,11 @@ class StreamedLayer:
         return (
             slot is not None
             and slot.overwritable
-            and (self.guard is None or self.guard.digests is None)
-            and not self.casts.saved
+            and (self.guard is None or self.guard.digests is None)  # else user code holds a view of the slot
+            and not self.casts.saved  # else a graph needs the casts of before the step
             and not any(member.block.displaced or member.block.retyped for member in self.family)
+            # Only plain host memory can be hidden while the values are on the GPU alone: neither files nor shared memory, and
+            # not the parts of wrapped parameters, which are plain tensors and have no roles.
             and all(type(member.block.memory) is BlockMemory for member in self.family)
             and all(type(p) is not Tensor for member in self.family for p in member.block.parameters)
         )
@@ -381,11 +383,14 @@ class StreamedLayer:
 
         If tensors view the slot, it stays the layer's and becomes stale: views of a weight must show its new values.
         """
-        if self.slot is None or self.guard is None or not self.guard.views or self.slot.lease.moved:
-            self.leave_slot()
-        else:
+        has_views = self.guard is not None and self.guard.views
+        if (
+            self.slot is not None and has_views and not self.slot.lease.moved
+        ):  # after a move, views do not show the slot's values anyway
             self.rows.drop_cached()
             self.slot.stale = True
+        else:
+            self.leave_slot()
 
     def leave_slot(self) -> None:
         """Removes the layer from its slot, because weights have other memory now. Views of the slot keep the old values."""

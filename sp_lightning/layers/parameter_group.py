@@ -251,7 +251,7 @@ class ParameterGroup:
         for parameter, kind in zip(self.all, self._stand_in_classes if noticed else self._view_classes, strict=True):
             set_class(parameter, kind)
 
-    def watch(self) -> None:
+    def count_references(self) -> None:
         """Counts the references to each parameter at the beginning of a forward.
 
         :meth:`detach` counts again. A parameter with more references is kept by a graph, whose saved-tensor hooks return their
@@ -265,7 +265,7 @@ class ParameterGroup:
     def detach(self) -> bool:
         """Makes the parameters stand-ins. Returns True if no graph holds one of them.
 
-        A device parameter that a graph has kept since :meth:`watch` stays a view of the slot until :meth:`free_dropped`,
+        A device parameter that a graph has kept since :meth:`count_references` stays a view of the slot until :meth:`free_dropped`,
         because autograd would read it without a call. Recompute of a checkpoint keeps frozen weights in this way, and so do
         saved-tensor hooks that return their argument. Every other use is noticed, as with all stand-ins.
         """

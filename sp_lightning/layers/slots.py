@@ -87,7 +87,7 @@ class Slots:
         self._device = device
         self.uploads = uploads or Uploads(device)
         layouts: dict[Hashable, int] = {}
-        for layer in layers:
+        for layer in layers:  # layers of one layout share their views of a slot
             alike = tuple((span.offset, span.shape, span.stride, span.dtype) for span in layer.spans)
             layer.layout = layouts.setdefault(alike, len(layouts))
         self.device_bytes = 0
@@ -102,9 +102,8 @@ class Slots:
         self.extra_slots = 0
         self.idle_since: Any = None
         """The mark in the timeline since which compute uses no layer; None at the beginning of a batch."""
-        self._uses: dict[
-            Slot, tuple[Timed, Any]
-        ] = {}  # for timelines: the kind of each slot's last use, and its beginning
+        # For timelines: the kind of each slot's last use, and its beginning.
+        self._uses: dict[Slot, tuple[Timed, Any]] = {}
 
     def _make_planned(self) -> None:
         """Allocates the slots of the plan."""
@@ -122,18 +121,21 @@ class Slots:
         self.device_bytes += sum(layer.rows.allocate(self._plan) for layer in self._layers if not layer.whole)
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
+        """Allocates a slot of a ring. ``extra``: it is not one of the plan's."""
         memory = self._device.empty(self._plan.rings[ring].nbytes)
         slot = Slot(ring, memory, Lease(memory), extra)
-        self._keep(slot)
+        self._add(slot)
         return slot
 
-    def _keep(self, slot: Slot) -> None:
+    def _add(self, slot: Slot) -> None:
+        """Adds a slot to the records of all slots."""
         self.all.append(slot)
         self.device_bytes += slot.memory.nbytes
         if slot.memory.nbytes:
             self.by_address[slot.memory.data_ptr()] = slot
 
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
+        """Returns the layer's weights, then its casts, as views of a slot. The views are the slot's own: don't keep them."""
         return slot.lease.views(layer.layout, layer.spans)
 
     def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
@@ -172,7 +174,7 @@ class Slots:
         finally:  # copies may have been issued before an error
             filled = self._latest = self._device.record(Stream.UPLOAD)
             for layer, slot, _ in transfer:
-                in_own_slot = layer.kept and slot is layer.own_slot
+                in_own_slot = layer.kept and slot is layer.own_slot  # nothing was copied: the step has filled the slot
                 slot.filled = layer.transfer = layer.stepped if in_own_slot else filled
         self.transfers += 1
 
@@ -192,7 +194,7 @@ class Slots:
             if slot.sources:
                 self._release_sources(slot)
             if slot.layer is not None and slot.layer is not layer and slot.layer.slot is slot:
-                slot.layer.evict()
+                slot.layer.evict()  # the copy overwrites this layer
             in_own_slot = layer.kept and slot is layer.own_slot
             if not in_own_slot:
                 # A slot that was held after its release has no event, because its last view could be dropped at any time. That
@@ -276,17 +278,20 @@ class Slots:
         """Locks the slot of a fetched layer for compute, until :meth:`release`. The compute stream waits for the upload."""
         slot = layer.slot
         assert slot is not None
-        self.uploads.go_on(layer)
-        self.join(slot)
+        self.uploads.go_on(layer)  # a chance to issue parts of other layers' uploads
+        self.wait_for_upload(slot)
         layer.state = UNPACKED
         slot.locked = True
-        slot.idle = None
+        slot.idle = None  # kernels that follow will read the slot; `release` records the next event
         if self._device.timelines:
             self._uses[slot] = "backward" if backward else "forward", self._device.mark(Stream.COMPUTE)
         return slot
 
-    def join(self, slot: Slot) -> None:
-        """Makes the compute stream wait for the fetch into a slot that is in use, or will be."""
+    def wait_for_upload(self, slot: Slot) -> None:
+        """Makes the compute stream wait for the fetch into a slot that is in use, or will be. The host does not wait.
+
+        Then drops the tensors that the fetch has read on the device, and gradients that the layer's last step has read.
+        """
         if slot.pending is not None:
             self._issue_rest(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
@@ -317,16 +322,20 @@ class Slots:
             self.idle_since = self._device.mark(Stream.COMPUTE)
         slot.locked = False
         viewed = slot.lease.in_use
-        layer.state = HOST if layer.slot is None else HELD if viewed else FETCHED
+        if layer.slot is None:  # the layer has left the slot during the use
+            layer.state = HOST
+        else:
+            layer.state = HELD if viewed else FETCHED
         if viewed and layer.slot is not None:
             guard_of(layer).views = True
         if not viewed:
-            if self.poisons and not (slot.layer is not None and slot.layer.kept):
+            if self.poisons and not (slot.layer is not None and slot.layer.kept):  # a kept copy is the only valid one
                 self._poison(slot)
             slot.idle = self._device.record(Stream.COMPUTE)
         return viewed
 
     def _poison(self, slot: Slot) -> None:
+        """Fills a slot with NaN, and marks the copy of its layer as out of date; see :func:`poisoned`."""
         if slot.layer is not None:
             slot.layer.invalidate()
         self._device.access(slot.memory, Stream.COMPUTE, write=True)
@@ -386,7 +395,7 @@ class Slots:
             layer.planned = plan.moving[layer.index]  # the layout is the same, but the ring may differ
         for slot in held:
             slot.extra = True
-            self._keep(slot)
+            self._add(slot)
         self._make_planned()
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ class WriteBack:
         unwritten = [i for i in given.keys() - guard.viewed - guard.retyped.keys() if _same_form(given[i], places[i])]
         compared, written = [i for i in unwritten if i not in later], set[int]()
         if compared:
-            self._slots.join(slot)
+            self._slots.wait_for_upload(slot)
             with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
                 differ = torch.stack([_differ(given[i], places[i]) for i in compared])
                 self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
