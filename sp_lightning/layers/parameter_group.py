@@ -265,9 +265,9 @@ class ParameterGroup:
     def detach(self) -> bool:
         """Makes the parameters stand-ins. Returns True if no graph holds one of them.
 
-        A device parameter that a graph has kept since :meth:`count_references` stays a view of the slot until :meth:`free_dropped`,
-        because autograd would read it without a call. Recompute of a checkpoint keeps frozen weights in this way, and so do
-        saved-tensor hooks that return their argument. Every other use is noticed, as with all stand-ins.
+        A device parameter that a graph has kept since :meth:`count_references` stays a view of the slot until
+        :meth:`free_dropped`, because autograd would read it without a call. Recompute of a checkpoint keeps frozen weights in
+        this way, and so do saved-tensor hooks that return their argument. Every other use is noticed, as with all stand-ins.
         """
         self._held, self._references = self._references or self._held, {}
         held = self._held = self._still_held()
