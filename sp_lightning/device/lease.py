@@ -93,7 +93,7 @@ class Lease:
         self._id = storage_id(self._storage)
         self._views: dict[Hashable, list[Tensor]] = {}
         self._saved: dict[SavedView, Tensor] = {}
-        self._own = self._holders()
+        self._own = self._holders()  # the owners that belong to the lease itself; any others are users
 
     @property
     def in_use(self) -> bool:
@@ -120,6 +120,7 @@ class Lease:
         return self._holders() != (tensors + own, objects, address)
 
     def _holders(self) -> tuple[int, int, int]:
+        """Returns the tensors that own the storage, the references to the storage object, and the storage's address."""
         storage = self._storage
         return storage_use_count(self._id), sys.getrefcount(storage), storage.data_ptr()
 
@@ -135,10 +136,10 @@ class Lease:
         return self._views[key]
 
     def saved(self, saved: SavedView) -> Tensor:
-        """Returns a new tensor for a saved view. It counts as use.
+        """Returns a new tensor for a saved view. As long as the tensor lives, the memory is :attr:`in_use`.
 
-        The same views are saved in each step. The first :data:`MOST_SAVED` of them are made once; an alias of one takes a third
-        of the time of a new view.
+        The same views are saved in each step. The lease keeps the first :data:`MOST_SAVED` of them: an alias of a kept view takes
+        a third of the time of a new view. The kept views do not count as use.
         """
         found = self._saved.get(saved)
         if found is None:
@@ -146,7 +147,7 @@ class Lease:
             if saved.again and len(self._saved) < MOST_SAVED:
                 self._saved[saved] = found
                 tensors, objects, address = self._own
-                self._own = tensors + 1, objects, address
+                self._own = tensors + 1, objects, address  # `found` is one more owner of the storage
         return found.detach()
 
 

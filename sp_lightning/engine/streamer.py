@@ -94,7 +94,7 @@ class Streamer:
         self._build_weights(pin, debug_writes, placement, log)
         visits = {module: tuple(self._layers[index] for index in used) for module, used in found.visits.items()}
         self.activations = make_activations(self._activation_setup(visits, log))
-        self._gradients.checked = self.activations.check
+        self._gradients.check = self.activations.check
         self._build_step(averages, placement)
         self._build_access()
         try:

@@ -345,7 +345,7 @@ class StayingLayers:
         for member in layer.family:
             member.block.show()
         copies = [(p.data, weights.targets[id(p)]) for p in weights.parameters]
-        places = layer.casts.places(Stream.DOWNLOAD, others=False)  # graphs have saved the casts on the GPU
+        places = layer.casts.places(Stream.DOWNLOAD, values_change=False)  # graphs have saved the casts on the GPU
         copies += [(places[key], cast) for key, cast in weights.casts.items() if key in places]
         # Not the parameters of the optimizer's groups: user code may have removed one, and then finds its state as before.
         known = {id(p): p for p in weights.parameters}

@@ -145,7 +145,8 @@ class BoundWeights(SlotUsers):
             RuntimeError: user code has a view. It would not show writes to the host memory, which change no version.
         """
         group = layer.parameters
-        if layer.slot is not None and layer.slot.lease.in_use_beside(len(group.all) if layer.state.attached else 0):
+        own = len(group.all) if layer.state.attached else 0  # device parameters that view the slot, too
+        if layer.slot is not None and layer.slot.lease.in_use_beside(own):
             raise RuntimeError(
                 f"A weight of {layer.name!r} was read through .data, .detach() or a view while an older view is kept, after a "
                 "backward inside a call of this layer. The older view would miss a write. Drop such views before the backward "

@@ -70,7 +70,7 @@ class AveragesOnDevice:
                 now = dict.get(buffers, name)
                 if now is device:
                     buffers[name] = host.copy_(device)
-                elif now is not None:
+                elif now is not None:  # user code has assigned another tensor in the step
                     buffers[name] = now.to(host.device)
 
     def close(self) -> None:
@@ -80,6 +80,7 @@ class AveragesOnDevice:
             owner._buffers = dict(dict.items(owner._buffers))
 
     def _send(self) -> None:
+        """Copies the buffers to the device. Called before each read of one of them; does something at the first in a step."""
         if self._sent or not self._in_step():
             return
         with no_inference_mode():  # training writes them, too

@@ -14,7 +14,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.layers.layer import StreamedLayer
 
 Wanted = Callable[[StreamedLayer], bool]
-
+"""Returns True if an optimizer's step waits for a layer's gradients, to update the layer in this backward."""
 
 W = TypeVar("W")
 
@@ -35,7 +35,7 @@ class GradientSink(Generic[W]):
     Attributes:
         in_flight: the same number.
         keep_narrow: True if gradients in a lower dtype than their parameter's keep that dtype until user code reads them.
-        checked: called before gradients are applied. It raises an error if they are known to be wrong.
+        check: called before gradients are applied. It raises an error if they are known to be wrong.
         keep_for_step: True if all layers step on the GPU. Then the gradients of a layer that a step waits for are not copied.
         keep_for_own_slot: True if the gradients of layers that stay on the GPU wait there for the step.
         arriving: the layers with gradients that have arrived and are not yet issued to the host. With several devices, families.
@@ -49,7 +49,7 @@ class GradientSink(Generic[W]):
         self.in_flight = in_flight
         self._apply_one = apply
         self.keep_narrow = self.keep_for_step = self.keep_for_own_slot = False
-        self.checked: Callable[[], None] = _nothing
+        self.check: Callable[[], None] = _nothing
         self.arriving: dict[Any, None] = {}
         self.device_bytes = self.offloaded_bytes = self.host_waits = 0
         # Transfers in flight: the value, the tensors on the device that live until compute has waited for the copy, its event.
@@ -85,7 +85,7 @@ class GradientSink(Generic[W]):
         while len(self._landed) > keep:
             what, landed = self._landed.popleft()
             self.device.synchronize(landed, Wait.APPLY_AFTER_DRAIN)
-            self.checked()
+            self.check()
             self._apply_one(what)
 
     def drop_drains(self) -> list[W]:

@@ -91,7 +91,7 @@ class Gradients(GradientSink[_Drain]):
         received = self._received.get(owner)
         if received is None:
             received = self._received[owner] = _Received()
-        elif place in received.gradients:
+        elif place in received.gradients:  # a second gradient of one parameter, which is added on the host
             self.drain(owner)
         if not received.gradients:
             self.arriving[owner] = None
@@ -108,7 +108,7 @@ class Gradients(GradientSink[_Drain]):
             return
         gradients, received.gradients = received.gradients, {}
         del self.arriving[owner]
-        self.device.access(gradients.values(), Stream.COMPUTE, write=True)
+        self.device.access(gradients.values(), Stream.COMPUTE, write=True)  # backward's kernels
         if self._may_keep(owner, received, gradients):
             self._keep(owner, received, gradients)
             return
@@ -165,7 +165,9 @@ class Gradients(GradientSink[_Drain]):
         # The layer's earlier kept gradients are freed, or were added to these.
         self.device_bytes += nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept_bytes.get(owner, 0)
         self._kept_bytes[owner] = nbytes
-        self._landed.append(((owner, deque(), None), None))
+        self._landed.append(
+            ((owner, deque(), None), None)
+        )  # nothing to copy, but `land` reports that they are complete
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
@@ -194,7 +196,7 @@ class Gradients(GradientSink[_Drain]):
                 used += sum(aligned(each.nbytes) for each in parts)
                 continue
             own = target = None
-            if index in block.retyped:
+            if index in block.retyped:  # the block has no place for this dtype
                 own = target = torch.empty_like(gradient, device="cpu")
             elif parameter.grad is None:
                 stay_narrow = self.keep_narrow and not self._was_read and not accumulation_hooks(parameter)
@@ -283,6 +285,7 @@ class Gradients(GradientSink[_Drain]):
         self.arriving.clear()
 
     def _apply(self, drain: _Drain) -> None:
+        """Applies the gradients of one transfer, whose end the host has waited for. Reports a layer that is complete."""
         layer, landings, staging = drain
         received = self._received[layer]
         try:
@@ -314,7 +317,7 @@ class Gradients(GradientSink[_Drain]):
             gradient = each_row_once(gradient)
         if sparse_on_device and own is None and first:
             gradient = gradient.to_dense()  # the block's memory for this gradient is still referenced
-        elif own is not None and own is not gradient and first:
+        elif own is not None and own is not gradient and first:  # staged, so it is converted into its own memory
             with no_inference_mode():
                 if gradient.layout is torch.strided:
                     gradient = own.copy_(gradient)
@@ -369,7 +372,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
             if parameter.grad is None:
                 parameter.grad = gradient.to(parameter.dtype, copy=True)
             elif parameter.grad.layout is not torch.strided and gradient.layout is torch.strided:
-                parameter.grad = gradient + parameter.grad
+                parameter.grad = gradient + parameter.grad  # a sparse tensor cannot take a dense sum in place
             else:
                 parameter.grad += gradient
     after = accumulation_hooks(parameter)

@@ -31,9 +31,10 @@ class Casts(NoCasts):
         self._device = device
         self._spans = list(zip(block.planned.casts, masters.planned.spans, strict=True))
         self._begin = block.planned.casts[0].offset
-        self._present = [SavedValues(self._begin)]
+        self._present = [SavedValues(self._begin)]  # one object for all casts; graphs that have saved a cast hold it
+        # The versions and addresses of the masters when the casts were made; None if the casts are out of date.
         self._made_of: tuple[list[int], list[int]] | None = None
-        self._given = False  # True if the running update got the places, and so writes casts itself
+        self._written_by_update = False  # True if the running update got places(), and so writes casts itself
 
     @property
     def current(self) -> bool:  # type: ignore[override]
@@ -53,19 +54,20 @@ class Casts(NoCasts):
         """Marks the casts as current, because an update or another process has cast the present masters."""
         self._made_of = self._state()
 
-    def places(self, by: Stream, *, others: bool = True) -> Mapping[int, Tensor]:
+    def places(self, by: Stream, *, values_change: bool = True) -> Mapping[int, Tensor]:
         """Returns the memory to which ``by`` may write casts together with masters, by the id of the master.
 
-        Marks the casts as out of date. Returns no places if a graph has saved casts and the values will change: :meth:`refresh`
-        then keeps the old values for the graph.
+        The caller writes the masters next, and then calls :meth:`refresh` or :meth:`mark_current`. Until then the casts are out
+        of date. Returns no places if a graph has saved casts and the values change: :meth:`refresh` then keeps the old values for
+        the graph.
 
         Args:
             by: the stream that writes.
-            others: True if the written values may differ from the present ones.
+            values_change: False if the written values are the present ones.
         """
         self.invalidate()
-        self._given = not (others and are_saved(self._present, 0))
-        if not self._given:
+        self._written_by_update = not (values_change and are_saved(self._present, 0))
+        if not self._written_by_update:
             return {}
         self._device.access(self._block.weights, by, write=True)
         masters = zip(self._masters.parameters, self._spans, strict=True)
@@ -91,8 +93,8 @@ class Casts(NoCasts):
         memory = self._block.weights
         with no_inference_mode(), torch.no_grad():
             if not are_saved(self._present, 0):
-                self._cast_into(memory, but if self._given else ())
-            else:
+                self._cast_into(memory, but if self._written_by_update else ())
+            else:  # a graph has saved casts: keep their old values if they differ from the new ones
                 casts = memory.clone()
                 self._cast_into(casts)
                 if not torch.equal(casts, memory):
@@ -115,10 +117,12 @@ class Casts(NoCasts):
         self._layer.parameters.casts = None
 
     def _cast_into(self, memory: Tensor, but: Collection[int] = ()) -> None:
+        """Casts the masters into a block's memory, except masters whose ids are in ``but``."""
         for master, (cast, span) in zip(self._masters.parameters, self._spans, strict=True):
             if id(master) not in but:
                 part(memory, cast).copy_(part(self._masters.weights, span))
 
     def _state(self) -> tuple[list[int], list[int]]:
+        """Returns the versions and addresses of the masters now. Equal ones show that the masters were not written since."""
         masters = self._masters.parameters
         return versions(masters), addresses(masters)

@@ -135,7 +135,7 @@ class NoCasts:
     def mark_current(self) -> None:
         """Records that another process has cast the current masters."""
 
-    def places(self, by: Stream, *, others: bool = True) -> Mapping[int, Tensor]:
+    def places(self, by: Stream, *, values_change: bool = True) -> Mapping[int, Tensor]:
         """Returns the memory into which ``by`` may write casts together with their masters, by the id of the master."""
         return {}
 

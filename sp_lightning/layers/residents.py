@@ -48,7 +48,8 @@ class Residents:
         layer = self.layer
         if layer.update is not None:
             self._source.wait(layer)
-        if not group.hosts or (self._current and not group.stale):
+        is_current = self._current and not group.stale  # `stale`: versions show a write on the host
+        if not group.hosts or is_current:
             return
         if not group.stale or self._is_compared:
             self.take_back_writes()
@@ -143,5 +144,6 @@ class Residents:
         return self.layer.slot
 
     def _attach(self) -> None:
+        """Makes the device parameters views of the memory."""
         with no_inference_mode():  # a batch that is trained may follow a prediction
             self.group.attach(self._slot.lease.views(0, self.group.spans))

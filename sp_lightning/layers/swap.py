@@ -92,6 +92,7 @@ class ParameterSwap:
             for place in places.get(pair[0], ())
         ]
         self._pairs: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
+        # Without the parts of wrapped parameters, which are plain tensors.
         of = {id(host): device for host, device in plain if isinstance(host, nn.Parameter)}
         # The host parameters that user code may have captured: they get the role while a step runs.
         self._captured = [device.host for device in of.values()]
@@ -115,7 +116,7 @@ class ParameterSwap:
     def to_device(self) -> None:
         """Puts the device's parameters into the modules, which hold the host's."""
         self._residents.group.notice_uses(False)
-        self.on_device = True
+        self.on_device = True  # set first, so that `to_host` undoes a call that was interrupted
         _swap(self._pairs, to_device=True)
         self._pruned.hold_device()
 

@@ -196,6 +196,7 @@ class WriteBack:
         guard = guard_of(layer)
         if layer.kind in (Kind.RESIDENTS, Kind.TABLE) or layer.planned.rows or self._watch is not None:
             return set()
+        # The comparison needs a complete slot with the values that the host has now.
         if (
             layer.owner.update is not None
             or layer.owner.kept
@@ -312,7 +313,7 @@ class WriteBack:
         if slot is None:
             return
         value = self._slots.views(layer, slot)[index]
-        if not same_place(group.value(index), value):
+        if not same_place(group.value(index), value):  # it has left the slot before
             return
         storage = slot.memory.data_ptr()
         own = sum(group.value(i).untyped_storage().data_ptr() == storage for i in range(len(group.all)))
@@ -370,7 +371,7 @@ class WriteBack:
             if written := [(i, value) for i, value in guard.replaced.items() if i not in alike]:
                 self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be in flight
                 self.write_back(layer, written)
-            if group.unversioned_writes != before:
+            if group.unversioned_writes != before:  # write_back has changed the host, so the slot is out of date
                 layer.leave_slot()
             self.set_replaced(layer, guard.replaced)
 
