@@ -129,6 +129,7 @@ class Plan:
         """The indices of the layers whose ring has a slot for each of its layers, so that none of them is ever evicted."""
         sharing = Counter(layer.ring for layer in self.layers)
         fits = {ring for ring, layers in sharing.items() if layers <= self.rings[ring].slots}
+        # Layers that are uploaded by rows are left out: their slots do not have all rows, and are filled again.
         return frozenset(i for i, layer in enumerate(self.layers) if layer.ring in fits and not layer.rows)
 
     @property
@@ -198,9 +199,14 @@ class Plan:
 
     @property
     def step_slots(self) -> int:
-        """The number of slots for steps, each of the largest layer's size: one if two of most other layers fit into it."""
+        """The number of slots for steps on the GPU, each of the largest layer's size.
+
+        The uploads of one layer should overlap with the step of another one. Two layers of at most half that size fit into one
+        slot. So a second slot is needed only if larger layers have most of the bytes.
+        """
         sizes = [layer.gradient_bytes for layer in self.trained]
-        return 2 if 2 * sum(size for size in sizes if 2 * size > max(sizes)) > sum(sizes) else 1
+        large = sum(size for size in sizes if 2 * size > max(sizes))
+        return 2 if 2 * large > sum(sizes) else 1
 
     @property
     def update_bytes(self) -> int:

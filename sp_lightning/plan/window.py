@@ -60,11 +60,11 @@ class Window:
         self.k = k
         self.k_prime = k_prime
         self._budget = budget
-        self._margin = _MARGIN if "auto" in (k, k_prime) else 0
+        self._margin = _MARGIN if "auto" in (k, k_prime) else 0  # only chosen windows fill the memory
         self._training = training
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
         self.steps_on_device = optimizer_on != "cpu" and training and ranks * nodes == 1
-        self._open = optimizer_on == "auto"
+        self._may_step_on_cpu = optimizer_on == "auto"
         self._stay: int | float = 0 if stay == "auto" or not training or ranks * nodes > 1 else stay
         self._chooses_stay = stay == "auto" and training and ranks * nodes == 1
         self._most_stay: int | None = None  # after the device had too little memory for more
@@ -113,7 +113,7 @@ class Window:
             )
         smallest = _WITHOUT_LIMIT if self.room is None else (1, 1)
         plan = self.plan(*smallest)
-        if self._open and (device.computes_on_host or self._is_too_large(plan)):
+        if self._may_step_on_cpu and (device.computes_on_host or self._is_too_large(plan)):
             self.steps_on_device = False
             plan = self.plan(*smallest)
         if self.room is not None and self._is_too_large(plan):
@@ -128,15 +128,20 @@ class Window:
         """
         if there is not None and self.free is not None:
             self.free = min(self.free, there)
-        if self.room is not None:
+        if self.room is None:
+            return
+        if there is None:
+            self.room -= self.room // 16
+        else:
             share = 1 - self._margin if self._budget is None else 1
-            self.room = self.room - self.room // 16 if there is None else min(self.room, int(there * share))
+            self.room = min(self.room, int(there * share))
 
     @property
     def filled_room(self) -> int | None:
         """Bytes of the budget if kept activations may fill it, even if k and k' are numbers."""
-        whole = self.room is None or self._budget is not None or self._margin
-        return self.room if whole else int((self.room or 0) * (1 - _MARGIN))
+        if self.room is None or self._budget is not None or self._margin:  # no limit, or a margin is left already
+            return self.room
+        return int(self.room * (1 - _MARGIN))
 
     def fill(self) -> None:
         """From now on activations fill the memory that k and k' leave free."""
@@ -193,9 +198,11 @@ class Window:
 
     @property
     def count(self) -> int:
+        """The number of layers, at least 1: the largest k."""
         return max(len(self._found.layers), 1)
 
     def _make(self, found: Found, *, k: int, k_prime: int, stay: int | None = None) -> Plan:
+        """Makes a plan. ``stay``: the number of layers that stay; None for the user's, as far as the device had memory for it."""
         if stay is None:
             stay = self._stay if isinstance(self._stay, int) else round(self._stay * len(found.layers))
             stay = stay if self._most_stay is None else min(stay, self._most_stay)

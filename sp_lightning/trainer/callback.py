@@ -136,6 +136,7 @@ class SuperpipelineCallback(Callback):
     on_predict_start = on_test_start
 
     def _begin(self, *, training: bool = False) -> None:
+        """Logs the plan, once in a run. Validation within training calls it again, without effect."""
         if self._running or not self._active:
             return
         self._running = True
@@ -173,9 +174,10 @@ class SuperpipelineCallback(Callback):
             self._reached.batch_ended(perf_counter(), batch, trainer.global_step)
         tokens = _tokens_in(batch)
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
-        waits = pl_module.automatic_optimization and accumulates(trainer)  # a later batch has the optimizer step
+        has_no_step = pl_module.automatic_optimization and accumulates(trainer)  # a later batch has the optimizer step
         step = logged_step(trainer)
-        if not waits and (step + 1) % self._every == 0 and (self._verbose or (self._metrics and trainer.loggers)):
+        is_due = not has_no_step and (step + 1) % self._every == 0
+        if is_due and (self._verbose or (self._metrics and trainer.loggers)):
             found = self._measure("steps")
             metrics = {f"superpipeline/{name}": found[name] for name in self._metrics if name in found}
             for logger in trainer.loggers if metrics else ():
@@ -211,6 +213,7 @@ class SuperpipelineCallback(Callback):
     on_predict_end = on_test_end
 
     def _end(self) -> None:
+        """Logs the counters, and what the run has mostly waited for."""
         if not self._active:
             return
         stats, plan, log = self._strategy.stats(), self._strategy.plan, self._strategy.log

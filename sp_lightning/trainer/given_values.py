@@ -43,7 +43,7 @@ class GivenValues:
         self._path = path
         self._stay = stay
         self._budget = budget
-        self._read = False
+        self._has_read = False  # True once values of the file were given, by `restore` or `complete`
 
     def restore(self, module: pl.LightningModule, state: Mapping[str, Any]) -> set[str]:
         """Prepares a module for loading a checkpoint's state: torch cannot load into parameters on the meta device.
@@ -83,12 +83,12 @@ class GivenValues:
         """
         found = find_without_values(module)
         if self._path is not None:
-            if not found and not self._read:
+            if not found and not self._has_read:
                 raise ValueError(
                     f"load_weights_from={str(self._path)!r} gives values to modules on the meta device, and all parameters of "
                     f'{type(module).__name__} have values. Leave it out, or build the module inside torch.device("meta").'
                 )
-            if found and (not self._read or any(isinstance(each.tensor, nn.Parameter) for each in found)):
+            if found and (not self._has_read or any(isinstance(each.tensor, nn.Parameter) for each in found)):
                 trained = [each for each in found if training and each.tensor.requires_grad]
                 self._read_file(module, found, self._path, trained)
         if not any(parameter.is_meta for parameter in module.parameters()):
@@ -105,18 +105,20 @@ class GivenValues:
             name = next((name for name in each.names if _strip(name, prefix) in shapes), None)
             if name is not None:
                 give_values(each, read(_strip(name, prefix)))
-        empty = {id(each.tensor) for each in found}
-        with torch.no_grad():
+        given = {id(each.tensor) for each in found}
+        with torch.no_grad():  # parameters and buffers that had values before: the file's values replace them
             for name, tensor in named_tensors(module):
-                if _strip(name, prefix) in shapes and id(tensor) not in empty:
+                if _strip(name, prefix) in shapes and id(tensor) not in given:
                     tensor.copy_(read(_strip(name, prefix)))
-        self._read = True
+        self._has_read = True
 
     def _check_room(self, found: list[WithoutValues]) -> None:
+        """Raises a MemoryError if host memory has no room for these tensors."""
         check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, less_host_memory(), self._budget)
 
 
 def _strip(name: str, prefix: str) -> str:
+    """Returns a name of the module as it is in the file; empty if it does not begin with the prefix."""
     return name.removeprefix(prefix) if name.startswith(prefix) else ""
 
 

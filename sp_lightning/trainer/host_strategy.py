@@ -110,6 +110,7 @@ class HostStrategy(_Base):
             return
         devices = self._devices
         self.__class__ = _class_for_devices(public, *for_devices)
+        # Lightning's constructor sets the attributes that the new base needs.
         for_devices[0].__init__(self, devices[0], super().accelerator, given_checkpoint_io(self), self.precision_plugin)
         self._devices = devices  # Lightning's constructor has reset them
 
@@ -182,9 +183,9 @@ class HostStrategy(_Base):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         prepare_precision(plugin)
-        if self._of_trainer:
+        if self._of_trainer:  # the trainer sets its plugin after its accelerator, so this one is the trainer's
             self._of_trainer["precision_plugin"] = plugin
-        else:
+        else:  # the user's
             set_inherited(HostStrategy, self, "precision_plugin", plugin)
 
     # ------------------------------------------------------------------ host memory

@@ -51,7 +51,10 @@ class ReadableStrategy(HostStrategy):
         super().__init__(*args)
 
     def _close(self) -> None:
-        """Ends the run, if there is one. Its plan and counters stay readable."""
+        """Ends the run, if there is one. Its plan and counters stay readable.
+
+        Called at teardown, before another run begins, and after errors that end the run.
+        """
         run = self._run
         if run is None:
             return
@@ -201,8 +204,8 @@ class LoopStrategy(ReadableStrategy):
         self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
 
     def on_exception(self, exception: BaseException) -> None:
-        self._signals.install(self._is_torn)
-        if isinstance(exception, KeyboardInterrupt):  # another process may have got Ctrl-C first
+        self._signals.install(self._is_torn)  # user code or Lightning may have set handlers since the last batch
+        if isinstance(exception, KeyboardInterrupt):  # this process may have deferred it: another one may have got Ctrl-C first
             self._signals.drop(signal.SIGINT)
         self._group.fail(exception)  # so that no other process waits for this one
         if self._run is not None:
@@ -344,7 +347,7 @@ class LoopStrategy(ReadableStrategy):
                 if automatic:
                     run.steps.forget_freed()
                 if automatic and output is not None and not skips_backward(run.module.trainer):
-                    streamer.await_backward(seen=hooks.run_at("zero_grad"))
+                    streamer.await_backward(seen=hooks.run_at("zero_grad"))  # hooks that find the last step's gradients
                 else:
                     # After the last batch of a validation within training, hooks of training run before the engine's next step.
                     follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")

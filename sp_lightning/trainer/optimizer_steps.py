@@ -116,7 +116,7 @@ class OptimizerSteps:
         self._bits = registry.gpu_bits(None)
         self._none_stay = ""  # the reason why gpu_layers="auto" keeps no layer on the device
         self._place = step_place()(lambda: run.engine.device, self._count_as)  # chooses for optimizer_on="auto"
-        self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._fuses_whole)
+        self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._may_fuse_whole_step)
         self._tried = False  # True after the trial of the first step, see above
         self._needed = ""  # a use of a layer by backward, after its gradients were complete, that the trial has found
         self._running = 0  # the number of running steps: an optimizer may step inside another one's closure
@@ -148,19 +148,22 @@ class OptimizerSteps:
         """True if updates in backward free their gradients."""
         return self.policy is not None and self.policy.early is EarlyUpdates.FREES
 
-    def _is_fused(self, optimizer: Optimizer) -> bool:
-        """Returns True if those groups of an optimizer run fused whose user has set neither ``fused`` nor ``foreach``."""
+    def _may_fuse(self, optimizer: Optimizer) -> bool:
+        """Returns True if groups of one of the trainer's optimizers may run fused although their user has not set ``fused``.
+
+        :func:`~sp_lightning.updates.fused.runs_fused` then decides for each group.
+        """
         fuse = self.policy is not None and self.policy.fused
         return fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
 
-    def _fuses_whole(self, optimizer: Optimizer) -> bool:
-        """Returns True if a step that is not taken apart runs fused, as :meth:`_is_fused`. The hooks on steps ask.
+    def _may_fuse_whole_step(self, optimizer: Optimizer) -> bool:
+        """Returns :meth:`_may_fuse`. :class:`StepHooks` calls it before a step that torch's code runs for all layers at once.
 
         Logs once if updates by layers have the GPU's bits, and this step has the CPU's.
         """
         if (layerwise := self._layerwise.get(optimizer)) is not None:
             layerwise.warn_of_bits("user code has called torch's optimizer, not the one that self.optimizers() returns")
-        return self._is_fused(optimizer)
+        return self._may_fuse(optimizer)
 
     @property
     def _real_optimizers(self) -> list[Optimizer]:
@@ -211,15 +214,21 @@ class OptimizerSteps:
         )
 
     def _decide(self, facts: UpdateFacts) -> None:
-        """Decides where and when optimizers step. With ``optimizer_on="auto"`` this measures both places."""
-        if self._place.moves(self._real_optimizers, facts):
+        """Decides where and when optimizers step. With ``optimizer_on="auto"`` the first call measures both places.
+
+        The plan has room for steps on the GPU until then. :meth:`_apply_policy` carries the decision out.
+        """
+        if self._place.moves(self._real_optimizers, facts):  # from the GPU to the CPU
             self._run.step_on_host()
             facts = replace(facts, place="cpu")
         self._facts = facts
         self.policy = decide(facts)
 
     def _apply_policy(self) -> None:
-        """Completes the policy with the bits of steps, and makes the objects that run the steps."""
+        """Completes the policy with the bits of steps, and makes the objects that run the steps.
+
+        If nothing that they depend on has changed since the last call, the objects stay.
+        """
         run = self._run
         engine = run.engine
         facts = self._facts
@@ -282,7 +291,7 @@ class OptimizerSteps:
         """
         if self.overlap != "backward" or not self._layerwise or batch_facts(self._trainer) == self._facts.batch:
             return
-        self._run.finish_updates()
+        self._run.finish_updates()  # until then optimizers have a class that waits
         self.decide_again()
         if schedule := self._describe_schedule():
             self._log.info("Superpipeline: %s", schedule)
@@ -330,7 +339,7 @@ class OptimizerSteps:
             return ""
         try:
             choose_overlap(replace(self._facts, overlap="backward"), self._facts.place)
-        except ValueError:
+        except ValueError:  # it is not possible
             return ""
         return (
             'Try optimizer_overlap="backward": updates then overlap with the backward pass, too '
@@ -387,7 +396,7 @@ class OptimizerSteps:
         """Returns host memory and traffic of the run as it is: in the decided place and mode, and with a disk's files."""
         trainer = self._trainer
         ledger = self._count_as(self._facts.place, self.overlap)
-        fused = all(runs_fused(o, g, fuse=self._is_fused(o)) for o in trainer.optimizers for g in o.param_groups)
+        fused = all(runs_fused(o, g, fuse=self._may_fuse(o)) for o in trainer.optimizers for g in o.param_groups)
         placement = self._run.placement
         return self.state.count(placement.count(replace(ledger, fused=fused)), placement)
 
@@ -441,7 +450,7 @@ class OptimizerSteps:
         names = {
             type(optimizer).__name__
             for optimizer in optimizers
-            if optimizer not in self._bits.stepping and self._is_fused(optimizer) and self._fuses_a_group(optimizer)
+            if optimizer not in self._bits.stepping and self._may_fuse(optimizer) and self._fuses_a_group(optimizer)
         }
         if not names:
             return ""
@@ -472,7 +481,7 @@ class OptimizerSteps:
     # ------------------------------------------------------------------ a step
 
     def backward_begins(self) -> None:
-        """Called when Lightning's backward begins. If it updates layers, signal handlers that read weights wait until it ends."""
+        """Called when Lightning's backward begins. If it updates layers, the weights are torn until it ends (:attr:`is_torn`)."""
         self._in_backward = self._running > 0 and self.overlap == "backward"
 
     def forget_freed(self) -> None:
@@ -496,10 +505,11 @@ class OptimizerSteps:
         layerwise = self._layerwise.get(optimizer)
 
         def closure_then_prepare() -> Any:
-            self._in_own_code = False
+            self._in_own_code = False  # an optimizer may call its closure several times
             result = closure()
             self._run.engine.end_without_backward()
             self._step_hooks.prepare_after_closure(optimizer)
+            # Lightning's hooks and clipping follow, and then the optimizer, which updates weights.
             self._in_own_code, self._in_backward = True, False
             return result
 
@@ -534,7 +544,7 @@ class OptimizerSteps:
         """
         if self._running and (streamer := self._run.streamer) is not None:
             return self._in_own_code or self._in_backward or streamer.updates.torn is not None
-        # The trainer counts a step after the strategy's ``optimizer_step`` has returned.
+        # The trainer counts a step after the strategy's ``optimizer_step`` has returned. Until then its count is the old one.
         return self._counted is not None and self._counted == self._trainer.global_step
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:

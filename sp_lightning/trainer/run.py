@@ -146,7 +146,7 @@ class Run:
         self._overlapping: list[OverlappingPair] = []  # frozen weights that share memory, and must stay frozen
         self._host_room: int | None = None  # bytes of host memory for activations; None for no limit
         self._activations = ActivationPlan()
-        self._must_send_buffers = trains
+        self._must_send_buffers = trains  # see step_begins()
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
         self.tuner: BaseTuner
@@ -235,7 +235,7 @@ class Run:
 
         If parameters or modules were exchanged, the engine is built again. If layers were unfrozen, the window gets smaller.
         """
-        self.steps.open()
+        self.steps.open()  # other code may have removed hooks on optimizers
         for pair in self._overlapping:
             pair.refuse_trained()
         changed = self.engine.changed()
@@ -260,6 +260,7 @@ class Run:
         self.placement = ONE_DEVICE  # files are gone with the run
 
     def _end_engine(self) -> None:
+        """Closes the engine, if there is one, and keeps its results. Called at the end of the run, and before a new engine."""
         streamer = self.streamer
         if streamer is None:
             return

@@ -130,18 +130,19 @@ class DeferredSignals:
             return False
         with self._lock:
             known = self._deferred.get(number)
-            again = number in self._again
+            again = number in self._again  # sent by `_send_again`, and not by the system or the user
             self._again.discard(number)
             if again and known is None:  # the handler has run in the meantime
                 return True
             now = time.monotonic()
             torn = self._is_torn()
-            runs = known is not None and not again and number == signal.SIGINT
-            if not torn:
-                runs = runs or not is_ours(frame) or (known is not None and now - known[1] > PATIENCE)
-            if runs:
+            is_second_ctrl_c = known is not None and not again and number == signal.SIGINT
+            is_patience_over = known is not None and now - known[1] > PATIENCE
+            # In a step that has updated only some weights, only a second Ctrl-C may interrupt.
+            if is_second_ctrl_c or (not torn and (not is_ours(frame) or is_patience_over)):
                 self._deferred.pop(number, None)
                 return False
+            # PATIENCE begins at the first signal, or when the step that has updated some weights is over.
             self._deferred[number] = deferred, now if torn or known is None else known[1]
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._send_again, name="superpipeline-signals", daemon=True)

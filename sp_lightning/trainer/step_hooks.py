@@ -107,20 +107,23 @@ class StepHooks:
         return self.deferring[1] if self.deferring is not None and optimizer is self.deferring[0] else None
 
     def steps_on_device(self, optimizer: Optimizer) -> bool:
-        """Returns True if the running step belongs to an optimizer of this run, whose layers step on the GPU."""
+        """Returns True if a step of this optimizer is running in this run, and the run's layers step on the GPU."""
         return self._layerwise(optimizer) is not None and self._engine.updating.stepper.steps_all
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Runs before all other hooks. Returns the arguments of the step; None if they are unchanged."""
+        """Runs before all other hooks. Returns the arguments of the step; None if they are unchanged.
+
+        Does nothing if the step is not of this run's user code: a layer's update in the background, or another run's step.
+        """
         if updates_here() or self._is_elsewhere(optimizer):
             return None
         if self._engine.updating.stepper.steps_all:
-            self._refuse_beside_device(optimizer, args, kwargs)
+            self._refuse_without_gpu(optimizer, args, kwargs)
         self._stepping.append(optimizer)
         self._prepare(optimizer)
-        self._remove_hooks(optimizer)
+        self._remove_hooks(optimizer)  # of a step that raised an error
         afterwards = optimizer.register_step_post_hook(self.give_back_groups)
         run_first_after_step(optimizer, afterwards)  # the user's own hooks after the step find the user's groups
         last = optimizer.register_step_pre_hook(self._enter)  # after the user's hooks
@@ -132,7 +135,7 @@ class StepHooks:
         """Runs after all other hooks before the step."""
         if updates_here():
             return
-        self._prepare(optimizer)
+        self._prepare(optimizer)  # the user's hooks may have written weights on the device
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         if not has_closure:  # else groups change after the closure, which computes gradients and may use the groups
             self._change_groups(optimizer)
@@ -162,8 +165,8 @@ class StepHooks:
         if optimizer is self._in_closure:
             self._prepare(optimizer)
 
-    def _refuse_beside_device(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Checks a step while ``optimizer_on="gpu"``.
+    def _refuse_without_gpu(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Checks, with ``optimizer_on="gpu"``, that the GPU can run a step that is about to begin.
 
         Raises:
             RuntimeError: the GPU cannot run it: it is another optimizer's than the trainer's, it has unknown arguments, or it
@@ -191,7 +194,10 @@ class StepHooks:
             raise RuntimeError(f'optimizer_on="gpu": {what}. Leave optimizer_on out: then the host steps.')
 
     def _prepare(self, optimizer: Optimizer) -> None:
-        """Prepares the engine: the optimizer has the host parameters, with the values that user code has written."""
+        """Prepares the engine: the optimizer has the host parameters, with the values that user code has written.
+
+        Called again after each piece of user code that runs before the optimizer's own code.
+        """
         parameters = _parameters(optimizer)
         kinds = {*map(type, parameters)}  # there are few, and a call for each weight would take longer
         if any(issubclass(kind, DeviceParameter) for kind in kinds):
@@ -224,7 +230,7 @@ class StepHooks:
         if updates_here():
             return
         for group in self._fused:
-            group["fused"] = None
+            group["fused"] = None  # the user's value: only such groups were made fused
         self._fused.clear()
         if self.deferring is not None:
             self.deferring[1].give_back_groups()

@@ -63,6 +63,10 @@ _HOOKS = {
 }  # fmt: skip
 
 
+_BEFORE_STEP = "before the training step"
+"""The key of a cached answer that does not depend on one point of :data:`_HOOKS` only."""
+
+
 class UserHooks:
     """The points of a run at which user code could write weights. Results are cached until the next loop starts.
 
@@ -97,10 +101,10 @@ class UserHooks:
 
         In automatic optimization the optimizer's step is in between: it calls the training step as its closure.
         """
-        if "step" not in self._answers:
+        if _BEFORE_STEP not in self._answers:
             unsafe = not all(map(calls_closure_first, self._module.trainer.optimizers)) or self.run_at("optimizer")
-            self._answers["step"] = self._module.automatic_optimization and unsafe
-        return self._check_writes or self._answers["step"]
+            self._answers[_BEFORE_STEP] = self._module.automatic_optimization and unsafe
+        return self._check_writes or self._answers[_BEFORE_STEP]
 
     def may_have_written(self, phase: str) -> bool:
         """Returns True if user code may have written weights before a step without the engine's notice.
@@ -109,7 +113,7 @@ class UserHooks:
         """
         first = phase != self._last_phase
         self._last_phase = phase
-        if phase == "train":
+        if phase == "train":  # hooks before the batch were considered when the batch began (``loops._batch_starts``)
             return self.may_write_before_training_step()
         return first or self.may_write_weights(phase)
 
