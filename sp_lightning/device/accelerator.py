@@ -141,6 +141,7 @@ class Accelerator(Device):
         if free is None or reserved is None or used is None:
             return None
         allowed = free[0]
+        # The user may have limited this process to a fraction of all device memory, reserved memory included.
         # torch 2.10 cannot read the value of torch.cuda.set_per_process_memory_fraction.
         if self.device.type == "cuda" and hasattr(torch.cuda, "get_per_process_memory_fraction"):
             allowed = min(allowed, free[1] * torch.cuda.get_per_process_memory_fraction(self.device) - reserved)
@@ -215,6 +216,7 @@ class Accelerator(Device):
         return super().stall_seconds(*why)
 
     def _sum_waits(self) -> None:
+        """Adds up the measured waits that the device has passed."""
         still_open = []
         for why, before, after in self._waits:
             if after.query():

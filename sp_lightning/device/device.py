@@ -206,7 +206,10 @@ class Device:
         return memory
 
     def receive(self, source: Tensor) -> Tensor:
-        """Returns a copy of a device tensor in host memory, with its strides made dense. The host waits for the copy."""
+        """Returns a copy of a device tensor in host memory. The host waits for the copy.
+
+        The copy has no gaps, and the order of dimensions of the tensor.
+        """
         shape, stride = source.shape, torch.empty_like(source, device="meta").stride()
         with no_inference_mode():
             memory = torch.empty_strided(shape, stride, dtype=source.dtype, device="cpu")

@@ -90,6 +90,7 @@ def _written_addresses(begin: int, end: int) -> list[Page]:
 
 
 def _scan(pagemap: int, begin: int, end: int) -> Iterator[Page]:
+    """Yields the written pages with one system call for many pages (Linux 6.7). Raises an OSError on an older Linux."""
     regions = np.empty((_REGIONS, 3), np.uint64)
     there, vector = _PRESENT | _SWAPPED, regions.ctypes.data
     while begin < end:
@@ -101,6 +102,7 @@ def _scan(pagemap: int, begin: int, end: int) -> Iterator[Page]:
 
 
 def _read(pagemap: int, begin: int, end: int) -> Iterator[Page]:
+    """Yields the written pages by reading the entry of each page."""
     for first in range(begin, end, step := PAGE << 20):
         written = _are_written(_entries(pagemap, first, min(step, end - first) // PAGE))
         edges = torch.nn.functional.pad(written.int(), (1, 1)).diff().nonzero().flatten().tolist()

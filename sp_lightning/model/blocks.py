@@ -60,11 +60,12 @@ def groups_in(module: nn.Module) -> list[nn.Module]:
     ]
     bare = [child for child in sequences if _is_bare(child)]
     groups = [child for child in bare if sum(bool(inner._parameters) for inner in child.modules()) > 1]
-    return groups if len(groups) > 1 and len(bare) == len(sequences) else []
+    has_stages = len(bare) < len(sequences)  # sequences with blocks in them
+    return groups if len(groups) > 1 and not has_stages else []
 
 
 def _is_bare(sequence: nn.Module) -> bool:
-    """Returns True if a sequence contains only modules without children, and no blocks."""
+    """Returns True if a sequence contains only modules without children (or further sequences of them), and no blocks."""
     inside = [*sequence.modules()]
     leaves = all(type(inner) is nn.Sequential or next(inner.children(), None) is None for inner in inside)
     return leaves and not any(map(groups_in, inside))

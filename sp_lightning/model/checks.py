@@ -114,7 +114,7 @@ def overlapping_pairs(module: nn.Module, whole: Mapping[nn.Module, str]) -> tupl
     spans.sort(key=lambda span: span[:3])
     pairs = []
     farthest = (0, 0, "", Tensor())  # the span with the highest end so far
-    for span in spans:
+    for span in spans:  # by address: a span overlaps if it begins before an earlier one ends
         if span[0] < farthest[1]:
             pairs.append(OverlappingPair((farthest[2], span[2]), (farthest[3], span[3])))
             pairs[-1].refuse_trained()
@@ -182,6 +182,7 @@ def _notes_on_whole(whole: Mapping[nn.Module, str]) -> list[str]:
 
 
 def _why_whole(module: nn.Module, name: str) -> str:
+    """Returns the reason why a module is moved whole, as a clause."""
     if isinstance(module, torch.jit.ScriptModule):
         return f"{name!r} is a ScriptModule"
     return f"{name!r} has parameters of a class that cannot be streamed"

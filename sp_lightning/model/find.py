@@ -112,6 +112,7 @@ def find_layers(
 
 
 def _refuse_both(chosen: set[nn.Module], kept: set[nn.Parameter], names: Mapping[nn.Module, str]) -> None:
+    """Raises a ValueError if ``keep_on_gpu=`` names all parameters of a module that ``layers=`` chose."""
     conflict = next((child for child in chosen if all(p in kept for p in child.parameters())), None)
     if conflict is not None:
         raise ValueError(
@@ -165,24 +166,30 @@ def _small(units: Sequence[Unit]) -> set[Unit]:
 
 
 def _residents(units: Iterable[Unit], small: set[Unit], kept: set[nn.Parameter]) -> Layer:
+    """Returns the layer of all residents: small units, and the parameters that ``keep_on_gpu=`` chose."""
     named = (named for unit in units for named in unit.parameters if unit in small or named[1] in kept)
     return Layer("residents", _plain(named))
 
 
 def _layer(unit: Unit, kept: set[nn.Parameter], lowered: set[nn.Parameter], places: Places) -> Layer:
+    """Makes a unit a layer, without the parameters that stay on the device (``kept``)."""
     parameters = [named for named in unit.parameters if named[1] not in kept]
     return Layer(
         unit.name,
         _plain(named for named in parameters if named[1] not in lowered),
         tuple(named for named in parameters if named[1] in lowered),
-        unit.rows if _comes_by_rows(unit, kept | lowered, places) else 0,
+        unit.rows if _is_uploaded_by_rows(unit, kept | lowered, places) else 0,
     )
 
 
-def _comes_by_rows(unit: Unit, otherwise: set[nn.Parameter], places: Places) -> bool:
-    """Returns True if only the unit's own module holds its stacks, and all its parameters are uploaded unchanged."""
+def _is_uploaded_by_rows(unit: Unit, special: set[nn.Parameter], places: Places) -> bool:
+    """Returns True if single experts of a unit can be uploaded.
+
+    Only the unit's own module may hold its stacks: another module that holds one could read any row. None of its parameters may
+    be ``special``: stay on the device, or be uploaded as a cast.
+    """
     own = all(place.module is unit.module for _, p in unit.parameters if is_stack(p, unit.rows) for place in places[p])
-    return own and all(parameter not in otherwise for _, parameter in unit.parameters)
+    return own and all(parameter not in special for _, parameter in unit.parameters)
 
 
 def _plain(parameters: Iterable[NamedParameter]) -> tuple[NamedParameter, ...]:
@@ -264,8 +271,8 @@ class _Walk:
         self._seen.add(module)
         if module in self._whole or not any(True for _ in module.parameters()):
             return
-        if module in self._chosen or not self._is_cut(module, is_block=is_block):
-            yield from self._uncut(module, name, is_expert)
+        if module in self._chosen or not self._is_divided(module, is_block=is_block):
+            yield from self._undivided(module, name, is_expert)
             return
         self.above.append(module)
         for key, parameter in module.named_parameters(recurse=False):
@@ -279,10 +286,10 @@ class _Walk:
         for key, child in module.named_children():
             yield from self.units(child, join_names(name, key), is_block=repeated, is_expert=routed)
 
-    def _uncut(self, module: nn.Module, name: str, is_expert: bool) -> Iterator[Unit]:
+    def _undivided(self, module: nn.Module, name: str, is_expert: bool) -> Iterator[Unit]:
         """Yields the unit of a module that is not divided, then those of the experts inside it."""
         chosen = module in self._chosen
-        closed = chosen or is_compiled(module)
+        closed = chosen or is_compiled(module)  # its experts are not looked for
         experts = {} if closed else {expert: key for key, expert in experts_in(module, name, self._finder)}
         if not closed and self._finder.stacked(module):
             experts = {module: name}
@@ -290,6 +297,7 @@ class _Walk:
             experts = {expert: key for expert, key in experts.items() if self._finder.stacked(expert)}
         if experts and any(map(uses_torchscript, module.modules())):
             experts = {}  # TorchScript reads memory without calling Python, so all weights must be on the device
+        # The experts first, so that the module owns only the other parameters.
         within = [self._expert(expert, key, within=expert is not module) for expert, key in experts.items()]
         if module not in experts:
             yield Unit(name, module, self._own(module, name), chosen, is_expert)
@@ -299,7 +307,12 @@ class _Walk:
         rows = self._finder.stacked(module)
         return Unit(name, module, self._own(module, name), expert=True, within=within, rows=rows)
 
-    def _is_cut(self, module: nn.Module, *, is_block: bool) -> bool:
+    def _is_divided(self, module: nn.Module, *, is_block: bool) -> bool:
+        """Returns True if a module is divided into units; False if it is one unit.
+
+        Containers, the root, and modules with blocks in them are divided. So are other modules with more than
+        :data:`_LARGE_SHARE` of the weights. A repeated block is only divided if it has blocks in it and is that large.
+        """
         if is_compiled(module):
             return False  # a compiled module is one graph: weights cannot be uploaded and evicted inside
         if any(child in self._chosen for child in module.modules()):

@@ -45,6 +45,7 @@ def chosen_layers(module: nn.Module, layers: LayerChoice, names: Mapping[nn.Modu
 
 
 def _picks(module: nn.Module, layers: LayerChoice) -> Iterable[Any]:
+    """Returns the single choices of ``layers=``: names, patterns, classes or modules."""
     if layers is None:
         return ()
     if isinstance(layers, (str, type)):
@@ -59,6 +60,7 @@ def _picks(module: nn.Module, layers: LayerChoice) -> Iterable[Any]:
 
 
 def _matches(module: nn.Module, pick: Any, names: Mapping[nn.Module, str]) -> list[nn.Module]:
+    """Returns the modules that one choice stands for, at least one. Otherwise raises a ValueError."""
     if isinstance(pick, nn.Module):
         if pick not in names:
             raise ValueError(
@@ -119,5 +121,6 @@ def matching(module: nn.Module, pattern: str, option: str, named: Mapping[str, _
 
 
 def _glob(pattern: str) -> str:
+    """Returns the regular expression of a glob pattern."""
     parts = re.split(r"(\*\*|\*|\?)", pattern)
     return "".join({"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)) for part in parts)

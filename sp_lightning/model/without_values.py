@@ -53,6 +53,7 @@ def find_without_values(module: nn.Module) -> list[WithoutValues]:
 
 
 def _refuse_special(module: nn.Module, found: list[WithoutValues]) -> None:
+    """Raises a ValueError if giving one of these tensors values would lose something: its class, its hooks, shared memory."""
     scripted = {
         p for child in module.modules() if isinstance(child, torch.jit.ScriptModule) for p in child.parameters()
     }
@@ -144,23 +145,32 @@ def compute_buffers(module: nn.Module) -> None:
     initialization: Any = sys.modules.get("transformers.initialization")  # exists since version 5
     if modeling is None or initialization is None or not find_without_values(module):
         return
-    for child, model in _within(module, None, modeling.PreTrainedModel):
+    for child, model in _with_model(module, None, modeling.PreTrainedModel):
         buffers = {key: buffer for key, buffer in child._buffers.items() if buffer is not None and buffer.is_meta}
         if model is not None and buffers:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), initialization.guard_torch_init_functions():
                 _compute(child, buffers, model)
 
 
-def _within(module: nn.Module, model: Any, kind: type) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields all modules, each with the transformers model that contains it."""
+def _with_model(module: nn.Module, model: Any, kind: type) -> Iterator[tuple[nn.Module, Any]]:
+    """Yields a module and all modules in it, each with the innermost transformers model that contains it, or None.
+
+    Args:
+        module: the module.
+        model: the transformers model that contains it; None for the root.
+        kind: the base class of transformers models.
+    """
     model = module if isinstance(module, kind) else model
     yield module, model
     for child in module.children():
-        yield from _within(child, model, kind)
+        yield from _with_model(child, model, kind)
 
 
 def _compute(child: nn.Module, buffers: dict[str, Tensor], model: Any) -> None:
-    """Computes a module's buffers over zeros and over ones. A buffer with equal results was written completely."""
+    """Lets transformers initialise a module's buffers, and gives values to those that it has written completely.
+
+    It writes over zeros, and again over ones. A buffer whose two results differ was not written completely.
+    """
     results = []
     for filler in (0, 1):
         child._buffers.update({key: torch.full_like(each, filler, device="cpu") for key, each in buffers.items()})

@@ -100,9 +100,9 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     writes = writes_arguments(func)
     if func is Tensor.__getitem__ and (row := _row(args[0], args[1], result)) is not None:
         return row
-    hands_on = any(is_traceable_wrapper_subclass(each) for each in tree_leaves(result))
+    returns_wrapped = any(is_traceable_wrapper_subclass(each) for each in tree_leaves(result))  # it may share memory
     for each, made, version in wholes:
-        if writes or hands_on or made._version != version:
+        if writes or returns_wrapped or made._version != version:
             each._expose()
     return result
 

@@ -312,7 +312,8 @@ class Plan:
             saves += f", plain Lightning {plain}"
         if self.nothing:
             return f"{self._heading()}. {what.capitalize()} {saves}."
-        if not self.stay and peak >= on_host + self.staying[0] + self.staying[1] * training:
+        everything = on_host + self.staying[0] + self.staying[1] * training  # as if nothing were streamed
+        if not self.stay and peak >= everything:
             saves += "; a lower k, or smaller layers, would take less"
         return f"{self._heading()}: {what} {saves}."
 
@@ -406,7 +407,7 @@ def schedule(plan: Plan, *, training: bool) -> Iterator[int]:
 def _order(found: Found) -> tuple[int, ...]:
     """Returns the layers in the order in which a forward is expected to use them. Layers without a module are first."""
     used = [layer for visits in found.visits.values() for layer in visits]
-    without_module = [layer for layer in range(len(found.layers)) if layer not in used]
+    without_module = [layer for layer in range(len(found.layers)) if layer not in used]  # single parameters
     return (*without_module, *used)
 
 
@@ -423,6 +424,7 @@ def _planned(
 
 
 def _wire_notes(found: Found) -> tuple[str, ...]:
+    """Returns a note for the user on the share of bytes that are uploaded as casts; empty if there are none."""
     lowered = sum(masters.nbytes for masters in found.masters)
     if not lowered:
         return ()

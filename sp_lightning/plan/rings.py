@@ -30,7 +30,7 @@ class Ring:
 def choose_rings(
     sizes: Sequence[int], window: int, together: Collection[Sequence[int]] = ()
 ) -> tuple[tuple[Ring, ...], list[int]]:
-    """Returns the rings with the fewest bytes.
+    """Divides layers of different sizes among rings, so that all slots together take the fewest bytes.
 
     Args:
         sizes: bytes of each layer.
@@ -75,7 +75,7 @@ def choose_rings_apart(
     ring_of = [0] * len(sizes)
     others = [layer for layer in range(len(sizes)) if layer not in by_rows]
     for members, consecutive in ((others, window), (sorted(by_rows), 2)):
-        number = {layer: at for at, layer in enumerate(members)}
+        number = {layer: at for at, layer in enumerate(members)}  # choose_rings counts only these members
         used = [[number[layer] for layer in each if layer in number] for each in together]
         chosen, places = choose_rings([sizes[layer] for layer in members], consecutive, used)
         for layer, place in zip(members, places, strict=True):
@@ -91,6 +91,7 @@ def _choose_with_staying(
     by_rows: Collection[int],
     staying: Sequence[int],
 ) -> tuple[tuple[Ring, ...], list[int]]:
+    """:func:`choose_rings_apart` with layers that stay: their rings follow the others', with a slot for each of them."""
     moving = [layer for layer in range(len(sizes)) if layer not in staying]
     number = {layer: at for at, layer in enumerate(moving)}
     at_once = [[number[layer] for layer in used if layer in number] for used in together]
@@ -125,12 +126,14 @@ def _best_split(sizes: Sequence[int], distinct: Sequence[int], count: int, windo
 
     @cache
     def cost(first: int, last: int) -> int:
+        """Returns the bytes of the slots of one class: the sizes ``distinct[first]`` to ``distinct[last]``."""
         below = distinct[first - 1] if first else -1
         members = [below < size <= distinct[last] for size in sizes]
         return _slots(members, window) * distinct[last]
 
     @cache
     def best(last: int, classes: int) -> tuple[int, tuple[int, ...]]:
+        """Returns the best split of the sizes up to ``distinct[last]`` into this number of classes."""
         if classes == 1:
             return cost(0, last), (distinct[last],)
         splits = []
@@ -145,7 +148,7 @@ def _best_split(sizes: Sequence[int], distinct: Sequence[int], count: int, windo
 def _slots(members: Sequence[bool], window: int) -> int:
     """Returns the largest number of members among ``window`` consecutive layers."""
     inside = most = sum(members[:window])
-    for leaving, entering in zip(members, members[window:], strict=False):
+    for leaving, entering in zip(members, members[window:], strict=False):  # the window moves by one layer
         inside += entering - leaving
         most = max(most, inside)
     return most

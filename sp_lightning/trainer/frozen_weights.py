@@ -66,6 +66,7 @@ class FrozenWeights:
         self._digests = {name: _first.setdefault(remembered[name], now) for name, now in self._now().items()}
 
     def _now(self) -> dict[str, str]:
+        """Returns the present digests of the frozen weights that a new module would have, too, by name."""
         named = _named(self.module)
         frozen = {name: p for name, p in named if not p.requires_grad and _remembered(p) not in _acquired}
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
@@ -99,6 +100,7 @@ def fill_checkpoint(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 
 def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, copies: bool) -> dict[str, Any]:
+    """Returns a state dictionary with the omitted weights, which are views of the module's, or ``copies``."""
     parameters, filled = dict(_named(module)), dict(state)
     others = []
     for name, (expected, dtype) in left_out.items():

@@ -205,7 +205,9 @@ class LoopStrategy(ReadableStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._signals.install(self._is_torn)  # user code or Lightning may have set handlers since the last batch
-        if isinstance(exception, KeyboardInterrupt):  # this process may have deferred it: another one may have got Ctrl-C first
+        if isinstance(
+            exception, KeyboardInterrupt
+        ):  # this process may have deferred it: another one may have got Ctrl-C first
             self._signals.drop(signal.SIGINT)
         self._group.fail(exception)  # so that no other process waits for this one
         if self._run is not None:

@@ -32,9 +32,9 @@ def create_part(file: Path) -> tuple[Path, BinaryIO]:
         if not (left.name.startswith(f".{name}.") and left.suffix == ".part"):
             continue
         with suppress(FileNotFoundError), left.open("rb") as old:
-            if _locked(old):
+            if _locked(old):  # its writer does not live any more
                 shutil.rmtree(beside(left), ignore_errors=True)
-                if aside(left).exists() and not file.exists():
+                if aside(left).exists() and not file.exists():  # it was killed while it exchanged two folders
                     aside(left).rename(file)
                 shutil.rmtree(aside(left), ignore_errors=True)
                 left.unlink()

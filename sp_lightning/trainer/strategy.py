@@ -227,7 +227,7 @@ class StreamingStrategy(LoopStrategy):
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
         self._format.check(self.checkpoint_io)
-        self._given.complete(self.lightning_module, training=trains)
+        self._given.complete(self.lightning_module, training=trains)  # before layers are found, which need values
         # Lightning's DDPStrategy has it, with Trainer(sync_batchnorm=True).
         layer_sync = getattr(self, "_layer_sync", None)
         if trains and layer_sync is not None:

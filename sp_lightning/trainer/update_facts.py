@@ -156,6 +156,7 @@ def are_gradients_unread(trainer: Any) -> bool:
 
 
 def _has_parameter_hooks(trainer: Any) -> bool:
+    """Returns True if the user has registered hooks on gradients of parameters."""
     return any(gradient_hooks(p) or accumulation_hooks(p) for p in trainer.lightning_module.parameters())
 
 
@@ -203,7 +204,7 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
             if not by and loses_updates(optimizer, group):
                 by = f"torch {torch.__version__} would leave its 16-bit weights as they are"
             by = by or "fused=False or fused_optimizer=False"
-            left_open = {**group, **dict.fromkeys(("fused", *PREVENT_FUSED))}
+            left_open = {**group, **dict.fromkeys(("fused", *PREVENT_FUSED))}  # if the user had set none of them
             better = ""
             if runs_fused(optimizer, left_open, fuse=True):
                 better = f"Leave that out, and {name} runs fused, as with fused=True, or use"

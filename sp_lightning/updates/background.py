@@ -199,7 +199,7 @@ class BackgroundUpdates:
             The event after which the host has the layer; None if the host has it, because this did what :meth:`wait` does.
         """
         owner = layer.owner
-        has_then = self._under_way.get(owner) is not None  # it has to be called, after the download
+        has_then = self._under_way.get(owner) is not None  # only `wait` calls it, after the download
         if owner.update is None or has_then:
             self.wait(layer, Wait.FETCH_AFTER_UPDATE)
             return None
@@ -207,7 +207,8 @@ class BackgroundUpdates:
             if owner.update is not None:
                 with awaiting_steps():
                     self._device.finish(owner.update, Wait.FETCH_AFTER_UPDATE)
-                if owner.landed is not None and self._failure is None and not self._device.has_happened(owner.landed):
+                is_in_flight = owner.landed is not None and not self._device.has_happened(owner.landed)
+                if is_in_flight and self._failure is None:
                     return owner.landed
         self.wait(layer, Wait.FETCH_AFTER_UPDATE)
         return None
@@ -222,7 +223,7 @@ class BackgroundUpdates:
             values: wait for the updates of the parameters among these; None for all.
         """
         for layer in self._updating(values):
-            if (update := layer.update) is not None:
+            if (update := layer.update) is not None:  # read once: the run may end the update at any time
                 futures.wait([update])
             self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
         used = None if values is None else {self._layer_of.get(id(value)) for value in values}
@@ -350,6 +351,7 @@ class BackgroundUpdates:
             layer.updated_early, layer.needed = True, note
 
     def _set_waiting_class(self, layer: StreamedLayer) -> None:
+        """Makes code that uses the layer's parameters wait for its update; see "Note: roles of parameters"."""
         for parameter in [each for member in layer.family for each in member.block.parameters]:
             if type(parameter) is not Tensor:  # parts of wrapped parameters are plain tensors, and are not updated
                 take(parameter, self._waiting_role)
@@ -398,6 +400,7 @@ class BackgroundUpdates:
                 then()
 
     def _raise_failure(self) -> None:
+        """Raises the error of an update, if one has failed. Every later wait raises it again: the weights stay torn."""
         if self._failure is not None:
             self.torn = f"the optimizer's update failed in the background: {self._failure!r}"
             raise self._failure

@@ -91,13 +91,14 @@ class InPieces(TorchFunctionMode):
             if (other := self._others.get(id(weight))) is not None:
                 other(operator, settings, update)
                 continue
+            # A step of float32 tensors alone is one pass already.
             if (update.needs_several_passes or weight.dtype in HALVES) and update.contiguous:
                 if self._in_one_pass(operator, settings, update):
                     continue
                 if update.needs_several_passes and weight.numel() > self._elements:
                     self._step_in_pieces(step, update)
                     continue
-            small.append(update)
+            small.append(update)  # also large ones for which torch's operator alone is best
             small_elements += weight.numel()
             if small_elements >= self._elements:
                 self._step_together(step, small)

@@ -94,6 +94,7 @@ class StepContext:
             _set_thread_settings(before)
 
     def _check_process_settings(self) -> None:
+        """Raises a RuntimeError if the process's settings have changed, for an optimizer that depends on them."""
         if self._process_settings is not None and (now := _process_settings()) != self._process_settings:
             changed = [
                 f"{name} {now[name]} (expected {was})"
