@@ -47,6 +47,7 @@ class Accelerator(Device):
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
+        """Returns torch's stream for one of ours. The step stream is made at its first use."""
         if stream is Stream.STEP and stream not in self._side:
             self._side[stream] = _step_stream(self.device)
         # Not cached: hooks of backward run on autograd's thread, which has a current stream of its own.

@@ -96,6 +96,7 @@ class BackgroundThread:
         self._executor.shutdown()
 
     def _do_next(self) -> None:
+        """Runs the most urgent work, which need not be the work of the :meth:`submit` that queued this call."""
         piece = self._pieces.take()
         piece.done.set_running_or_notify_cancel()
         try:

@@ -64,6 +64,7 @@ def make_layers(
 
 
 def _warn_of_unpinned(layers: Sequence[StreamedLayer]) -> None:
+    """Warns if the system has refused to page-lock memory of layers that are uploaded often."""
     blocks = [layer.block for layer in layers if layer.kind in (Kind.BLOCK, Kind.RESIDENTS)]
     unpinned = sum(block.planned.nbytes for block in blocks if not block.memory.pinned)
     if unpinned:

@@ -94,6 +94,7 @@ class _Traits:
 def _traits(
     optimizer: Optimizer, engine: Updating, policy: UpdatePolicy, own: OptimizerPolicy, like: StepsLikeGpu | None
 ) -> _Traits:
+    """Decides, once, how the steps of an optimizer run; see :class:`_Traits`."""
     on_gpu = engine.stepper.steps_all
     waits = policy.overlap == "off"
     separable = (waits and like is None) or on_gpu or is_separable(optimizer)

@@ -138,14 +138,14 @@ class Streamer:
     def _activation_setup(
         self, visits: dict[nn.Module, tuple[StreamedLayer, ...]], log: logging.Logger | None
     ) -> ActivationSetup:
-        """Collects the parts that modes of activations use. Those above a step are made later."""
+        """Collects the parts that modes of activations use. Those above a step are made later, so functions look them up."""
         units, rows = self.found.units, {layer.name: layer.index for layer in self._layers if layer.kind is Kind.BLOCK}
         return ActivationSetup(
             self._module,
             self.found,
             self._layers,
             layers_of={name: visits.get(module, ()) for name, module in units.items()},
-            rows={name: rows.get(name, self._resident_layer.index) for name in units},
+            rows={name: rows.get(name, self._resident_layer.index) for name in units},  # in timelines
             device=self.device,
             pin=self._pin,
             stays=self._stays,
@@ -259,6 +259,7 @@ class Streamer:
                 self._abort(over=over or not (self._step.running and packs()))
 
     def _abort(self, *, over: bool) -> None:
+        """Ends all updates and, if the step is ``over``, the step. Marks all copies on the device as out of date."""
         self.updates.recover()
         if over:
             self._access.calls.reset()
@@ -397,6 +398,7 @@ class Streamer:
             )
 
     def _disconnect(self) -> None:
+        """Refuses later uses of device parameters and graphs of this run, and removes the hooks on module calls."""
         self._closed = True
         self._backward.close()
         self._access.close()

@@ -175,6 +175,6 @@ def _viewed(layer: StreamedLayer) -> Slot | None:
     """Returns the layer's slot if user code has taken a view of it in this step and may keep it."""
     slot = layer.slot
     own = len(layer.parameters.all) if layer.state.attached else 0
-    if slot is None or (layer.guard is not None and layer.guard.digests is not None):
+    if slot is None or (layer.guard is not None and layer.guard.digests is not None):  # views of earlier steps
         return None
     return slot if slot.lease.in_use_beside(own) else None

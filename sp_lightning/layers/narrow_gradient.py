@@ -116,7 +116,7 @@ def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], N
 
     Args:
         parameter: a host parameter without a gradient.
-        came: the gradient.
+        came: the gradient, as backward has computed it.
         looked_at: called when user code reads ``param.grad``.
         computed: the event after the kernels that write the gradient, if it is on the device.
     """

@@ -187,6 +187,7 @@ class ParameterGroup:
                 set_class(parameter, kind)
 
     def _make(self, index: int) -> DeviceParameter:
+        """Makes one device parameter, as a stand-in."""
         host = self.hosts[index]
         # The data is set afterwards, because a parameter that is made of a tensor shares the tensor's version counter.
         away = torch.empty((), dtype=host.dtype, device=self.device).expand(host.shape)

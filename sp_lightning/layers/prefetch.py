@@ -203,22 +203,22 @@ class Prefetch:
         if coming and self._plan.experts:
             self._reserve_slot(ring, slots, before=coming[0][1])
         more = False
-        for layer, needed in coming:
+        for layer, uses_before in coming:
             if (own := layer.own_slot) is not None:  # the layer stays on the GPU, so there is nothing to choose
                 if not own.overwritable or not self._ready(layer):
                     return [], False
                 pairs.append((layer, own))
                 more = True
                 continue
-            best, may_go, more = self._choose(slots, float(needed))
+            best, is_free, more = self._choose(slots, float(uses_before))
             # A slot with views (HELD) is left out. This is tested last, because the test takes longer than to choose a slot.
             while best is not None and best.lease.in_use:
                 slots.remove(best)
-                best, may_go, more = self._choose(slots, float(needed))
+                best, is_free, more = self._choose(slots, float(uses_before))
             if best is None:
                 break  # every layer that could be overwritten is used sooner
-            if not may_go or not self._ready(layer):
-                return [], False
+            if not is_free or not self._ready(layer):
+                return [], False  # wait: a later call begins the whole transfer
             slots.remove(best)
             pairs.append((layer, best))
         return pairs, more
@@ -261,7 +261,7 @@ class Prefetch:
                 if first_empty is not None:
                     return first_empty, True, True  # nothing gains more; there may be hundreds of slots
                 first_empty = slot
-        best, most, may_go, free = None, needed, False, 0
+        best, most, is_free, free = None, needed, False, 0
         for slot in slots:
             gain: float
             if slot.layer is None:
@@ -275,9 +275,9 @@ class Prefetch:
                 else:  # the present layer is used before the new one
                     gain, now = (later if soon <= needed - 2 else -1), False
             free += now and gain > needed
-            if gain > most or (gain == most and now and not may_go and best is not None):
-                best, most, may_go = slot, gain, now
-        return best, may_go, free > 1
+            if gain > most or (gain == most and now and not is_free and best is not None):
+                best, most, is_free = slot, gain, now
+        return best, is_free, free > 1
 
 
 _slot_of = attrgetter("slot")  # None if the layer is absent

@@ -138,6 +138,7 @@ class Residents:
         self._attach()
 
     def _new_slot(self, nbytes: int) -> Slot:
+        """Allocates device memory of ``nbytes`` bytes, and makes it the slot of the residents."""
         memory = self._device.empty(nbytes)
         self.nbytes = memory.nbytes
         self.layer.slot = Slot(-1, memory, Lease(memory), layer=self.layer, locked=True)

@@ -211,6 +211,7 @@ class WeightWatch:
             self._compare((block, index), _look((block, index)))
 
     def _compare(self, place: tuple[HostBlock, int], now: _Look) -> None:
+        """Raises a RuntimeError if a weight has another value than recorded, and neither its version nor its address shows it."""
         before = self._looks.get(place, now)
         if now[:2] == before[:2] and now != before:  # writes that change a version or an address are noticed elsewhere
             self._looks = {}  # the error is raised only once

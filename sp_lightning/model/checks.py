@@ -173,6 +173,7 @@ def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], ot
 
 
 def _notes_on_whole(whole: Mapping[nn.Module, str]) -> list[str]:
+    """Returns a note on each module that is moved whole."""
     notes = []
     for module, name in whole.items():
         trained = any(p.requires_grad for p in module.parameters())
@@ -189,6 +190,7 @@ def _why_whole(module: nn.Module, name: str) -> str:
 
 
 def _notes_on_units(units: Sequence[Unit]) -> list[str]:
+    """Returns notes on compiled blocks, experts and wrapped parameters."""
     modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
     compiled = [name for name, module in modules if is_compiled(module) and has_blocks(module)]
     notes = [
@@ -203,6 +205,7 @@ def _notes_on_units(units: Sequence[Unit]) -> list[str]:
 
 
 def _note_on_share(module: nn.Module, streaming: Iterable[Layer]) -> list[str]:
+    """Returns a note if a considerable part of the weights is not streamed."""
     total = sum(map(tensor_bytes, module.parameters()))
     streamed = sum(layer.nbytes for layer in streaming)
     if not total or streamed >= _MOSTLY * total:

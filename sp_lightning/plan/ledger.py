@@ -133,6 +133,7 @@ class Ledger:
         )
 
     def _of_disk(self, count: int) -> str:
+        """Returns the third line of :meth:`__str__`; empty without a disk."""
         on_disk = {
             "trained weights": self.weights_on_disk, "gradients": self.gradients_on_disk, "the optimizer state": self.on_disk,
         }  # fmt: skip

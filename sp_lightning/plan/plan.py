@@ -318,6 +318,7 @@ class Plan:
         return f"{self._heading()}: {what} {saves}."
 
     def _heading(self) -> str:
+        """Returns the beginning of :meth:`table` and :meth:`sentence`."""
         if self.nothing:
             return f"Superpipeline: {self.nothing}"
         plural = "" if len(self.layers) == 1 else "s"
@@ -414,6 +415,7 @@ def _order(found: Found) -> tuple[int, ...]:
 def _planned(
     layer: Layer, *, ring: int, autocast: torch.dtype | None = None, masters: int | None = None
 ) -> PlannedLayer:
+    """Lays out one layer's weights, and behind them its casts, if ``autocast`` lowers some of its weights."""
     spans = lay_out(layer.parameters)
     casts = lay_out(layer.lowered, begin=total_bytes(spans), dtype=autocast)
     trained = [named for named in (*layer.parameters, *layer.lowered) if named[1].requires_grad]

@@ -312,6 +312,7 @@ class SuperpipelineCallback(Callback):
             log.exception("Superpipeline: the report could not be written.")
 
     def _write_files(self) -> None:
+        """Writes the timeline and the picture of the recorded batches, and forgets the batches."""
         plan = self._strategy.plan
         masters = (f"{layer.name}, float32" for layer in plan.masters)
         rows = [*(layer.name for layer in plan.layers), *masters, *(table.name for table in plan.tables)]
@@ -336,6 +337,7 @@ WRITE_NO_WEIGHTS.add(SuperpipelineCallback)
 
 
 def _checked_metrics(metrics: Any) -> tuple[str, ...]:
+    """Returns the names of the metrics that ``metrics=`` stands for. Raises a ValueError for an unknown name."""
     if isinstance(metrics, bool):
         return DEFAULT_METRICS if metrics else ()
     if metrics == "all":
@@ -356,6 +358,7 @@ def _tokens_in(batch: Any) -> int | None:
 
 
 def _checked_file(option: str, path: str | Path | None) -> Path | None:
+    """Returns the path of an option. Raises a ValueError if it is a folder."""
     if path is None:
         return None
     file = Path(path)

@@ -201,6 +201,7 @@ def _open_safetensors(path: Path, files: Mapping[str, Path] | None = None) -> tu
     last, nbytes = None, 0
 
     def read(name: str) -> Tensor:
+        """Returns a weight. Opens its file again after :data:`_MAPPED_TOGETHER` bytes, so that the first mapping can be freed."""
         nonlocal opened, last, nbytes
         if last != places[name] or nbytes > _MAPPED_TOGETHER:
             last, nbytes = places[name], 0

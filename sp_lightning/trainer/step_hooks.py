@@ -274,6 +274,7 @@ class _OfProcess:
         self.runs: tuple[StepHooks, ...] = ()  # replaced as a whole
 
     def add(self, hooks: StepHooks) -> None:
+        """Calls a run's hooks from now on."""
         with self._lock:
             if not has_global_step_hooks(self._before, self._after):  # other code may have removed one of them
                 remove_global_step_hooks(self._before, self._after)
@@ -283,6 +284,7 @@ class _OfProcess:
                 self.runs = (*self.runs, hooks)
 
     def remove(self, hooks: StepHooks) -> None:
+        """Calls a run's hooks no longer."""
         with self._lock:
             self.runs = tuple(each for each in self.runs if each is not hooks)
             if not self.runs:

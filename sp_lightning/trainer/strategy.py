@@ -264,6 +264,7 @@ class StreamingStrategy(LoopStrategy):
             self._signals.remove()
 
     def _tear_down(self) -> None:
+        """Detaches the callback and closes the run, and then runs Lightning's own teardown in any case."""
         try:
             close_all(self._detach_callback, self._close)
             module = self.lightning_module

@@ -86,6 +86,7 @@ def may_get_gradients(parameter: Tensor) -> bool:
 
 
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Returns True if torch's fused step on the CPU works for a group's settings, weights and present gradients."""
     with_gradient = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
     return (
         not any(group.get(other) for other in PREVENT_FUSED)

@@ -91,6 +91,7 @@ class GpuBits:
         return [] if self._gpu is None else self._against_cpu(self._why, mixed=mixed)
 
     def _against_cpu(self, why: str, *, mixed: bool) -> list[str]:
+        """Returns the sentences for steps with the CPU's bits; an empty list if ``why`` is empty."""
         if not why:
             return []
         sentences = [f"CPU optimizer steps differ from the GPU's in the last bits: {why}."]

@@ -83,6 +83,7 @@ class StepContext:
 
     @contextmanager
     def _with_thread_settings(self) -> Iterator[None]:
+        """A context in which this thread has the settings of the thread that made this object."""
         before = _thread_settings(self._devices)
         if before == self._thread_settings:  # nearly always true
             yield
