@@ -328,7 +328,7 @@ class Run:
         """Finds the layers, makes the plan of device memory, and resolves ``activations=``."""
         layers = self._options.layers
         find: Any = partial(find_layers, self.module, keep_on_gpu=self._options.keep_on_gpu, autocast=self._autocast)
-        find = self._scope.finds(self.module, find)  # trials of a SharedBase use the layers that the base has found
+        find = self._scope.finds(self.module, find)  # a trial of a SharedBase puts frozen weights first in each layer
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
         is_limited = self.trains and self._window.room is not None
