@@ -72,6 +72,23 @@ transition. Every test checks the table::
                          one of them.
 =======================  ============================================================================================
 
+**Words in the names of functions and attributes**, here and in the other folders:
+
+===================  ==================================================================================================
+``refuse_…``         raises an error if something is so that is not supported; otherwise does nothing
+``against_…``        returns the reason against something as text; an empty text if nothing is against it
+``take_back…``       copies weights that user code has written on the device to the host
+``visits``           the layers that a call of a module uses; of a layer: how often it was used
+``views``, *viewed*  tensors of user code or a graph over a slot's memory. As long as they exist, the layer's slot is not
+                     given to another layer
+*held*               an object is still referenced by user code or a graph: a view, a device parameter, a state
+*noticed*            of a use of a weight: the parameter's class runs before the operation (``__torch_function__``)
+*exposed*            of a weight: user code may write it at any time, and no version counter would show that
+``stale``            of a slot: its layer's host weights were written since, and it has views, so it is filled again
+``outdated``         of a layer: version counters show a write on the host since the fetch
+*early*              of an update: in backward, before the optimizer's step
+===================  ==================================================================================================
+
 **Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine through two interfaces only:
 
 - device parameters through :class:`~sp_lightning.layers.parameter_group.EngineCallbacks`, which ``Access`` implements;

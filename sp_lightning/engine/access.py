@@ -325,7 +325,7 @@ class Access(Part):
         with held(self.lock):
             if layer is self.residents.layer:
                 self.residents.distrust()
-            elif layer in self.residency.used and layer.running_calls:
+            elif layer in self.residency.used and layer.running_calls:  # the call continues with this copy
                 self._show_used(layer)
             else:
                 self.residency.release_unpinned()

@@ -160,9 +160,9 @@ class BoundWeights(SlotUsers):
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             for index in range(len(group.all)):
                 value = group.value(index)
-                if guard is not None and index in guard.retyped:
+                if guard is not None and index in guard.retyped:  # the slot has no place for the weight
                     value.copy_(group.hosts[index])
-                elif not same_place(value, places[index]):
+                elif not same_place(value, places[index]):  # the device parameter is not a view of the slot
                     value.copy_(places[index])
         self.attach(layer, slot)
 

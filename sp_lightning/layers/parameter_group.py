@@ -270,6 +270,7 @@ class ParameterGroup:
         :meth:`free_dropped`, because autograd would read it without a call. Recompute of a checkpoint keeps frozen weights in
         this way, and so do saved-tensor hooks that return their argument. Every other use is noticed, as with all stand-ins.
         """
+        # The counts of the last forward; if there was no forward since the last call, the parameters that were held then.
         self._held, self._references = self._references or self._held, {}
         held = self._held = self._still_held()
         set_data = tensor_data.__set__
@@ -392,7 +393,7 @@ class ParameterGroup:
                     tensor_requires_grad.__set__(parameter, wanted[index])
             if wanted[index] != (self._accumulators[index] is not None):
                 self._accumulators[index] = gradient_edge(parameter) if wanted[index] else None
-                for counted in (self._references, self._held):
+                for counted in (self._references, self._held):  # the accumulator's reference is not a graph's
                     if index in counted:
                         counted[index] += 1 if wanted[index] else -1
 

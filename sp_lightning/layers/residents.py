@@ -43,6 +43,8 @@ class Residents:
 
         Before the upload, weights that were written on the device are copied to the host. If versions show that the host was
         written as well, this is skipped, unless user code keeps views: the host's values are uploaded.
+
+        Called when a step begins or continues, before module calls, and before other operations on residents.
         """
         group = self.group
         layer = self.layer

@@ -248,7 +248,7 @@ class WriteBack:
         """Copies back the weights of a layer that were written on the device, or may have been."""
         if layer.state.attached and layer.slot is not None:
             self.take_back_slot(layer.slot)
-        else:
+        else:  # only tensors that user code has kept can have been written
             self.take_back_replaced(layer)
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
 

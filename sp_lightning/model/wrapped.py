@@ -90,12 +90,12 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     wholes: list[tuple[OffloadedWrapper, Any, int]] = []
 
     def whole(each: OffloadedWrapper) -> Any:
-        made = each.whole(func, *given)
+        made = each.whole(func, *arguments)  # a part may suffice for these arguments
         wholes.append((each, made, made._version))
         return made
 
-    given = (args, kwargs or {})
-    args, kwargs = tree_map_only(OffloadedWrapper, whole, given)
+    arguments = (args, kwargs or {})
+    args, kwargs = tree_map_only(OffloadedWrapper, whole, arguments)
     result = func(*args, **kwargs)
     writes = writes_arguments(func)
     if func is Tensor.__getitem__ and (row := _row(args[0], args[1], result)) is not None:

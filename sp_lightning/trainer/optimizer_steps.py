@@ -423,7 +423,7 @@ class OptimizerSteps:
 
     @contextmanager
     def _still(self) -> Generator[None, None, None]:
-        """A context in which no update is under way, in any thread."""
+        """A context in which no update is under way, in any thread. The store of state on a disk uses it."""
         with ExitStack() as stack:
             if self._run.streamer is not None:  # tensors of state on the disk may be read after the run
                 self._run.finish_updates()  # updates of this thread, with their errors

@@ -40,7 +40,7 @@ class InPieces(TorchFunctionMode):
         casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
         clips: by the ``id`` of a parameter, the function that clips its gradient. Narrow gradients (in a lower dtype than the
             weight) are not among them: they store their changes themselves.
-        others: by the ``id`` of a parameter, the function that updates it in place of torch's operator.
+        others: by the ``id`` of a parameter, the function that updates it in place of torch's operator, with a GPU's bits.
         elements: the number of elements of a piece, a multiple of 512; None for :func:`piece_size`.
     """
 
