@@ -102,7 +102,7 @@ class Clipping:
 
     def _norm_on_gpu(self, gradient: Tensor) -> Tensor | None:
         """Returns the norm of a gradient that waits on the GPU for a layer's step; None if it is on the host."""
-        if getattr(gradient, "computed", None) is None:
+        if getattr(gradient, "computed", None) is None:  # an attribute of narrow gradients
             return None
         return self._engine.stepper.norms([gradient])[0]
 

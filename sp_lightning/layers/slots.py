@@ -19,7 +19,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.layout import part
+from sp_lightning.device.layout import Span, part
 from sp_lightning.device.lease import Lease
 from sp_lightning.layers.layer import AllRows, Slot, StreamedLayer
 from sp_lightning.layers.states import FETCHED, HELD, HOST, UNPACKED
@@ -179,54 +179,13 @@ class Slots:
         self.transfers += 1
 
     def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
-        """Issues the copies of one transfer. A layer's bytes come from one of four places:
-
-        - its own slot, if the layer stays on the GPU and ``kept`` says that the copy in that slot is the valid one. If that is
-          also the slot to fill, nothing is copied;
-        - host memory, by rows, if the layer's ``rows`` choose some;
-        - the results of its last step on the GPU (``step_results``), in device memory;
-        - host memory, the whole layer. This is the common case.
-        """
+        """Issues the copies of one transfer, and notes which layers are in the slots now."""
         for layer, slot, (source, staged) in transfer:
             step_results, layer.step_results = layer.step_results, ()
-            if slot.pending is not None:
-                self._issue_rest(slot)
-            if slot.sources:
-                self._release_sources(slot)
-            if slot.layer is not None and slot.layer is not layer and slot.layer.slot is slot:
-                slot.layer.evict()  # the copy overwrites this layer
-            in_own_slot = layer.kept and slot is layer.own_slot
-            if not in_own_slot:
-                # A slot that was held after its release has no event, because its last view could be dropped at any time. That
-                # view is dropped now, so an event recorded now covers the kernels that read it.
-                idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
-                self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
-            readable = staged  # the event after which the upload stream may read the layer's bytes
-            if layer.kept:
-                # If nothing is copied, compute waits for the layer's step itself, and not behind other layers' uploads.
-                readable = None if in_own_slot else layer.stepped
-            elif step_results and type(layer.rows) is AllRows:
-                # Copied on the device, so the download of the same results is not waited for.
-                readable = layer.owner.stepped
-            if readable is not None:
-                self._device.wait(Stream.UPLOAD, readable, Wait.FETCH_AFTER_UPDATE)
+            self._empty_slot(slot, layer)
+            self._wait_before_copy(layer, slot, staged, from_step=bool(step_results))
             begun = self._device.mark(Stream.UPLOAD) if self._device.timelines else None
-            nbytes = None  # bytes that leave the host; None until one of the cases has copied the layer
-            if layer.kept:
-                nbytes = 0
-                if not in_own_slot:
-                    self._copy_from_own_slot(layer, slot)
-            elif not layer.whole:
-                nbytes = layer.rows.send(slot, source)
-            if nbytes is None and step_results:
-                nbytes = 0
-                slot.sources = [result for _, result in step_results]
-                targets = [part(slot.memory, span) for span, _ in step_results]
-                self._device.copy(targets, slot.sources, Stream.UPLOAD)
-            elif nbytes is None:
-                nbytes = source.nbytes
-                target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
-                slot.pending = self.uploads.send(layer, target, source, partial(self._all_issued, layer, slot))
+            nbytes = self._copy(layer, slot, source, step_results)
             if begun is not None:
                 self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer, slot.stale, layer.slot = layer, False, slot
@@ -236,6 +195,68 @@ class Slots:
                 layer.state = FETCHED
             layer.fetches += 1
             self.fetched_bytes += nbytes
+
+    def _empty_slot(self, slot: Slot, layer: StreamedLayer) -> None:
+        """Completes the last upload into a slot, and evicts its layer, before ``layer`` is copied to the slot."""
+        if slot.pending is not None:
+            self._issue_rest(slot)
+        if slot.sources:
+            self._release_sources(slot)
+        if slot.layer is not None and slot.layer is not layer and slot.layer.slot is slot:
+            slot.layer.evict()
+
+    def _wait_before_copy(self, layer: StreamedLayer, slot: Slot, staged: Any, *, from_step: bool) -> None:
+        """Makes the upload stream wait until the slot may be overwritten, and until the layer's bytes may be read.
+
+        Args:
+            layer, slot: the layer, and the slot to fill.
+            staged: the event after which the bytes on the host may be read; None: at once.
+            from_step: True if the layer has results of its last step on the GPU.
+        """
+        in_own_slot = layer.kept and slot is layer.own_slot  # nothing is copied
+        if not in_own_slot:
+            # A slot that was held after its release has no event, because its last view could be dropped at any time. That view
+            # is dropped now, so an event recorded now covers the kernels that read it.
+            idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
+            self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
+        readable = staged
+        if layer.kept:
+            # If nothing is copied, compute waits for the layer's step itself, and not behind other layers' uploads.
+            readable = None if in_own_slot else layer.stepped
+        elif from_step and type(layer.rows) is AllRows:
+            # Copied on the device, so the download of the same results is not waited for.
+            readable = layer.owner.stepped
+        if readable is not None:
+            self._device.wait(Stream.UPLOAD, readable, Wait.FETCH_AFTER_UPDATE)
+
+    def _copy(
+        self, layer: StreamedLayer, slot: Slot, source: Tensor, step_results: Sequence[tuple[Span, Tensor]]
+    ) -> int:
+        """Issues the copy of one layer. Returns the bytes that leave the host. The layer's bytes come from one of four places:
+
+        - its own slot, if the layer stays on the GPU and ``kept`` says that the copy in that slot is the valid one. If that is
+          also the slot to fill, nothing is copied;
+        - host memory, by rows, if the layer's ``rows`` choose some;
+        - the results of its last step on the GPU (``step_results``), in device memory;
+        - host memory, the whole layer. This is the common case.
+        """
+        if layer.kept:
+            if slot is not layer.own_slot:
+                self._copy_from_own_slot(layer, slot)
+            return 0
+        if not layer.whole:
+            sent = layer.rows.send(slot, source)
+            if sent is not None:
+                return sent
+        if step_results:
+            slot.sources = [result for _, result in step_results]
+            targets = [part(slot.memory, span) for span, _ in step_results]
+            self._device.copy(targets, slot.sources, Stream.UPLOAD)
+            return 0
+        nbytes = source.nbytes
+        target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
+        slot.pending = self.uploads.send(layer, target, source, partial(self._all_issued, layer, slot))
+        return nbytes
 
     def _copy_from_own_slot(self, layer: StreamedLayer, slot: Slot) -> None:
         """Copies a layer that stays on the GPU to another slot, because a tensor still views its own slot."""

@@ -217,9 +217,7 @@ def piece_size(threads: int) -> int:
     Args:
         threads: the number of threads of the calling thread's operators.
     """
-    share = (second_level_cache() or _USUAL_CACHE) // (
-        2 * 4 * 4
-    )  # half of it, for four tensors with 4 bytes an element
+    share = (second_level_cache() or _USUAL_CACHE) // (2 * 4 * 4)  # half of it, for four tensors of 4 bytes an element
     return 1 << max(share * threads, 512).bit_length() - 1
 
 
