@@ -88,7 +88,7 @@ class UnitModes:
         self._set_of_units = frozenset(self._units.values())
         self._rows = setup.rows
         self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
-        self.offload = Offload(setup.device, self.ring, setup.stays, setup.log)
+        self.offload = Offload(setup.device, self.ring, setup.device_storages, setup.log)
         self.recompute = Recompute(setup)
         self.headroom: Headroom | None = None
         self.with_inner_experts = with_inner_experts(setup.found)

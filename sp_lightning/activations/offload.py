@@ -156,7 +156,7 @@ class Offload:
     Args:
         device: the device.
         ring: the host memory.
-        stays: the addresses of storages that are on the device in any case. The set grows.
+        device_storages: the addresses of storages that are on the device in any case. The set grows.
         log: where warnings go; None for Lightning's log.
 
     Attributes:
@@ -167,11 +167,13 @@ class Offload:
         buffers: the addresses of the module's buffers, which are not offloaded either.
     """
 
-    def __init__(self, device: Device, ring: HostRing, stays: Set[int], log: logging.Logger | None = None) -> None:
+    def __init__(
+        self, device: Device, ring: HostRing, device_storages: Set[int], log: logging.Logger | None = None
+    ) -> None:
         self._log = log or logging.getLogger("lightning.pytorch.superpipeline")
         self._device = device
         self.ring = ring
-        self._stays = stays
+        self._device_storages = device_storages
         self.lock = threading.RLock()
         self._calls = threading.local()  # of each thread: the running call
         # By the storage's number and version: all that are offloaded, copies in flight included.
@@ -261,7 +263,7 @@ class Offload:
         storage = tensor.untyped_storage()
         if is_small(storage.nbytes()) or tensor.device != self._device.device:
             return False
-        if storage.data_ptr() in self._stays or storage.data_ptr() in self.buffers:
+        if storage.data_ptr() in self._device_storages or storage.data_ptr() in self.buffers:
             return False
         return not (tensor.is_conj() or tensor.is_neg())
 

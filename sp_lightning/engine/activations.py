@@ -43,7 +43,7 @@ class ActivationSetup:
         rows: the row of each unit in timelines.
         device: the device.
         pin: True if host memory is page-locked.
-        stays: the addresses of storages that are on the device in any case. The set grows.
+        device_storages: the addresses of storages that are on the device in any case. The set grows.
         rerun: a context for a forward that runs again in backward, for which no module is called. It takes the layers that the
             forward uses, and its positional arguments.
         layer_at: returns the layer whose weights lie in the device's storage at an address.
@@ -58,7 +58,7 @@ class ActivationSetup:
     rows: Mapping[str, int]
     device: Device
     pin: bool
-    stays: Set[int]
+    device_storages: Set[int]
     rerun: Callable[[Sequence[StreamedLayer], Any], AbstractContextManager[None]]
     layer_at: Callable[[int], StreamedLayer | None]
     given_by_nested: Callable[[], Callable[[], str | None]]

@@ -112,13 +112,13 @@ class Streamer:
         self._layers = make_layers(self.found, plan, device, self._staging, *placement.blocks(device, plan), pin=pin)
         *self._moving, self._resident_layer = self._layers
         self._watch = WeightWatch([layer.block for layer in self._layers]) if debug_writes else None
-        self._stays: set[int] = set()
+        self._device_storages: set[int] = set()
         self._embeddings = row_finder().make_rows(self.found, self._layers, device, log, pin=pin)
         self._slots = Slots(plan, self._moving, device, placement.uploads(device, self._lock, log))
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self.updates = placement.updates(self._layers, device)
         self.updates.threads = self.threads
-        self._writes = WriteBack(self._slots, device, self._stays, self._watch)
+        self._writes = WriteBack(self._slots, device, self._device_storages, self._watch)
         self._bound_weights = BoundWeights(self._slots, self._writes, watched=debug_writes)
         self._writes.await_update = partial(self.updates.wait, why=Wait.READ_AFTER_UPDATE)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
@@ -148,7 +148,7 @@ class Streamer:
             rows={name: rows.get(name, self._resident_layer.index) for name in units},  # in timelines
             device=self.device,
             pin=self._pin,
-            stays=self._stays,
+            device_storages=self._device_storages,
             rerun=lambda layers, inputs: self._access.rerun(layers, inputs),
             layer_at=lambda address: self._access.layer_at(address),
             given_by_nested=lambda: self._backward.given_by_nested(),

@@ -5,8 +5,9 @@ Options: ``optimizer_on="gpu"`` or ``"auto"``, ``gpu_layers=``. It enters at two
 - :class:`~sp_lightning.trainer.step_place.StepPlace` says which optimizers can step on the GPU (``alone``), and chooses the
   place for ``"auto"`` (``step_place``) by the estimated ``times`` of a step.
 - :class:`~sp_lightning.updates.layer_stepper.LayerStepper` steps layers. ``on_device`` uploads a layer's weights, gradients and
-  state (``host_state``) into ``step_slots``, steps copies of its parameters there (``twins``), and downloads the result.
-  ``staying`` keeps layers and their state on the GPU between steps; ``away`` is the class of their host parameters meanwhile.
+  state (``state_exchange``, ``host_state``) into ``step_slots``, steps copies of its parameters there (``twins``), and
+  downloads the result. ``staying`` keeps layers and their state on the GPU between steps. Meanwhile their host parameters have
+  the class of ``away``.
 
 Unused, it costs nothing in a step: the engine asks the default stepper for its attributes only. Without the folder,
 ``optimizer_on="gpu"`` and a number of ``gpu_layers`` are errors, and ``"auto"`` means the CPU.

@@ -11,7 +11,7 @@ made.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,18 +23,17 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import aligned, lay_out, part, total_bytes
-from sp_lightning.device.timeline import Kind
 from sp_lightning.gpu_steps.alone import DeclaredStep, is_declared
-from sp_lightning.gpu_steps.host_state import HostState, SeparateState, ids_of, is_plain, of_device, unshare
+from sp_lightning.gpu_steps.host_state import SeparateState, ids_of
+from sp_lightning.gpu_steps.state_exchange import StateExchange
 from sp_lightning.gpu_steps.staying import StayingLayers
 from sp_lightning.gpu_steps.step_slots import StepSlot, StepSlots
-from sp_lightning.gpu_steps.twins import for_fetch, made_on, to_host, twin_of, written_by
+from sp_lightning.gpu_steps.twins import for_fetch, twin_of, written_by
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.narrow_gradient import Change, narrow_and_changes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.patched import state_of
-from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tree_map
 from sp_lightning.updates.background import BackgroundUpdates
 from sp_lightning.updates.fused import constants_of
 from sp_lightning.updates.layer_stepper import FRESH, Key, LayerStepper
@@ -68,17 +67,15 @@ class StepsOnDevice(LayerStepper):
         self.steps_all = steps_all
         self._device = device
         device.steps = True
-        self._pin = pin
         self._slots = StepSlots(device, slots)
-        self._states: dict[Key, SeparateState] = {}
-        self._state_on_disk = self._ahead = False
+        self._state = StateExchange(device, pin=pin)
+        self._ahead = False
         # The layers that were stepped last. Their next fetch may copy on the GPU.
         self._fresh = deque[StreamedLayer]()
-        self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
-        self.staying = StayingLayers(device, self, updates)
+        self.staying = StayingLayers(device, self._state, updates)
 
     def arrange(self, *, state_on_disk: bool, ahead: bool) -> None:
-        self._state_on_disk, self._ahead = state_on_disk, ahead
+        self._state.on_disk, self._ahead = state_on_disk, ahead
 
     def steps(self, layer: StreamedLayer) -> bool:
         return self.steps_all or layer.own_slot is not None
@@ -114,7 +111,7 @@ class StepsOnDevice(LayerStepper):
         stepped = [p for group in going for p in group["params"]]
         if not stepped:
             return
-        held = self.bring_together(key, going, state)
+        held = self._state.join(key, going, state)
         with self._device.on(Stream.STEP):
             try:
                 slot, twins, there = self._bring(key[0].index, stepped, held)
@@ -151,12 +148,7 @@ class StepsOnDevice(LayerStepper):
 
     @property
     def moved_bytes(self) -> tuple[int, int]:  # type: ignore[override]
-        return self._moved[Stream.UPLOAD], self._moved[Stream.DOWNLOAD]
-
-    def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
-        nbytes = sum(each.nbytes for each in copied)
-        self._moved[stream] += nbytes
-        self._device.note(kind, layer, begun, stream, nbytes)
+        return self._state.moved_bytes
 
     # ------------------------------------------------------------------ before the step
 
@@ -184,7 +176,7 @@ class StepsOnDevice(LayerStepper):
             sources += here
         begun = device.mark(Stream.UPLOAD)
         device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
-        self.note("bring", layer, begun, Stream.UPLOAD, sources)
+        self._state.note("bring", layer, begun, Stream.UPLOAD, sources)
         device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
         device.access(memory[:nbytes], Stream.STEP, write=True)
         for event in {id(each): each for each in computed if each is not None}.values():
@@ -219,45 +211,14 @@ class StepsOnDevice(LayerStepper):
         Returns:
             The tensors of the state that stay on the host, each with the copy that is stepped. Copies count if the step succeeds.
         """
-        part_of.state, stay = self.state_there(
+        part_of.state, stay = self._state.on_gpu(
             [p for group in going for p in group["params"]], twins, state_of(part_of), there
         )
         part_of.param_groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in going]
         return stay
 
-    def state_there(
-        self,
-        parameters: Iterable[nn.Parameter],
-        twins: dict[int, nn.Parameter],
-        state: dict[Any, Any],
-        there: dict[int, Tensor],
-    ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
-        """Returns the state of parameters on the GPU, and the tensors of it that :meth:`_exchange` returns.
-
-        Args:
-            parameters: the host parameters.
-            twins: the parameters on the GPU, by the ``id`` of the host's.
-            state: the user's state.
-            there: the tensors of it on the GPU, by the ``id`` of the host's.
-        """
-        stay = list[tuple[Tensor, Tensor]]()
-
-        def to_device(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # quantised state, which is small
-                return leaf.to(self._device.device)
-            if is_plain(leaf) and id(leaf) not in there:
-                stay.append((leaf, leaf.clone()))
-                return stay[-1][1]
-            return there.get(id(leaf), leaf)
-
-        found = defaultdict[Any, dict[Any, Any]](dict)
-        for p in parameters:
-            if values := dict.get(state, p):
-                found[twins[id(p)]] = tree_map(to_device, dict(values))
-        return found, stay
-
     def forget(self, key: Key) -> None:
-        self._states.pop(key, None)
+        self._state.forget(key)
 
     # ------------------------------------------------------------------ layers that stay
 
@@ -278,43 +239,6 @@ class StepsOnDevice(LayerStepper):
 
     def forget_slots(self, layers: Iterable[StreamedLayer]) -> None:
         self.staying.forget(layers)
-
-    def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
-        """Returns the state of a layer that plain Lightning has on the GPU, each tensor in its own memory; None if there is none.
-
-        The layer stays on the GPU, so the host memory of its state is forgotten.
-        """
-        held = self._states.pop(key, None)
-        known = set() if held is None else set(map(id, held.tensors))
-        if constants := constants_of(key[1]):
-            unshare(groups, state, constants)
-        tensors = list(of_device(groups, state, known))
-        return SeparateState(tensors) if tensors else None
-
-    def bring_together(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
-        """Moves the tensors of a layer's state into one piece of memory: a checkpoint or user code may have exchanged them."""
-        held = self._states.get(key)
-        known = set() if held is None else set(map(id, held.tensors))
-        tensors = list(of_device(groups, state, known))
-        if held is not None and held.holds(tensors):
-            return held
-        if constants := constants_of(key[1]):
-            unshare(groups, state, constants)
-            tensors = list(of_device(groups, state, known))
-        if not tensors:
-            self._states.pop(key, None)
-            return None
-        if self._state_on_disk:
-            held = SeparateState(tensors)
-        else:
-            held = self._anew(tensors)
-            for own, each in zip(held.tensors, tensors, strict=True):
-                own.copy_(each)
-                with no_inference_mode():
-                    each.data = own
-            held.tensors = tensors
-        self._states[key] = held
-        return held
 
     # ------------------------------------------------------------------ after it
 
@@ -341,7 +265,7 @@ class StepsOnDevice(LayerStepper):
         current, places = layer.casts.current, layer.casts.places(Stream.STEP)
         casts = {id(p): twin.detach().to(places[id(p)].dtype) for p, twin in pairs if id(p) in places}
         copies += [(places[index], cast) for index, cast in casts.items()]
-        copies += self.give_state(key, pairs, *states)
+        copies += self._state.give_back(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
         made = for_fetch(layer, casts, pairs) if self._ahead else []
         constants = ids_of(
@@ -351,9 +275,9 @@ class StepsOnDevice(LayerStepper):
         device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
-        self.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
-        slot.left = layer.landed = device.record(Stream.DOWNLOAD)
-        slot.alive, layer.step_results, layer.stepped = sources, made, device.record(Stream.STEP)
+        self._state.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
+        slot.downloaded = layer.landed = device.record(Stream.DOWNLOAD)
+        slot.results, layer.step_results, layer.stepped = sources, made, device.record(Stream.STEP)
         self._fresh.append(layer)
         if len(self._fresh) > FRESH:
             self._fresh.popleft().step_results = ()
@@ -366,36 +290,6 @@ class StepsOnDevice(LayerStepper):
         elif layer.masters is not None:
             device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             layer.casts.refresh(by=Stream.UPDATE)
-
-    def give_state(
-        self,
-        key: Key,
-        pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
-        new: dict[Any, Any],
-        state: dict[Any, Any],
-        stay: Iterable[tuple[Tensor, Tensor]],
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Gives the user's optimizer its new state. Returns its tensors on the host and on the GPU, which have to be copied."""
-        entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
-        of_host = {id(there): here.copy_(there) for here, there in stay}
-        copies = list[tuple[Tensor, Tensor]]()
-        if made := made_on(self._device.device, (values for _, values in entries)):
-            held = self._states.get(key)
-            if held is None or not held.is_like(made):
-                held = self._states[key] = self._anew(made)
-            copies = list(zip(held.leaving(), made, strict=True))
-            of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
-        for p, values in entries:
-            entry, now = state.setdefault(p, {}), tree_map(lambda leaf: to_host(leaf, of_host), values)
-            entry.clear()
-            entry.update(now)
-        return copies
-
-    def _anew(self, like: Sequence[Tensor]) -> SeparateState:
-        """Returns host memory for new state."""
-        if self._state_on_disk:
-            return SeparateState([torch.empty_like(each, device="cpu") for each in like])
-        return HostState(self._device, like, pin=self._pin)
 
     # ------------------------------------------------------------------ clipping
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import lay_out, part, total_bytes
-from sp_lightning.device.timeline import Kind
 from sp_lightning.gpu_steps.alone import DeclaredStep
 from sp_lightning.gpu_steps.away import role_of
-from sp_lightning.gpu_steps.host_state import SeparateState
+from sp_lightning.gpu_steps.state_exchange import StateExchange
 from sp_lightning.gpu_steps.twins import resemble, twin_of, written_by
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.narrow_gradient import NarrowGradient, narrow_and_changes
@@ -35,38 +34,6 @@ from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import tree_leaves
 from sp_lightning.updates.background import BackgroundUpdates
 from sp_lightning.updates.layer_stepper import Key
-
-
-class Exchange(Protocol):
-    """Exchanges an optimizer's state between host and GPU: :class:`~sp_lightning.gpu_steps.on_device.StepsOnDevice`."""
-
-    def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
-        """Notes copies in the counters and in the timeline."""
-
-    def apart(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
-        """Returns the state of a layer that plain Lightning has on the GPU; None if there is none."""
-
-    def state_there(
-        self,
-        parameters: Iterable[nn.Parameter],
-        twins: dict[int, nn.Parameter],
-        state: dict[Any, Any],
-        there: dict[int, Tensor],
-    ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
-        """Returns the state by the parameters on the GPU, and the tensors of it that stay on the host."""
-
-    def give_state(
-        self,
-        key: Key,
-        pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
-        new: dict[Any, Any],
-        state: dict[Any, Any],
-        stay: Iterable[tuple[Tensor, Tensor]],
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Gives the user's optimizer its state on the host. Returns the tensors there and on the GPU, which have to be copied."""
-
-    def forget(self, key: Key) -> None:
-        """Called if the user's optimizer alone holds a layer's state on the host."""
 
 
 @dataclass(eq=False)
@@ -110,17 +77,17 @@ class StayingLayers:
 
     Args:
         device: the GPU.
-        steps: steps other layers on the GPU. Both exchange an optimizer's parameters and state in the same way.
+        state: exchanges optimizer state between host and GPU. Layers that do not stay share it.
         updates: the updates of the run, which land layers; None if no layer stays.
 
     Attributes:
         nbytes: bytes of GPU memory beside the slots: of masters and of state.
     """
 
-    def __init__(self, device: Device, steps: Exchange, updates: BackgroundUpdates | None = None) -> None:
+    def __init__(self, device: Device, state: StateExchange, updates: BackgroundUpdates | None = None) -> None:
         self._role = role_of(updates)
         self._device = device
-        self._steps = steps
+        self._state = state
         self._weights: dict[StreamedLayer, _Weights] = {}
         self._parts: dict[StreamedLayer, dict[Optimizer, _Part]] = {}
         self.nbytes = 0
@@ -215,7 +182,7 @@ class StayingLayers:
         device.wait(Stream.UPLOAD, device.record(Stream.STEP), Wait.FETCH_AFTER_USE)
         begun = device.mark(Stream.UPLOAD)
         device.copy(list(found.targets.values()), sources, Stream.UPLOAD)
-        self._steps.note("bring", layer.index, begun, Stream.UPLOAD, sources)
+        self._state.note("bring", layer.index, begun, Stream.UPLOAD, sources)
         self._arrive(sources, found.memory, slot.memory)
         for p in masters:
             found.casts[id(p)].copy_(found.targets[id(p)])
@@ -245,18 +212,18 @@ class StayingLayers:
         if not any(group["params"] for group in groups):
             return
         layer, device, weights = key[0], self._device, self._weights[key[0]]
-        held, there = self._steps.apart(key, groups, state), dict[int, Tensor]()
+        held, there = self._state.separate(key, groups, state), dict[int, Tensor]()
         if held is not None:
             memory = device.upload_target(held.nbytes, Stream.STEP)
             targets, sources = held.coming(memory)
             begun = device.mark(Stream.UPLOAD)
             device.copy(targets, sources, Stream.UPLOAD)
-            self._steps.note("bring", layer.index, begun, Stream.UPLOAD, sources)
+            self._state.note("bring", layer.index, begun, Stream.UPLOAD, sources)
             self._arrive(sources, memory)
             there = {id(each): part(memory, span).data for each, span in zip(held.tensors, held.spans, strict=True)}
         parameters = [p for group in groups for p in group["params"]]
         twins = {id(p): twin_of(p, weights.targets[id(p)]) for p in parameters}
-        own, of_host = self._steps.state_there(parameters, twins, state, there)
+        own, of_host = self._state.on_gpu(parameters, twins, state, there)
         for p in parameters:
             if p in state:
                 state[p] = {}
@@ -352,14 +319,14 @@ class StayingLayers:
         for optimizer, kept in self._parts[layer].items():
             pairs = [(known[key], twin) for key, twin in kept.twins.items()]
             state = state_of(optimizer)
-            copies += self._steps.give_state((layer, optimizer), pairs, kept.state, state, kept.of_host)
-            self._steps.forget((layer, optimizer))
+            copies += self._state.give_back((layer, optimizer), pairs, kept.state, state, kept.of_host)
+            self._state.forget((layer, optimizer))
         targets, sources = map(list, zip(*copies, strict=True))
         device.wait(Stream.DOWNLOAD, layer.stepped, Wait.TAKE_AFTER_STEP)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_USE)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
-        self._steps.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
+        self._state.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
         device.synchronize(device.record(Stream.DOWNLOAD), Wait.READ_AFTER_TAKE)
         layer.casts.mark_current()
         layer.newer_than_host = False

@@ -17,13 +17,13 @@ class StepSlot:
 
     Attributes:
         memory: flat ``uint8``.
-        left: the event after which the results of the last update are downloaded; None after a wait for it.
-        alive: tensors that the update has made beside the slot, which live until then.
+        downloaded: the event after the download of the last update's results; None after a wait for it.
+        results: the tensors that are downloaded. They live until then, as some are not in the slot.
     """
 
     memory: Tensor
-    left: Any = None
-    alive: list[Tensor] = field(default_factory=list)
+    downloaded: Any = None
+    results: list[Tensor] = field(default_factory=list)
 
 
 class StepSlots:
@@ -70,6 +70,6 @@ class StepSlots:
 
     def _wait(self, *slots: StepSlot) -> None:
         for slot in slots:
-            self._device.synchronize(slot.left, Wait.BRING_AFTER_TAKE)
-            slot.left = None
-            slot.alive.clear()
+            self._device.synchronize(slot.downloaded, Wait.BRING_AFTER_TAKE)
+            slot.downloaded = None
+            slot.results.clear()

@@ -1,0 +1,157 @@
+"""Exchanges optimizer state between the user's optimizer, whose state is in host memory, and steps on the GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.device import Device, Stream
+from sp_lightning.device.timeline import Kind
+from sp_lightning.gpu_steps.host_state import HostState, SeparateState, is_plain, of_device, unshare
+from sp_lightning.gpu_steps.twins import made_on, to_host
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tree_map
+from sp_lightning.updates.fused import constants_of
+from sp_lightning.updates.layer_stepper import Key
+
+
+class StateExchange:
+    """The host memory of optimizer state, and the counters of what steps on the GPU copy.
+
+    Layers that are uploaded for each step (``on_device``) and layers that stay on the GPU (``staying``) share it.
+
+    Args:
+        device: the GPU.
+        pin: whether host memory of state is page-locked.
+
+    Attributes:
+        on_disk: True if state is written to a disk between two updates. Then each tensor has memory of its own.
+    """
+
+    def __init__(self, device: Device, *, pin: bool) -> None:
+        self.on_disk = False
+        self._device = device
+        self._pin = pin
+        self._states: dict[Key, SeparateState] = {}
+        self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """See :attr:`LayerStepper.moved_bytes`."""
+        return self._moved[Stream.UPLOAD], self._moved[Stream.DOWNLOAD]
+
+    def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
+        """Records copies in the counters and in the timeline."""
+        nbytes = sum(each.nbytes for each in copied)
+        self._moved[stream] += nbytes
+        self._device.note(kind, layer, begun, stream, nbytes)
+
+    # ------------------------------------------------------------------ to the GPU
+
+    def join(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
+        """Moves the tensors of a layer's state into one piece of memory: a checkpoint or user code may have exchanged them."""
+        held = self._states.get(key)
+        known = set() if held is None else set(map(id, held.tensors))
+        tensors = list(of_device(groups, state, known))
+        if held is not None and held.holds(tensors):
+            return held
+        if constants := constants_of(key[1]):
+            unshare(groups, state, constants)
+            tensors = list(of_device(groups, state, known))
+        if not tensors:
+            self._states.pop(key, None)
+            return None
+        if self.on_disk:
+            held = SeparateState(tensors)
+        else:
+            held = self._anew(tensors)
+            for own, each in zip(held.tensors, tensors, strict=True):
+                own.copy_(each)
+                with no_inference_mode():
+                    each.data = own
+            held.tensors = tensors
+        self._states[key] = held
+        return held
+
+    def separate(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
+        """Returns the state of a layer that plain Lightning has on the GPU, each tensor in its own memory; None if there is none.
+
+        Called for layers that stay on the GPU: the host memory of their state is freed.
+        """
+        held = self._states.pop(key, None)
+        known = set() if held is None else set(map(id, held.tensors))
+        if constants := constants_of(key[1]):
+            unshare(groups, state, constants)
+        tensors = list(of_device(groups, state, known))
+        return SeparateState(tensors) if tensors else None
+
+    def on_gpu(
+        self,
+        parameters: Iterable[nn.Parameter],
+        twins: dict[int, nn.Parameter],
+        state: dict[Any, Any],
+        there: dict[int, Tensor],
+    ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
+        """Returns the state of parameters on the GPU, and its tensors that stay on the host, each with the copy that is stepped.
+
+        Args:
+            parameters: the host parameters.
+            twins: the parameters on the GPU, by the ``id`` of the host's.
+            state: the user's state.
+            there: the tensors of it on the GPU, by the ``id`` of the host's.
+        """
+        stay = list[tuple[Tensor, Tensor]]()
+
+        def to_device(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # quantised state, which is small
+                return leaf.to(self._device.device)
+            if is_plain(leaf) and id(leaf) not in there:
+                stay.append((leaf, leaf.clone()))
+                return stay[-1][1]
+            return there.get(id(leaf), leaf)
+
+        found = defaultdict[Any, dict[Any, Any]](dict)
+        for p in parameters:
+            if values := dict.get(state, p):
+                found[twins[id(p)]] = tree_map(to_device, dict(values))
+        return found, stay
+
+    # ------------------------------------------------------------------ back to the host
+
+    def give_back(
+        self,
+        key: Key,
+        pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
+        new: dict[Any, Any],
+        state: dict[Any, Any],
+        stay: Iterable[tuple[Tensor, Tensor]],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Gives the user's optimizer its new state. Returns its tensors on the host and on the GPU, which have to be copied."""
+        entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
+        of_host = {id(there): here.copy_(there) for here, there in stay}
+        copies = list[tuple[Tensor, Tensor]]()
+        if made := made_on(self._device.device, (values for _, values in entries)):
+            held = self._states.get(key)
+            if held is None or not held.is_like(made):
+                held = self._states[key] = self._anew(made)
+            copies = list(zip(held.leaving(), made, strict=True))
+            of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
+        for p, values in entries:
+            entry, now = state.setdefault(p, {}), tree_map(lambda leaf: to_host(leaf, of_host), values)
+            entry.clear()
+            entry.update(now)
+        return copies
+
+    def _anew(self, like: Sequence[Tensor]) -> SeparateState:
+        """Returns host memory for new state."""
+        if self.on_disk:
+            return SeparateState([torch.empty_like(each, device="cpu") for each in like])
+        return HostState(self._device, like, pin=self._pin)
+
+    def forget(self, key: Key) -> None:
+        """See :meth:`LayerStepper.forget`."""
+        self._states.pop(key, None)
