@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed that do not wait for a rank which has failed or has come to another collective."""
+"""Collectives of torch.distributed that do not wait for a rank which has failed or has reached another collective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_lightning.device.device import Wait
-from sp_lightning.ranks.board import LOOK, RankError, RankStatus, in_words
+from sp_lightning.ranks.rank_status import CHECK_SECONDS, RankError, RankStatus, in_words
 
 
 class ProcessGroups(NamedTuple):
@@ -61,7 +61,7 @@ class Collectives:
         self.first = self.number == 0
         self.sums = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        self._board: RankStatus | None = None
+        self._status: RankStatus | None = None
         self._groups: dict[str, ProcessGroups] = {"everybody": self._group([list(range(self.world))])}
         self._groups["node"] = self._groups["everybody"]
         if self.nodes > 1:
@@ -104,42 +104,42 @@ class Collectives:
         return self.called(self.number)
 
     @property
-    def board(self) -> RankStatus:
-        """The board of the node."""
-        assert self._board is not None
-        return self._board
+    def status(self) -> RankStatus:
+        """The status of the node's ranks."""
+        assert self._status is not None
+        return self._status
 
-    # ------------------------------------------------------------------ meetings
+    # ------------------------------------------------------------------ barriers
 
-    def meet(self, what: str, why: Wait | None = None, number: float = 0) -> None:
-        """Waits until all ranks of this node have come here.
+    def barrier(self, what: str, why: Wait | None = None, number: float = 0) -> None:
+        """Waits until all ranks of this node have called it.
 
         Args:
-            what: the name of the meeting.
+            what: the name of the barrier.
             why: the named wait, if it is one.
             number: a number for the other ranks.
 
         Raises:
-            RankError: another rank has failed, or has come to another meeting.
+            RankError: another rank has failed, or has reached another collective.
         """
-        if self._board is None:  # a collective follows, which waits by itself
+        if self._status is None:  # a collective follows, which waits by itself
             return
-        self._board.arrive(what, number)
-        self.until(self._board.all_here, why or what)
-        self._board.compare()
+        self._status.arrive(what, number)
+        self.until(self._status.all_have_arrived, why or what)
+        self._status.compare()
 
-    def meet_everybody(self, what: str) -> None:
-        """Waits until all ranks of all nodes have come here. ``what`` and the errors are those of :meth:`meet`."""
-        self.meet(what)
+    def barrier_of_all_nodes(self, what: str) -> None:
+        """Waits until all ranks of all nodes have called it. ``what`` and the errors are those of :meth:`barrier`."""
+        self.barrier(what)
         if self.nodes > 1:
             self._largest(torch.tensor([]), what)  # without values it only waits
 
-    def barrier(self, why: Wait) -> None:
-        """Waits until all ranks of this node have come here. Their devices may still be busy."""
-        self.meet(f"a barrier ({why.value})", why)
+    def barrier_for(self, why: Wait) -> None:
+        """Waits until all ranks of this node have called it. Their devices may still be busy."""
+        self.barrier(f"a barrier ({why.value})", why)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
-        """Waits as :meth:`~sp_lightning.ranks.board.RankStatus.until`, and calls :attr:`meanwhile`, for which others may wait."""
+        """Waits as :meth:`RankStatus.wait_until`, and calls :attr:`meanwhile`, for which others may wait."""
 
         def look() -> bool:
             if reached():
@@ -147,8 +147,8 @@ class Collectives:
             self.meanwhile()
             return False
 
-        if self._board is not None:
-            self._board.until(look, why)
+        if self._status is not None:
+            self._status.wait_until(look, why)
 
     # ------------------------------------------------------------------ objects
 
@@ -156,25 +156,25 @@ class Collectives:
         """Returns the primary's value on all ranks of the node."""
         values = [value]
         first = self.node * self.size
-        with self.together(f"memory for {name}", self.meet):
+        with self.together(f"memory for {name}", self.barrier):
             dist.broadcast_object_list(values, first, group=self._groups["node"].host)
         return values[0]
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
         """Returns the values of all ranks, in their order, on all of them."""
         values: list[Any] = [None] * self.world
-        with self.together(what, self.meet_everybody):
+        with self.together(what, self.barrier_of_all_nodes):
             dist.all_gather_object(values, value, group=self._groups["everybody"].host)
         return values
 
     @contextmanager
-    def together(self, what: str, meet: Callable[[str], None]) -> Iterator[None]:
-        """A context for a collective. It begins once all ranks have come to it.
+    def together(self, what: str, barrier: Callable[[str], None]) -> Iterator[None]:
+        """A context for a collective. It begins once all ranks have reached it.
 
         Raises:
             RankError: another rank has failed during the collective, or has left it.
         """
-        meet(what)
+        barrier(what)
         try:
             yield
         except RuntimeError as error:
@@ -184,13 +184,13 @@ class Collectives:
 
     def largest(self, values: Tensor) -> None:
         """Replaces integers in host memory by the maximum over all ranks, element by element."""
-        self.board.arrive("the end of a backward")
+        self.status.arrive("the end of a backward")
         self._largest(values, Wait.SHOW_AFTER_LANDING)
         self.sums += 1
 
     def _largest(self, values: Tensor, why: Wait | str) -> None:
-        """Computes :meth:`largest`. Between nodes it also checks that all ranks have come to the same meetings before."""
-        history = 0 if self.nodes == 1 else self.board.history
+        """Computes :meth:`largest`. Between nodes it also checks that all ranks have reached the same collectives before."""
+        history = 0 if self.nodes == 1 else self.status.history
         words = torch.cat([values.to(torch.int64), torch.tensor([history, -history])])
         group = self._groups["everybody"].host
         self._wait_for(dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True), why)
@@ -210,7 +210,7 @@ class Collectives:
             host = self._on_host or device.type == "cpu"
             flat = torch.cat([tensor.reshape(-1) for tensor in each])
             group = self._groups["everybody"][not host]
-            self.board.arrive(f"the buffers of rank 0, {flat.nbytes} bytes")
+            self.status.arrive(f"the buffers of rank 0, {flat.nbytes} bytes")
             self._wait_for(dist.broadcast(flat, 0, group=group, async_op=True), "the buffers of rank 0", host=host)
             if not self.first:
                 for tensor, value in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
@@ -224,7 +224,7 @@ class Collectives:
             sent: a tensor of the same size, a multiple of the number of ranks.
             what: the name of the data, for errors.
         """
-        self.board.arrive(what)
+        self.status.arrive(what)
         group = self._groups["node"].device
         self._wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), what, host=self._on_host)
 
@@ -241,8 +241,8 @@ class Collectives:
     def gather(self, everybody: Tensor, group: ProcessGroups, what: str) -> None:
         """Gathers the parts of a flat tensor on the device, of which each rank of the node has one (all-gather).
 
-        It is not a meeting: the ranks have agreed on it in the :class:`~sp_lightning.ranks.gather_log.GatherLog`, and it may come
-        between different meetings on different ranks.
+        It has no place in the order of collectives: the ranks have agreed on it in the
+        :class:`~sp_lightning.ranks.gather_log.GatherLog`, and it may run between different collectives on different ranks.
 
         Args:
             everybody: is overwritten, except for this rank's part.
@@ -266,10 +266,10 @@ class Collectives:
         """Returns the error to raise for a collective that another rank has left.
 
         Raises:
-            RankError: the other rank has written its own error to the board within some seconds.
+            RankError: the other rank has written its own error to the status memory within some seconds.
         """
-        seconds = 0 if self._board is None else min(self.nodes, 3)
-        for _ in range(int(seconds / LOOK)):
-            self.board.check(in_words(why))
-            sleep(LOOK)
+        seconds = 0 if self._status is None else min(self.nodes, 3)
+        for _ in range(int(seconds / CHECK_SECONDS)):
+            self.status.check(in_words(why))
+            sleep(CHECK_SECONDS)
         return RankError(f"{self.name} has lost the others while it waited for {in_words(why)}: {error}")

@@ -39,7 +39,7 @@ class GatherLog:
         until_free: waits for the lock of the log. It must not issue gathers meanwhile, because they use the log.
 
     Attributes:
-        parted: whether this rank has seen that ranks do not agree in this round.
+        disagreed: whether this rank has seen that ranks do not agree in this round.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, size: int, until: Until, until_free: Until) -> None:
@@ -52,7 +52,7 @@ class GatherLog:
         self._log = _RANKS + 2 * size
         self._until = until
         self._number = 0
-        self.parted = False
+        self.disagreed = False
 
     def begin(self, number: int, *, patient: bool = True) -> None:
         """Begins a round, or closes it if a rank has unresolved gathers in an earlier round.
@@ -62,7 +62,7 @@ class GatherLog:
             patient: wait :data:`PATIENCE` seconds for such ranks. Otherwise the round is closed at once.
         """
         self._number = number
-        self.parted = False
+        self.disagreed = False
         if patient:
             late = monotonic() + PATIENCE
             self._until(lambda: self._join() or monotonic() > late, "the end of the others' last round of gathers")
@@ -101,7 +101,7 @@ class GatherLog:
                     words[self._count] = number + 1
                     return int(number)
                 words[_CLOSED] = self._number
-        self.parted = True
+        self.disagreed = True
         return None
 
     def verdict(self, number: int) -> bool | None:
@@ -122,7 +122,7 @@ class GatherLog:
 
     def close_round(self) -> None:
         """Closes the round, because ranks do not agree."""
-        self.parted = True
+        self.disagreed = True
         self._close(self._number)
 
     def end(self) -> None:

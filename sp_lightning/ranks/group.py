@@ -73,10 +73,10 @@ class RankGroup(Group):
         return RankSteps(engine)
 
     def note_place(self, place: str) -> None:
-        self.ranks.board.place = place
+        self.ranks.status.place = place
 
-    def meet(self, what: str) -> None:
-        self.ranks.meet(what)
+    def barrier(self, what: str) -> None:
+        self.ranks.barrier(what)
 
     def gather(self, number: int, what: str) -> list[int]:
         return self.ranks.gather_numbers(number, what)

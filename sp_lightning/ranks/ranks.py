@@ -1,11 +1,11 @@
 """The ranks: the processes that train one model together. Each has its own device; those of a node share one host store.
 
-Tensors are sent by ``torch.distributed``. A *meeting* is what all ranks do together, in one order. The ranks of a node have a
-*board* in shared memory. A wait for other ranks ends with an error when the board shows that a rank has failed, or that it has
-come to another meeting.
+Tensors are sent by ``torch.distributed``. All ranks reach the same collectives in the same order. The ranks of a
+node write their status (``rank_status``) to shared memory. A wait for other ranks ends with an error when the status shows that a
+rank has failed, or that it has reached another collective.
 
-Nodes are replicas: each has its own store, its own board, and a primary that updates its weights. Ranks of different nodes only
-meet in collectives of torch.distributed.
+Nodes are replicas: each has its own store, its own status memory, and a primary that updates its weights. Ranks of different
+nodes wait for each other in collectives of torch.distributed only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.pages import create, supported
-from sp_lightning.ranks.board import NodeNews, RankError, RankStatus, board_bytes
 from sp_lightning.ranks.collectives import Collectives
+from sp_lightning.ranks.rank_status import NodeNews, RankError, RankStatus, status_bytes
 from sp_lightning.ranks.shared_memory import SharedMemory, hand_out, receive
 
 
@@ -59,16 +59,18 @@ class Ranks(Collectives):
         self.over: bool = False
         self.closed = False
         self._pids: dict[int, int] = {}
-        memory = self.share(board_bytes(self.size), "board")
+        memory = self.share(status_bytes(self.size), "status")
         names = [self.called(self.node * self.size + rank) for rank in range(self.size)]
         self._news: NodeNews | None = None
-        self._board = RankStatus(memory, self.rank, self._pids, names, lambda: self._news.failure if self._news else "")
+        self._status = RankStatus(
+            memory, self.rank, self._pids, names, lambda: self._news.failure if self._news else ""
+        )
         if self.nodes > 1:
             try:
-                name = self._gather_objects(uuid4().hex, "the first meeting of all nodes")[0]
+                name = self._gather_objects(uuid4().hex, "the first collective of all nodes")[0]
                 self._news = NodeNews(name, 0.2 * max(1, self.world // 32))
             except BaseException as error:
-                self._board.fail(error)  # no other code has this object yet to announce the error
+                self._status.fail(error)  # no other code has this object yet to announce the error
                 raise
         _open.append(self)
 
@@ -137,15 +139,15 @@ class Ranks(Collectives):
 
     def gather_numbers(self, number: int, what: str) -> list[int]:
         """Returns the numbers of all ranks of this node. Collective; the arguments are those of :meth:`same`."""
-        self.meet(what, number=number)
-        return [int(self.board.number(rank)) for rank in range(self.size)]
+        self.barrier(what, number=number)
+        return [int(self.status.number_of(rank)) for rank in range(self.size)]
 
     def same(self, number: int, what: str) -> bool:
         """Returns True if all ranks of all nodes have the same number. Collective.
 
         Args:
             number: this rank's number, from 0 to 2**53.
-            what: the name of the meeting, for errors.
+            what: the name of the collective, for errors.
         """
         return len(set(self._gather_from_all(number, what))) == 1
 
@@ -170,29 +172,29 @@ class Ranks(Collectives):
         Args:
             what: the purpose of the turn. It must be the same on all ranks.
         """
-        self.board.arrive(what)
+        self.status.arrive(what)
         if self.primary:
-            self.until(self.board.all_here, Wait.STEP_AFTER_ARRIVAL)
-            self.board.compare()
+            self.until(self.status.all_have_arrived, Wait.STEP_AFTER_ARRIVAL)
+            self.status.compare()
 
     def end_turn(self, number: float = 0.0) -> float:
         """Ends the primary's turn, and returns the primary's number. The other ranks wait for the primary."""
-        self.board.arrive("the end of the primary's turn", number)
-        self.until(lambda: self.board.here(0), Wait.USE_AFTER_TURN)
-        return self.board.number(0)
+        self.status.arrive("the end of the primary's turn", number)
+        self.until(lambda: self.status.has_arrived(0), Wait.USE_AFTER_TURN)
+        return self.status.number_of(0)
 
     # ------------------------------------------------------------------ waits
 
     @property
     def failure(self) -> str:
         """This rank's own error as text; empty if it has none."""
-        return self.board.failure
+        return self.status.failure
 
     def fail(self, error: BaseException) -> None:
         """Announces an error of this rank, on its own node and on the others. Only the first error counts."""
-        if self.board.failure:
+        if self.status.failure:
             return
-        self.board.fail(error)
+        self.status.fail(error)
         if self._news is not None:
             self._news.tell(f"{self.name}: {self.failure}")
 
@@ -208,11 +210,11 @@ class Ranks(Collectives):
         self.over = False
 
     def run_ends(self) -> None:
-        """Called when this rank's run ends: it comes to no more meetings."""
+        """Called when this rank's run ends: it reaches no more collectives."""
         self.over = True
         if self._news is not None:
             self._news.end()
-        self.board.run_ends()
+        self.status.run_ends()
 
     def close(self) -> None:
         """Closes groups, files and threads. Not collective, but all ranks call it."""
@@ -220,7 +222,7 @@ class Ranks(Collectives):
         _open.remove(self)
         if self._news is not None:
             self._news.end()
-        self.board.close()
+        self.status.close()
         if not self.failure:  # otherwise other ranks may be in a collective
             self.end_groups()
 

@@ -29,8 +29,8 @@ from sp_lightning.device.device import Device, Stream
 from sp_lightning.layers.layer import PendingUpload, StreamedLayer
 from sp_lightning.layers.uploads import Uploads
 from sp_lightning.observe.messages import say_once
-from sp_lightning.ranks.board import LOOK, LOST
 from sp_lightning.ranks.gather_log import AHEAD, GatherLog, gather_log_bytes
+from sp_lightning.ranks.rank_status import CHECK_SECONDS, LOST
 from sp_lightning.ranks.ranks import Ranks
 
 
@@ -80,7 +80,7 @@ class SlicedUploads(Uploads):
         self._log = log or logging.getLogger("lightning.pytorch")
         memory = ranks.share(gather_log_bytes(ranks.size), "the log of gathers")
         self._group: Any = ranks.uploads
-        self._gathers = GatherLog(memory, ranks.rank, ranks.size, ranks.until, ranks.board.until)
+        self._gathers = GatherLog(memory, ranks.rank, ranks.size, ranks.until, ranks.status.wait_until)
         self._issuing = False
         self._over = threading.Event()
         threading.Thread(target=self._look, name="superpipeline-gathers", daemon=True).start()
@@ -89,7 +89,7 @@ class SlicedUploads(Uploads):
         self._tried = False  # whether gathers are tried in this round
         self._sums = 0  # the number of backwards before this round
         self._rounds = 0  # rounds since that backward
-        self._parted = 0  # consecutive rounds in which ranks did not agree
+        self._disagreed = 0  # consecutive rounds in which ranks did not agree
 
     def send(
         self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]
@@ -123,7 +123,7 @@ class SlicedUploads(Uploads):
             self._sums = self._ranks.sums
             self._rounds = 0
         self._rounds += 1
-        self._tried = self._parted < _IN_A_ROW or (self._sums + self._rounds) % _EVERY == 0
+        self._tried = self._disagreed < _IN_A_ROW or (self._sums + self._rounds) % _EVERY == 0
         self._gathers.begin(self._sums << 32 | self._rounds, patient=self._tried)
 
     # ------------------------------------------------------------------ the rest of a pending upload
@@ -137,10 +137,10 @@ class SlicedUploads(Uploads):
 
     def _look(self) -> None:
         """The thread: issues gathers that other ranks wait for while the engine does not call :meth:`go_on`."""
-        while not self._over.wait(LOOK):
+        while not self._over.wait(CHECK_SECONDS):
             try:
                 self._go_on_meanwhile()
-            except Exception:  # the engine raises it at the next meeting
+            except Exception:  # the engine raises it at the next collective
                 return
 
     def _go_on_meanwhile(self) -> None:
@@ -206,8 +206,8 @@ class SlicedUploads(Uploads):
         self.finish()
         self._in_round = False
         if self._tried:
-            self._parted = self._parted + 1 if self._gathers.parted else 0
-            if self._parted == _IN_A_ROW:
+            self._disagreed = self._disagreed + 1 if self._gathers.disagreed else 0
+            if self._disagreed == _IN_A_ROW:
                 say_once(self._log, _PARTED)
         self._gathers.end()
 

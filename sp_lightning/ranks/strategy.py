@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from sp_lightning.ranks.agreement import choose_interface, refuse_other_places
 from sp_lightning.ranks.group import RankGroup
 from sp_lightning.ranks.ranks import Ranks
-from sp_lightning.trainer.compat import is_interactive, meet_before_batches
+from sp_lightning.trainer.compat import barrier_before_batches, is_interactive
 from sp_lightning.trainer.group import Group
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ class RankStrategy(_Base):
         ranks = self._connect()
         if self.lightning_module is not None:
             ranks.run_begins()
-            meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
+            barrier_before_batches(
+                self.lightning_module.trainer, lambda: ranks.barrier("the beginning of the next batch")
+            )
 
     def _connect(self) -> Ranks:
         """Returns the connected processes. They are connected anew after a run that failed."""
@@ -85,7 +87,7 @@ class RankStrategy(_Base):
             if self._ranks is not None:
                 self._ranks.run_ends()
                 if self.lightning_module is not None:
-                    meet_before_batches(self.lightning_module.trainer, None)
+                    barrier_before_batches(self.lightning_module.trainer, None)
         finally:
             super().teardown()
 
@@ -96,7 +98,7 @@ class RankStrategy(_Base):
         if self._ranks is None:
             super().barrier(name, *args, **kwargs)
         elif not self._ranks.failure:
-            self._ranks.meet_everybody(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
+            self._ranks.barrier_of_all_nodes(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         with self._together("Lightning's broadcast"):
@@ -115,4 +117,4 @@ class RankStrategy(_Base):
         ranks = self._ranks
         if ranks is None or ranks.failure or group not in (None, dist.group.WORLD):
             return nullcontext()
-        return ranks.together(what, ranks.meet_everybody)
+        return ranks.together(what, ranks.barrier_of_all_nodes)

@@ -67,7 +67,7 @@ def measure_uploads(device: Device, ranks: Ranks, nbytes: int = NBYTES) -> tuple
         taken = []
         for _ in range(3):
             device.synchronize(device.record(Stream.UPLOAD), Wait.CLOSE_AFTER_FETCH)
-            ranks.barrier(Wait.STEP_AFTER_ARRIVAL)
+            ranks.barrier_for(Wait.STEP_AFTER_ARRIVAL)
             begun = perf_counter()
             upload()
             device.synchronize(device.record(Stream.UPLOAD), Wait.CLOSE_AFTER_FETCH)

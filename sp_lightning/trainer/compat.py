@@ -85,8 +85,8 @@ def accumulates(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def meet_before_batches(trainer: Any, meet: Callable[[], None] | None) -> None:
-    """Calls a collective ``meet`` on all ranks before each training batch; None restores Lightning's behaviour.
+def barrier_before_batches(trainer: Any, barrier: Callable[[], None] | None) -> None:
+    """Calls a collective ``barrier`` on all ranks before each training batch; None restores Lightning's behaviour.
 
     There Lightning's loop broadcasts whether rank 0 has received SIGTERM, and bypasses the strategy. A rank whose epoch is
     longer than rank 0's would wait in that broadcast for ever, or receive the data of another collective.
@@ -94,12 +94,12 @@ def meet_before_batches(trainer: Any, meet: Callable[[], None] | None) -> None:
     loop = trainer.fit_loop.epoch_loop
     name = "_broadcast_sigterm_tensor"
     vars(loop).pop(name, None)
-    if meet is None or not hasattr(loop, name):
+    if barrier is None or not hasattr(loop, name):
         return
     broadcast = getattr(loop, name)
 
     def together() -> None:
-        meet()
+        barrier()
         broadcast()
 
     vars(loop)[name] = together

@@ -125,8 +125,8 @@ class Group:
     def note_place(self, place: str) -> None:
         """Records how far this process is in the training. Errors of other processes that wait for it name the place."""
 
-    def meet(self, what: str) -> None:
-        """A barrier: waits until all processes of the node call it. Errors name the barrier by ``what``."""
+    def barrier(self, what: str) -> None:
+        """Waits until all processes of the node call it. Errors name the barrier by ``what``."""
 
     def gather(self, number: int, what: str) -> list[int]:
         """Returns the numbers that all processes of the node pass. Errors name the collective by ``what``."""

@@ -241,7 +241,7 @@ class Run:
         changed = self.engine.changed()
         if changed:
             self._log.debug("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
-            self.group.meet("an exchange of parameters or modules, or of their dtypes")
+            self.group.barrier("an exchange of parameters or modules, or of their dtypes")
             self.finish_updates()
             self._end_engine()
             self._build()

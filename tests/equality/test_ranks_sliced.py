@@ -115,7 +115,7 @@ def train_without_hooks() -> int:
     strategy = SuperpipelineStrategy(k=1, transfer="sharded")
     with pytest.MonkeyPatch.context() as patch:  # the process stays for the next test
         if rank() == 0:
-            patch.setattr(sliced_uploads, "LOOK", 1000.0)  # no thread issues what the engine does not come by
+            patch.setattr(sliced_uploads, "CHECK_SECONDS", 1000.0)  # no thread issues what the engine does not come by
         trainer_for(strategy, devices=2).fit(Wide(), DataLoader(list(torch.randn(16, 32)), 2))
     return strategy.stats().gathered_bytes
 

@@ -71,7 +71,7 @@ def test_a_rank_that_announces_no_more_is_not_waited_for(how: str) -> None:
     assert first.verdict(0), "what had been announced takes place"
     assert first.verdict(1) is False
     assert first.announce(9) is None
-    assert first.parted
+    assert first.disagreed
 
 
 def test_a_rank_that_is_late_and_elsewhere_is_not_waited_for() -> None:
@@ -79,7 +79,7 @@ def test_a_rank_that_is_late_and_elsewhere_is_not_waited_for() -> None:
     first.announce(7)
     assert not first.wait(0)
     assert second.announce(7) is None
-    assert second.parted
+    assert second.disagreed
     for rank in (first, second):
         rank.end()
     for rank in (first, second):
@@ -93,7 +93,7 @@ def test_an_announcement_that_comes_in_time_counts() -> None:
     others.do.append(lambda: second.announce(7))
     assert first.wait(0)
     assert second.verdict(0)
-    assert not second.parted
+    assert not second.disagreed
 
 
 def test_a_round_closes_where_another_rank_has_not_resolved_the_last_one() -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks import board
+from sp_lightning.ranks import rank_status
 from tests.support.ranks import rank, start
 from tests.support.tiers import some
 
@@ -104,7 +104,7 @@ def train(how: str, who: int, where: str, folder: str) -> None:
     batches = Batches(5 if how == "has a batch more" and node() == who else 4)
     waits = 60 if how == "raises" else WAITS  # who raises says so, however slow the machine is
     with (
-        mock.patch.object(board, "_TIMEOUT", timedelta(seconds=waits)),
+        mock.patch.object(rank_status, "_TIMEOUT", timedelta(seconds=waits)),
         mock.patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability),
     ):
         trainer.fit(Net(how, who, where), DataLoader(batches, batch_size=None))

@@ -152,13 +152,13 @@ INTERRUPTS = [
     ),
 )  # fmt: skip
 def test_an_interrupt_ends_all_ranks_quietly(who: int, where: str, tmp_path: Any) -> None:
-    """A fifth of all Ctrl-C printed a traceback: of a RankError, or of ranks that have parted, from a ``__del__``."""
+    """A fifth of all Ctrl-C printed a traceback: of a RankError, or of ranks that disagree, from a ``__del__``."""
     errors = [error for error, _ in start(2, interrupt, who, where, str(tmp_path)).outcomes()]
     for number, error in enumerate(errors):
         assert str(error).rstrip().endswith("SystemExit: 1")
         assert "RankError" not in str(error)
         printed = (tmp_path / f"{number}.txt").read_text()
-        assert not any(word in printed for word in ("Traceback", "RankError", "ignored", "parted")), printed
+        assert not any(word in printed for word in ("Traceback", "RankError", "ignored", "disagree")), printed
 
 
 def interrupt(who: int, where: str, folder: str) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks import board
+from sp_lightning.ranks import rank_status
 from tests.support.ranks import rank, start
 from tests.support.tiers import first
 
@@ -114,25 +114,25 @@ CASES: dict[str, Case] = {
     "rank 0 has a batch more": (Net, Batches(3, 2), list, ("rank 1 to the end of its run", "batch 1 of epoch 0")),
     "a batch more before a checkpoint": (
         Net, UNEVEN, lambda: [ModelCheckpoint(every_n_epochs=1)],
-        ("parted", "Lightning's sum over ranks, batch 1", "the beginning of the next batch, batch 1"),
+        ("disagree", "Lightning's sum over ranks, batch 1", "the beginning of the next batch, batch 1"),
     ),
     "a batch more in each of two epochs": (
-        Net, UNEVEN, lambda: [NextEpoch()], ("parted", "batch 0 of epoch 1", "batch 2 of epoch 0"),
+        Net, UNEVEN, lambda: [NextEpoch()], ("disagree", "batch 0 of epoch 1", "batch 2 of epoch 0"),
     ),
     "rank 1 exchanges a layer": (
-        Net, EVEN, lambda: [OnOneRank(exchange_a_layer)], ("parted", EXCHANGE, "batch 1 of epoch 0"),
+        Net, EVEN, lambda: [OnOneRank(exchange_a_layer)], ("disagree", EXCHANGE, "batch 1 of epoch 0"),
     ),
     "rank 0 changes a dtype": (
-        Net, EVEN, lambda: [OnOneRank(to_double, 0)], ("parted", EXCHANGE, "batch 1 of epoch 0"),
+        Net, EVEN, lambda: [OnOneRank(to_double, 0)], ("disagree", EXCHANGE, "batch 1 of epoch 0"),
     ),
     "rank 1 has no loss": (NoLoss, EVEN, list, ("Skipping the `training_step` by returning None",)),
     "rank 1 skips an epoch": (SkipsAnEpoch, EVEN, list, ("rank 1 to the end of its run", BACKWARD)),
     "rank 1 stops": (Net, EVEN, lambda: [OnOneRank(stop)], ("rank 1 to the end of its run", "batch 1 of epoch 0")),
     "rank 0 saves": (
-        Net, EVEN, lambda: [OnOneRank(save, 0)], ("parted", "Lightning's barrier 'Trainer.save_checkpoint'", BACKWARD),
+        Net, EVEN, lambda: [OnOneRank(save, 0)], ("disagree", "Lightning's barrier 'Trainer.save_checkpoint'", BACKWARD),
     ),
     "rank 0 looks for the folder": (
-        Net, EVEN, lambda: [OnOneRank(look_for_the_folder, 0)], ("parted", "Lightning's broadcast", BACKWARD),
+        Net, EVEN, lambda: [OnOneRank(look_for_the_folder, 0)], ("disagree", "Lightning's broadcast", BACKWARD),
     ),
     "the user's own sum": (SumsAlone, EVEN, list, ("has waited 3 seconds for backward", "rank 0 was last at")),
 }  # fmt: skip
@@ -154,7 +154,7 @@ def train(name: str, folder: str, **options: Any) -> None:
     )  # fmt: skip
     (Path(folder) / f"begun by {rank()}").write_text(str(monotonic()))  # a clock that all processes have
     # A process group waits for half an hour.
-    with mock.patch.object(board, "_TIMEOUT", timedelta(seconds=3)):
+    with mock.patch.object(rank_status, "_TIMEOUT", timedelta(seconds=3)):
         try:
             trainer.fit(kind(), DataLoader(batches, batch_size=None))
         except BaseException:

@@ -31,8 +31,8 @@ from sp_lightning.layers.layer import Slot
 from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.uploads import Uploads
 from sp_lightning.ranks import gather_log, sliced_uploads
-from sp_lightning.ranks.board import LOST, RankError
 from sp_lightning.ranks.gather_log import gather_log_bytes
+from sp_lightning.ranks.rank_status import LOST, RankError
 from sp_lightning.ranks.shared_memory import SharedMemory
 from sp_lightning.ranks.sliced_uploads import PendingGather, SlicedUploads
 from tests.equality.cases import CASES
@@ -57,7 +57,7 @@ class Together:
     def __init__(self, size: int) -> None:
         self.size = size
         nbytes = whole_pages(gather_log_bytes(size))
-        descriptor = create(nbytes, "board")
+        descriptor = create(nbytes, "status")
         self.memories = [SharedMemory(descriptor, nbytes) for _ in range(size)]
         os.close(descriptor)
         self.barrier = threading.Barrier(size, timeout=SECONDS)
@@ -65,7 +65,7 @@ class Together:
         self.lock = threading.Lock()
 
 
-class FakeBoard:
+class FakeStatus:
     """What a rank waits at, without anything else to do meanwhile."""
 
     def __init__(self, rank: int, together: Together) -> None:
@@ -84,7 +84,7 @@ class FakeRanks:
 
     def __init__(self, rank: int, together: Together) -> None:
         self.rank, self.size = rank, together.size
-        self.together, self.board = together, FakeBoard(rank, together)
+        self.together, self.status = together, FakeStatus(rank, together)
         self.sums = self.gathers = 0
         self.meanwhile: Callable[[], None] = lambda: None
         self.uploads = None
@@ -100,7 +100,7 @@ class FakeRanks:
             return False
 
         self.meanwhile()
-        self.board.until(look, why)
+        self.status.until(look, why)
 
     def gather(self, everybody: Tensor, group: Any, what: str) -> None:
         together, number = self.together, self.gathers
@@ -238,7 +238,7 @@ def go_through(batches: list[Batch], size: int, *, patience: float) -> list[Rank
     weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
     with (
         mock.patch.object(gather_log, "PATIENCE", patience),
-        mock.patch.object(sliced_uploads, "LOOK", 0.002),
+        mock.patch.object(sliced_uploads, "CHECK_SECONDS", 0.002),
         mock.patch.object(sliced_uploads, "_EVERY", 2),
     ):
         ranks = [Rank(rank, together, weights, batches) for rank in range(size)]

@@ -1,10 +1,10 @@
-"""The board: shared memory in which each rank writes where it is, and why it has failed.
+"""The status of ranks: shared memory in which each rank writes which collective it has reached, and why it has failed.
 
-Each word has one writer, so reading takes microseconds and needs no lock. All ranks come to the same *meetings* in the same
-order. Each rank writes the number and the name of a meeting to the board when it comes to it. If ranks come to different
-meetings, an error names both, instead of a wait that never ends or mixed data.
+Each word has one writer, so reading takes microseconds and needs no lock. All ranks reach the same *collectives* in the
+same order: barriers, sums, exchanges, and the end of the run. Each rank writes the number and the name of a collective when it
+reaches it. If ranks reach different collectives, an error names both, instead of a wait that never ends or mixed data.
 
-Each node has its own board. :class:`NodeNews` reports failures on other nodes.
+Each node has its own status memory. :class:`NodeNews` reports failures on other nodes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from sp_lightning.device.device import Wait
 from sp_lightning.ranks.shared_memory import SharedMemory, publish
 
 _KEPT = 32
-_MEETING = np.dtype(
+_COLLECTIVE = np.dtype(
     [("digest", "q"), ("number", "d"), ("what", "S240")]
-)  # the digest covers all meetings up to this one
-_RANK = np.dtype([("came", "q"), ("failed", "q"), ("meetings", _MEETING, _KEPT), ("error", "S4096")])
-"""The entry of a rank: the number of its meetings, whether it has failed, its last meetings, and its error."""
+)  # the digest covers all collectives up to this one
+_RANK = np.dtype([("arrivals", "q"), ("failed", "q"), ("collectives", _COLLECTIVE, _KEPT), ("error", "S4096")])
+"""The entry of a rank: the number of its collectives, whether it has failed, its last collectives, and its error."""
 
 
-def board_bytes(size: int) -> int:
-    """Returns the bytes of the board of ``size`` ranks."""
+def status_bytes(size: int) -> int:
+    """Returns the bytes of the status memory of ``size`` ranks."""
     return _RANK.itemsize * size
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, or has come to another meeting, so this one cannot continue."""
+    """Another rank has failed, or has reached another collective, so this one cannot continue."""
 
 
 class RankInterrupt(KeyboardInterrupt):
@@ -63,10 +63,10 @@ _INTERRUPTED = re.compile(r"(rank \d+ \(node \d+\): )?KeyboardInterrupt:")
 
 
 class RankStatus:
-    """The board, as one rank uses it.
+    """The status of a node's ranks, as one rank reads and writes it.
 
     Args:
-        memory: shared memory of :func:`board_bytes` bytes, filled with zeros.
+        memory: shared memory of :func:`status_bytes` bytes, filled with zeros.
         rank: this process's number on its node.
         processes: the known process ids of other ranks.
         names: the names of the node's ranks.
@@ -94,11 +94,11 @@ class RankStatus:
         self.place = ""
         self._memory = memory  # the arrays below are views of it
         ranks: Any = np.frombuffer(memory.bytes, _RANK, self.size)
-        self._meetings, self._errors = ranks["meetings"], ranks["error"]
+        self._collectives, self._errors = ranks["collectives"], ranks["error"]
         # Python reads a number through a view of memory in half the time that NumPy's arrays take.
-        self._came_of, self._failed = memoryview(ranks["came"]), memoryview(ranks["failed"])
-        self._digests = memoryview(self._meetings["digest"])
-        self._came = 0
+        self._arrivals_of, self._failed = memoryview(ranks["arrivals"]), memoryview(ranks["failed"])
+        self._digests = memoryview(self._collectives["digest"])
+        self._arrivals = 0
         self._processes = select.poll()  # select itself refuses descriptors from 1,024 on
         self._descriptors: dict[int, int] = {}
         for other, pid in processes.items():
@@ -106,77 +106,77 @@ class RankStatus:
                 self._descriptors[descriptor := os.pidfd_open(pid)] = other
                 self._processes.register(descriptor, select.POLLIN)
 
-    # ------------------------------------------------------------------ meetings
+    # ------------------------------------------------------------------ collectives
 
     def arrive(self, what: str, number: float = 0) -> None:
-        """Writes that this rank has come to the next meeting.
+        """Writes that this rank has reached the next collective.
 
         Args:
-            what: the name of the meeting. It must be the same on all ranks, and so must :attr:`place`.
+            what: the name of the collective. It must be the same on all ranks, and so must :attr:`place`.
             number: a number for the other ranks. Integers are exact up to 2**53.
 
         Raises:
-            RankError: another rank has come to another meeting.
+            RankError: another rank has reached another collective.
         """
         text = f"{what}, {self.place}" if self.place else what
         digest = crc32(text.encode(), self.history)
-        self._came += 1
-        self._meetings[self.rank, self._came % _KEPT] = digest, number, text.encode()  # NumPy cuts a longer text
-        publish(self._came_of, self.rank, self._came)
+        self._arrivals += 1
+        self._collectives[self.rank, self._arrivals % _KEPT] = digest, number, text.encode()  # NumPy cuts a longer text
+        publish(self._arrivals_of, self.rank, self._arrivals)
         self.compare()
 
-    def here(self, rank: int) -> bool:
-        """Returns True if a rank has come to this rank's last meeting."""
-        return self._came_of[rank] >= self._came
+    def has_arrived(self, rank: int) -> bool:
+        """Returns True if a rank has reached this rank's last collective."""
+        return self._arrivals_of[rank] >= self._arrivals
 
-    def all_here(self) -> bool:
-        """Returns True if all ranks have come to this rank's last meeting."""
-        return all(map(self.here, range(self.size)))
+    def all_have_arrived(self) -> bool:
+        """Returns True if all ranks have reached this rank's last collective."""
+        return all(map(self.has_arrived, range(self.size)))
 
-    def number(self, rank: int) -> float:
-        """Returns a rank's number at this rank's last meeting, to which it must have come."""
-        return float(self._meetings["number"][rank, self._came % _KEPT])
+    def number_of(self, rank: int) -> float:
+        """Returns a rank's number at this rank's last collective, which it must have reached."""
+        return float(self._collectives["number"][rank, self._arrivals % _KEPT])
 
     def compare(self) -> None:
-        """Compares the last meeting that this rank and each other rank have both come to.
+        """Compares the last collective that this rank and each other rank have both reached.
 
         Raises:
             RankError: they differ.
         """
         for other in self._others:
-            both = min(self._came, self._came_of[other])
-            if both and self._part(other, both):
-                if self._failed[other]:  # therefore it comes to other meetings
+            both = min(self._arrivals, self._arrivals_of[other])
+            if both and self._differ(other, both):
+                if self._failed[other]:  # therefore it reaches other collectives
                     raise _failed(self._names[other], "meanwhile", self._error_of(other))
-                raise RankError(self._parted(other, both))
+                raise RankError(self._difference(other, both))
 
-    def _part(self, other: int, meeting: int) -> bool:
-        mine, theirs = (self._digests[rank, meeting % _KEPT] for rank in (self.rank, other))
+    def _differ(self, other: int, collective: int) -> bool:
+        mine, theirs = (self._digests[rank, collective % _KEPT] for rank in (self.rank, other))
         # Old entries are overwritten; the rank that was behind has compared them.
-        return mine != theirs and max(self._came, self._came_of[other]) - meeting < _KEPT - 1
+        return mine != theirs and max(self._arrivals, self._arrivals_of[other]) - collective < _KEPT - 1
 
-    def _parted(self, other: int, meeting: int) -> str:
-        """Returns a sentence on the first difference that is still on the board."""
-        first = meeting
-        while first > 1 and self._part(other, first - 1):
+    def _difference(self, other: int, collective: int) -> str:
+        """Returns a sentence on the first difference that is still stored."""
+        first = collective
+        while first > 1 and self._differ(other, first - 1):
             first -= 1
         mine, theirs = (self._what(rank, first) for rank in (self.rank, other))
         return (
-            f"The ranks have parted: {self._names[self.rank]} has come to {mine}, and {self._names[other]} to {theirs}. All "
+            f"Ranks disagree: {self._names[self.rank]} has come to {mine}, and {self._names[other]} to {theirs}. All "
             "ranks need the same number of batches, and whatever else they do together (steps, checkpoints, sums over ranks, "
             "exchanges of parameters or layers) all of them must do, in one order. It must not depend on the rank."
         )
 
-    def _what(self, rank: int, meeting: int) -> str:
-        """Returns the name of one of a rank's last meetings."""
-        return _decoded(self._meetings["what"][rank, meeting % _KEPT])
+    def _what(self, rank: int, collective: int) -> str:
+        """Returns the name of one of a rank's last collectives."""
+        return _decoded(self._collectives["what"][rank, collective % _KEPT])
 
     # ------------------------------------------------------------------ runs and failures
 
     def run_ends(self) -> None:
-        """Writes that this rank's run ends: a meeting at which it neither waits nor raises an error."""
+        """Writes that this rank's run ends: a collective at which it neither waits nor raises an error."""
         self.place = ""
-        if not self.failure:  # otherwise other ranks would report different meetings instead of the failure
+        if not self.failure:  # otherwise other ranks would report different collectives instead of the failure
             with suppress(*LOST):  # the ranks that wait for this one raise it
                 self.arrive("the end of its run")
 
@@ -193,13 +193,14 @@ class RankStatus:
         return _decoded(self._errors[rank])
 
     def check(self, why: str) -> None:
-        """Raises an error if a rank will not come.
+        """Raises an error if a rank will not arrive.
 
         Args:
             why: the purpose of the wait, for the error.
 
         Raises:
-            RankError: a rank has failed, has come to another meeting (for example the end of its run), or its process has ended.
+            RankError: a rank has failed, has reached another collective (for example the end of its run), or its process
+                has ended.
             KeyboardInterrupt: a rank was interrupted.
         """
         waited = f"while {self._names[self.rank]} waited for {why}"
@@ -215,7 +216,7 @@ class RankStatus:
         if elsewhere := self._elsewhere():
             raise _failed("another node", waited, elsewhere)
 
-    def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
+    def wait_until(self, reached: Callable[[], bool], why: Wait | str) -> None:
         """Waits until other ranks have made a condition true.
 
         Args:
@@ -228,16 +229,16 @@ class RankStatus:
         said = in_words(why)
         late = _TIMEOUT.total_seconds()
         turns = 0
-        began = looked = monotonic()
+        began = checked = monotonic()
         while not reached():
             turns += 1
             sleep(0 if turns < 100 else min(turns * 1e-7, 1e-3))
-            if turns < 100 or monotonic() - looked < LOOK:
+            if turns < 100 or monotonic() - checked < CHECK_SECONDS:
                 continue
-            looked = monotonic()
+            checked = monotonic()
             try:
                 self.check(said)
-                if looked - began > late:
+                if checked - began > late:
                     raise RankError(
                         f"{self._names[self.rank]} has waited {late:.0f} seconds for {said}. {self._places()}."
                     )
@@ -247,14 +248,14 @@ class RankStatus:
                 raise
 
     def _places(self) -> str:
-        """Returns a sentence on the last meeting of each rank."""
-        last = (self._what(rank, self._came_of[rank]) or "nothing" for rank in range(self.size))
+        """Returns a sentence on the last collective of each rank."""
+        last = (self._what(rank, self._arrivals_of[rank]) or "nothing" for rank in range(self.size))
         return "; ".join(f"{name} was last at {what}" for name, what in zip(self._names, last, strict=True))
 
     @property
     def history(self) -> int:
-        """A digest of all meetings of this rank. It is the same on all ranks with the same number of meetings."""
-        return self._digests[self.rank, self._came % _KEPT]
+        """A digest of all collectives of this rank. It is the same on all ranks with the same number of collectives."""
+        return self._digests[self.rank, self._arrivals % _KEPT]
 
     def close(self) -> None:
         """Closes the descriptors of processes."""
@@ -320,11 +321,11 @@ class NodeNews:
         self._over.set()
 
 
-LOOK = 0.05
+CHECK_SECONDS = 0.05
 """Seconds between two checks for failed ranks."""
 
 _TIMEOUT: timedelta = default_pg_timeout
-"""How long a rank waits for another one that neither comes nor fails: the timeout of torch's process groups."""
+"""How long a rank waits for another one that neither arrives nor fails: the timeout of torch's process groups."""
 
 
 def _decoded(text: bytes) -> str:

@@ -1,4 +1,4 @@
-"""What ranks say to each other: those that have parted are noticed wherever they are. The ranks here are in one process."""
+"""What ranks say to each other: those that disagree are noticed wherever they are. The ranks here are in one process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.pages import create
-from sp_lightning.ranks import board
-from sp_lightning.ranks.board import NodeNews, RankError, RankInterrupt, RankStatus, board_bytes
+from sp_lightning.ranks import rank_status
+from sp_lightning.ranks.rank_status import NodeNews, RankError, RankInterrupt, RankStatus, status_bytes
 from sp_lightning.ranks.shared_memory import SharedMemory
 
 
-def boards(size: int = 2) -> list[RankStatus]:
-    nbytes = whole_pages(board_bytes(size))
-    descriptor = create(nbytes, "board")
+def statuses(size: int = 2) -> list[RankStatus]:
+    nbytes = whole_pages(status_bytes(size))
+    descriptor = create(nbytes, "status")
     memory = SharedMemory(descriptor, nbytes)
     os.close(descriptor)
     names = [f"rank {rank}" for rank in range(size)]
@@ -29,28 +29,28 @@ def boards(size: int = 2) -> list[RankStatus]:
 
 
 def test_ranks_that_come_in_one_order_see_each_other() -> None:
-    first, second = boards()
+    first, second = statuses()
     for turn in range(100):  # more than are kept
-        first.arrive(f"meeting {turn}")
-        assert not first.all_here()
-        second.arrive(f"meeting {turn}")
-        assert first.all_here()
-        assert second.all_here()
+        first.arrive(f"collective {turn}")
+        assert not first.all_have_arrived()
+        second.arrive(f"collective {turn}")
+        assert first.all_have_arrived()
+        assert second.all_have_arrived()
 
 
 def test_the_second_to_come_says_where_both_are() -> None:
-    first, second = boards()
+    first, second = statuses()
     first.place = "batch 3"
     first.arrive("a sum")
     with pytest.raises(RankError, match=r"rank 1 has come to a step, and rank 0 to a sum, batch 3\. All ranks need"):
         second.arrive("a step")
     with pytest.raises(RankError, match="rank 0 has come to a sum, batch 3, and rank 1 to a step"):
-        first.until(lambda: False, "the others")
+        first.wait_until(lambda: False, "the others")
 
 
 def test_a_difference_that_is_past_is_found() -> None:
-    """Whoever goes ahead without waiting may have left the meeting at which they parted."""
-    first, second = boards()
+    """Whoever goes ahead without waiting may have left the collective at which they disagree."""
+    first, second = statuses()
     for what in ("one", "two", "three", "four"):
         first.arrive(what)
     second.arrive("one")
@@ -61,8 +61,8 @@ def test_a_difference_that_is_past_is_found() -> None:
 
 
 def test_a_rank_far_behind_is_let_alone() -> None:
-    """What it has missed is no longer on the board, so there is nothing to compare until it is nearer."""
-    first, second = boards()
+    """What it has missed is no longer stored, so there is nothing to compare until it is nearer."""
+    first, second = statuses()
     for turn in range(100):
         first.arrive(str(turn))
     for turn in range(100):
@@ -70,18 +70,18 @@ def test_a_rank_far_behind_is_let_alone() -> None:
 
 
 def test_each_meeting_has_its_numbers() -> None:
-    first, second = boards()
+    first, second = statuses()
     first.arrive("backward", 7)
     second.arrive("backward", 7)
-    assert [first.number(rank) for rank in range(2)] == [7, 7]
+    assert [first.number_of(rank) for rank in range(2)] == [7, 7]
     first.arrive("backward", 5)  # the other one has not looked yet
-    assert [second.number(rank) for rank in range(2)] == [7, 7]
+    assert [second.number_of(rank) for rank in range(2)] == [7, 7]
     second.arrive("backward", 2**53)
-    assert [[each.number(rank) for rank in range(2)] for each in (first, second)] == [[5, 2**53]] * 2
+    assert [[each.number_of(rank) for rank in range(2)] for each in (first, second)] == [[5, 2**53]] * 2
 
 
 def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
-    first, second = boards()
+    first, second = statuses()
     for each in (first, second):
         each.arrive("a batch")
     second.run_ends()
@@ -90,9 +90,9 @@ def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
         first.arrive("another batch")
 
 
-def test_a_rank_that_has_failed_says_that_and_not_that_it_has_parted() -> None:
+def test_a_rank_that_has_failed_says_that_and_not_that_it_disagrees() -> None:
     """It comes to the end of its run where the others still come to a batch."""
-    first, second = boards()
+    first, second = statuses()
     for each in (first, second):
         each.arrive("a batch")
     second.fail(ValueError("too large"))
@@ -104,7 +104,7 @@ def test_a_rank_that_has_failed_says_that_and_not_that_it_has_parted() -> None:
 
 def test_after_its_run_a_rank_may_be_early() -> None:
     """Scripts save checkpoints after trainer.fit, and train again."""
-    first, second = boards()
+    first, second = statuses()
     for each in (first, second):
         each.run_ends()
     first.arrive("a barrier")
@@ -113,7 +113,7 @@ def test_after_its_run_a_rank_may_be_early() -> None:
 
 def test_what_has_come_in_the_last_moment_counts() -> None:
     """A rank that has ended may have brought about what is waited for, after the last look."""
-    first, second = boards()
+    first, second = statuses()
     first.arrive("a batch")
     check, there = first.check, []
 
@@ -123,26 +123,26 @@ def test_what_has_come_in_the_last_moment_counts() -> None:
         check(why)
 
     with mock.patch.object(first, "check", late):
-        first.until(lambda: bool(there), "the other")
+        first.wait_until(lambda: bool(there), "the other")
 
 
 def test_a_rank_that_says_nothing_is_given_up() -> None:
-    first, second = boards()
+    first, second = statuses()
     second.arrive("a step")
     first.arrive("a step")
     first.arrive("a sum")
     with (
-        mock.patch.object(board, "_TIMEOUT", timedelta(seconds=0.1)),
+        mock.patch.object(rank_status, "_TIMEOUT", timedelta(seconds=0.1)),
         pytest.raises(
             RankError, match=r"rank 0 has waited 0 seconds for it\. rank 0 was last at a sum; rank 1 was last at a step"
         ),
     ):
-        first.until(lambda: False, "it")
+        first.wait_until(lambda: False, "it")
 
 
 def test_an_interrupt_of_another_rank_is_no_error_where_none_is_looked_for() -> None:
     """At the end of a run, and where what is waited for is there. A third rank hears of an interrupt that was passed on, too."""
-    first, second, third = boards(3)
+    first, second, third = statuses(3)
     first.fail(KeyboardInterrupt())
     with pytest.raises(RankInterrupt) as interrupted:
         second.check("the others")
@@ -150,7 +150,7 @@ def test_an_interrupt_of_another_rank_is_no_error_where_none_is_looked_for() -> 
     second.run_ends()
     third.run_ends()
     with pytest.raises(RankInterrupt, match="rank 0 has failed"):
-        third.until(lambda: False, "the others")
+        third.wait_until(lambda: False, "the others")
     check, there = third.check, []
 
     def late(why: str) -> None:
@@ -158,7 +158,7 @@ def test_an_interrupt_of_another_rank_is_no_error_where_none_is_looked_for() -> 
         check(why)
 
     with mock.patch.object(third, "check", late):
-        third.until(lambda: bool(there), "the others")
+        third.wait_until(lambda: bool(there), "the others")
 
 
 def comes(true: Callable[[], object]) -> bool:
